@@ -1,0 +1,95 @@
+"""Data-parallel PyTorch training that sends less.
+
+`sync = laconic.distribute(model, optimizer, "topk:ratio=0.01")` makes every `loss.backward()` leave
+gradients that are averaged over all ranks, written on the wire by the method of your choice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from laconic.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from laconic import ddp, mlbench, singa
+    from laconic.compressor import Codec, Compressor, Exchange, Site
+    from laconic.engine import GradientSync, distribute
+    from laconic.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        LaconicError,
+        LaunchError,
+        MethodError,
+        MismatchError,
+        PeerLost,
+        TensorTypeError,
+        WireError,
+    )
+    from laconic.feedback import ErrorFeedback
+    from laconic.groups import World, init, shutdown
+    from laconic.parsing import Method, method, methods
+    from laconic.traffic import Traffic
+    from laconic.wrappers import Clip, PerSize, Warmup
+
+__all__ = [
+    "CheckpointError",
+    "Clip",
+    "Codec",
+    "Compressor",
+    "ConfigError",
+    "DataError",
+    "ErrorFeedback",
+    "Exchange",
+    "GradientSync",
+    "LaconicError",
+    "LaunchError",
+    "Method",
+    "MethodError",
+    "MismatchError",
+    "PeerLost",
+    "PerSize",
+    "Site",
+    "TensorTypeError",
+    "Traffic",
+    "Warmup",
+    "WireError",
+    "World",
+    "ddp",
+    "distribute",
+    "init",
+    "method",
+    "methods",
+    "mlbench",
+    "shutdown",
+    "singa",
+]
+
+# Where each public name lives. They are imported when first used, so that `laconic --help` and the parent of
+# local workers answer at once: importing torch takes seconds.
+_HOMES = {
+    "compressor": ["Codec", "Compressor", "Exchange", "Site"],
+    "engine": ["GradientSync", "distribute"],
+    "errors": [name for name in __all__ if name.endswith(("Error", "Lost"))],
+    "feedback": ["ErrorFeedback"],
+    "groups": ["World", "init", "shutdown"],
+    "parsing": ["Method", "method", "methods"],
+    "traffic": ["Traffic"],
+    "wrappers": ["Clip", "PerSize", "Warmup"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ddp", "mlbench", "singa"):
+        return importlib.import_module(f"laconic.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'laconic' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"laconic.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,86 @@
+"""What happens once when ranks meet: compare what must be equal, then take rank 0's weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic.drive import Driver
+from laconic.errors import ConfigError, MismatchError, TensorTypeError
+
+__all__ = ["broadcast_model", "compare", "synced_parameters"]
+
+
+def synced_parameters(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters that the optimizers hold, by name, in the order of definition.
+
+    A trainable parameter that no optimizer holds is left alone: it never moves. It joins when it is added
+    with `optimizer.add_param_group`.
+
+    Raises:
+        ConfigError: the model has no trainable parameter, or an optimizer holds one that is not the model's.
+        TensorTypeError: a parameter is complex.
+    """
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ConfigError(
+            "model must have trainable parameters, got none: call requires_grad_() on some of them"
+        )
+    strangers = held - {id(p) for p in model.parameters()}
+    if strangers:
+        raise ConfigError(
+            f"optimizer must hold the model's parameters, got {len(strangers)} of {len(held)} not in it: "
+            "create the optimizer from model.parameters(), after moving or replacing layers"
+        )
+    synced = {name: p for name, p in named.items() if id(p) in held}
+    if not synced:
+        raise ConfigError(
+            "optimizer must hold the model's parameters, got none of them: pass model.parameters()"
+        )
+    for name, p in synced.items():
+        if not p.is_floating_point():
+            raise TensorTypeError(
+                f"parameter {name} must be real, got {p.dtype}: keep real and imaginary parts"
+            )
+    return synced
+
+
+def compare(driver: Driver, description: Mapping[str, Any], device: torch.device) -> None:
+    """Check that every rank describes the same thing.
+
+    Args:
+        driver: the way to the other ranks.
+        description: JSON-able values by what they are, such as "method" or "parameter fc.weight".
+        device: where messages may live (NCCL wants CUDA).
+
+    Raises:
+        MismatchError: on every rank, naming the first difference and the two ranks.
+    """
+    messages = driver.gather_bytes(json.dumps(description).encode(), device)
+    first: dict[str, Any] = json.loads(messages[0])
+    for rank, message in enumerate(messages[1:], start=1):
+        other: dict[str, Any] = json.loads(message)
+        for what in [*first, *(k for k in other if k not in first)]:
+            a, b = first.get(what, "nothing"), other.get(what, "nothing")
+            if a != b:
+                raise MismatchError(
+                    f"ranks differ in {what}: rank 0 has {a}, rank {rank} has {b}: make them equal"
+                )
+
+
+@torch.no_grad()
+def broadcast_model(driver: Driver, model: nn.Module) -> None:
+    """Overwrite all parameters and buffers with rank 0's."""
+    seen: set[int] = set()
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for t in tensors:
+        if id(t) not in seen:
+            seen.add(id(t))
+            driver.broadcast(t.detach())

@@ -1,0 +1,123 @@
+"""Buckets: which tensors travel together, and how per-tensor state is cut out of flat memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.errors import bad_value
+
+__all__ = ["Bucket", "assign", "join_state", "split_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors of one dtype and device that are exchanged as one flat tensor.
+
+    Args:
+        names: parameter names, in the order in which they lie in the flat tensor.
+        shapes: their shapes.
+        dtype: element type.
+        device: where they live.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numels(self) -> list[int]:
+        """Number of elements of each tensor."""
+        return [shape.numel() for shape in self.shapes]
+
+    def empty(self) -> Tensor:
+        """Allocate flat memory for all tensors."""
+        return torch.empty(sum(self.numels), dtype=self.dtype, device=self.device)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Cut a flat tensor into views of the tensors' shapes."""
+        pieces = flat.split(self.numels)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+def assign(tensors: Mapping[str, Tensor], bucket_bytes: int) -> list[Bucket]:
+    """Put named tensors into buckets, in the order given; a tensor larger than a bucket is a bucket.
+
+    A bucket holds one dtype on one device. It is closed as soon as the next tensor would overfill it.
+
+    Args:
+        tensors: in the order in which they will become ready (backward order).
+        bucket_bytes: largest size of a bucket of several tensors, at least 1.
+
+    Example:
+        >>> import torch
+        >>> sizes = {"c": torch.ones(3), "b": torch.ones(2), "a": torch.ones(9)}
+        >>> [b.names for b in assign(sizes, bucket_bytes=20)]
+        [('c', 'b'), ('a',)]
+    """
+    if bucket_bytes < 1:
+        raise bad_value("bucket_bytes", "must be at least 1", bucket_bytes, "4194304 is the default")
+    full: list[list[str]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
+    for name, t in tensors.items():
+        kind, nbytes = (t.dtype, t.device), t.numel() * t.element_size()
+        names, used = open_groups.pop(kind, ([], 0))
+        if names and used + nbytes > bucket_bytes:
+            full.append(names)
+            names, used = [], 0
+        open_groups[kind] = ([*names, name], used + nbytes)
+    full.extend(names for names, _ in open_groups.values())
+    place = {name: i for i, name in enumerate(tensors)}
+    full.sort(key=lambda names: place[names[-1]])  # a bucket is ready with its last tensor
+    return [_bucket(names, tensors) for names in full]
+
+
+def split_state(state: Mapping[str, Tensor], bucket: Bucket) -> dict[str, dict[str, Tensor]]:
+    """Turn a bucket's state into one by parameter name: {parameter: {key: tensor}} (copies).
+
+    A state tensor is either flat like the bucket, or belongs to tensor i and is called "key/i".
+    """
+    out: dict[str, dict[str, Tensor]] = {name: {} for name in bucket.names}
+    for key, value in state.items():
+        base, slash, number = key.partition("/")
+        if slash:
+            out[bucket.names[int(number)]][base] = value.clone()
+        else:
+            for name, view in zip(bucket.names, bucket.views(value), strict=True):
+                out[name][base] = view.clone()
+    return out
+
+
+def join_state(
+    template: Mapping[str, Tensor], bucket: Bucket, saved: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Undo `split_state`: fill tensors like `template` (the bucket's fresh state) with saved ones.
+
+    Raises:
+        KeyError: a parameter or key is missing in saved.
+        ValueError: a saved tensor has another shape.
+    """
+    out: dict[str, Tensor] = {}
+    for key, like in template.items():
+        base, slash, number = key.partition("/")
+        names = [bucket.names[int(number)]] if slash else bucket.names
+        targets = [out.setdefault(key, torch.empty_like(like))] if slash else None
+        if targets is None:
+            targets = bucket.views(out.setdefault(key, torch.empty_like(like)))
+        for name, target in zip(names, targets, strict=True):
+            value = saved[name][base]
+            if value.shape != target.shape:
+                raise ValueError(
+                    f"{base} of {name} has shape {tuple(value.shape)}, not {tuple(target.shape)}"
+                )
+            target.copy_(value)
+    return out
+
+
+def _bucket(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Bucket:
+    first = tensors[names[0]]
+    return Bucket(tuple(names), tuple(tensors[n].shape for n in names), first.dtype, first.device)

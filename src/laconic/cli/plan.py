@@ -1,0 +1,114 @@
+"""Turns options into a plan: data loaded, recipe made, every value checked before a worker starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from laconic import tasks
+from laconic.bucket import assign
+from laconic.cli.options import Options
+from laconic.errors import ConfigError, bad_value
+from laconic.parsing import Method
+from laconic.tasks import Recipe, Task
+
+__all__ = ["Plan", "check_at_least_1", "make_plan"]
+
+_RECIPE_KEYS = ("batch_size", "lr", "momentum", "weight_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A training that can start.
+
+    Attributes:
+        options: what the command line said.
+        task: data and model.
+        recipe: the task's, with the options applied.
+        epochs: number of epochs, 0 to evaluate only.
+        steps: steps in an epoch, equal on every rank.
+        world_size: number of ranks.
+        device: where the model lives.
+    """
+
+    options: Options
+    task: Task
+    recipe: Recipe
+    epochs: int
+    steps: int
+    world_size: int
+    device: torch.device
+
+    def identity(self, method: Method) -> dict[str, Any]:
+        """Return what must be equal for a run to be continued bit for bit.
+
+        The number of epochs is part of it only where the learning rate depends on it.
+        """
+        recipe = asdict(self.recipe)
+        if self.recipe.min_lr is None or self.epochs == 0:
+            del recipe["epochs"]
+        return {
+            "task": self.task.name,
+            "method": method.text,
+            "world_size": self.world_size,
+            "seed": self.options.seed,
+            "shards": self.options.shards,
+            "bucket_bytes": self.options.bucket_bytes,
+            "train_size": self.task.train_size,
+            "eval_size": self.task.eval_size,
+            "recipe": recipe,
+        }
+
+
+def make_plan(options: Options, world_size: int) -> Plan:
+    """Load the task and check everything that can be checked without the other ranks.
+
+    Raises:
+        ConfigError: an option breaks its rule.
+        DataError: a data file is missing or damaged, or there are fewer samples than ranks.
+    """
+    _check(options)
+    task = tasks.load(options.task, options.data)
+    changes: dict[str, Any] = {k: v for k in _RECIPE_KEYS if (v := getattr(options, k)) is not None}
+    if options.epochs:
+        changes["epochs"] = options.epochs
+    recipe = replace(task.recipe, **changes)
+    return Plan(
+        options=options,
+        task=task,
+        recipe=recipe,
+        epochs=recipe.epochs if options.epochs is None else options.epochs,
+        steps=tasks.steps_per_epoch(task.train_size, world_size, recipe.batch_size, recipe.steps_per_epoch),
+        world_size=world_size,
+        device=torch.device(options.device),
+    )
+
+
+def check_at_least_1(name: str, got: int | None) -> None:
+    """Refuse a count below 1; None is no count.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if got is not None and got < 1:
+        raise bad_value(name, "must be at least 1", got, "use 1 or more")
+
+
+def _check(options: Options) -> None:
+    check_at_least_1("--threads", options.threads)
+    if options.epochs is not None and options.epochs < 0:
+        raise bad_value("--epochs", "must be at least 0", options.epochs, "use 0 to evaluate only")
+    if not 0 <= options.seed < 2**63:
+        raise bad_value("--seed", "must be from 0 to 2^63 - 1", options.seed, "use 0, 1, 2, ...")
+    if options.shards not in ("contiguous", "shuffled"):
+        raise bad_value("--shards", "must be contiguous or shuffled", options.shards, "choose one of the two")
+    if not 0 < options.timeout_s < math.inf:
+        raise bad_value("--timeout-s", "must be finite and above 0", options.timeout_s, "leave it at 300")
+    if options.device not in ("cpu", "cuda"):
+        raise bad_value("--device", "must be cpu or cuda", options.device, "choose one of the two")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a CUDA device, and this PyTorch sees none: use --device cpu")
+    assign({}, options.bucket_bytes)

@@ -1,0 +1,213 @@
+"""The compressor contract: how an averaged tensor is written on the wire.
+
+A compressor is a frozen description (a ratio, a rank, ...). All that changes from step to step lives in a
+`State`, made by `init` and replaced, never modified, by `rounds`. So one object serves every bucket, a step
+can be taken back by keeping the old state, and saving the states saves everything.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from laconic.errors import TensorTypeError
+from laconic.wire import Rounds, gather, gather_ragged, means
+
+__all__ = ["Codec", "Compressor", "Exchange", "Payload", "Site", "State", "average_of", "require_floating"]
+
+# Tensors that decide the next exchange. A tensor is either flat like x, element for element (a residual),
+# or belongs to the i-th tensor of x and is called "NAME/i" (PowerSGD's "q/3"). Keys are equal on all ranks.
+State: TypeAlias = Mapping[str, Tensor]
+Payload: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where and when an exchange happens; everything a compressor may know besides the numbers.
+
+    Args:
+        shapes: shapes of the tensors that lie one after another in the flat x.
+        rank: this rank; only private randomness and bookkeeping may depend on it.
+        world_size: number of ranks.
+        step: number of exchanges applied before this one, equal on every rank.
+        key: tells this x from others of the same step (a bucket's place); equal on every rank.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    rank: int = 0
+    world_size: int = 1
+    step: int = 0
+    key: int = 0
+
+    def generator(self, seed: int, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
+        """Return a fresh generator for this step: equal on all ranks if shared, else private to the rank."""
+        words = (seed, self.step, self.key, -1 if shared else self.rank)
+        mixed = 0x9E3779B97F4A7C15
+        for word in words:  # splitmix64 over the words, so near seeds give unrelated streams
+            mixed = (mixed + (word & 0xFFFFFFFFFFFFFFFF) + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+            mixed ^= mixed >> 31
+        return torch.Generator(device=device).manual_seed(mixed & 0x7FFFFFFFFFFFFFFF)
+
+    @property
+    def numels(self) -> list[int]:
+        """Number of elements of each tensor in x."""
+        return [math.prod(shape) for shape in self.shapes]
+
+
+class Exchange(NamedTuple):
+    """What a compressor returns.
+
+    average: flat tensor with x's length and dtype, equal on every rank bit for bit; may live in x's memory.
+    state: the next state, with the same keys and shapes as the one given.
+    error: `x - (this rank's x as the others decoded it)`, or None where it was not asked for; it may live in
+        x's memory, and so may a state made of it: whoever owns x must not fill it again before copying or
+        replacing it.
+    """
+
+    average: Tensor
+    state: State
+    error: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressor(ABC):
+    """Base of everything that can stand between a gradient and the wire.
+
+    A subclass in a module of `laconic.compressors` is found by itself: its `names` become methods, its
+    fields become their keys, and its `examples()` are walked by the conformance suite.
+    """
+
+    # Method names, each with the field values that the name stands for.
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    # One line for `laconic methods`.
+    summary: ClassVar[str] = ""
+    # What `dense_below` is where a method's text does not say.
+    default_dense_below: ClassVar[int] = 0
+
+    @property
+    def biased(self) -> bool:
+        """Whether it loses the same things again and again, so that error feedback is on unless refused.
+
+        False for unbiased codecs, where `E[decode(encode(x))] = x`, and for rounding to 8 bits or finer.
+        """
+        return False
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the average is exact, so that there is no error to feed back."""
+        return False
+
+    @property
+    def delta(self) -> float:
+        """Contraction: `||error||^2 <= (1 - delta) ||x||^2` for every x; 0 where none is promised."""
+        return 0.0
+
+    @property
+    def amplifies(self) -> bool:
+        """Whether what is sent may be so much larger than x that error feedback diverges."""
+        return False
+
+    @property
+    def votes(self) -> bool:
+        """Whether the average is something else than the mean of what the ranks sent."""
+        return False
+
+    @property
+    def propagates(self) -> bool:
+        """Whether a non-finite input makes the average non-finite and no state can be harmed by it."""
+        return False
+
+    @classmethod
+    def examples(cls) -> Iterator[Compressor]:
+        """Yield the configurations that the conformance suite shall test."""
+        yield cls()
+
+    def init(self, like: Tensor, site: Site) -> State:
+        """Create the state for a flat x like `like` (its values do not matter)."""
+        require_floating(like)
+        return {}
+
+    @abstractmethod
+    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
+        """Average flat x over the ranks.
+
+        Args:
+            x: flat tensor; handed over, so it may be overwritten.
+            state: as `init` or the last exchange left it; never modified.
+            site: where and when.
+            want_error: whether the exchange must carry `error`.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(Compressor):
+    """A compressor with one message a rank: write `encode` and `decode`, and the rest is done here.
+
+    linear: payloads may be averaged as they are, so one all-reduce suffices; otherwise they are gathered
+        and every rank decodes all of them, in rank order.
+    ragged: payload lengths differ from rank to rank.
+    """
+
+    linear: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, x: Tensor, site: Site) -> Payload:
+        """Write flat x as tensors for the wire, in memory of their own unless the codec is lossless."""
+
+    @abstractmethod
+    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
+        """Read a payload back as a flat tensor like `like` (length, dtype, device)."""
+
+    def error(self, x: Tensor, payload: Payload, site: Site) -> Tensor:
+        """Return `x - decode(encode(x))`; override where it is cheaper than decoding."""
+        return x - self.decode(payload, x, site)
+
+    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
+        """Return the mean of all ranks' decoded payloads, summed in rank order."""
+        return average_of(self.decode(p, like, site) for p in payloads)
+
+    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
+        """Encode, send, decode; see `Compressor.rounds`."""
+        payload = self.encode(x, site)
+        error = self.error(x, payload, site) if want_error else None
+        if self.linear:
+            average = self.decode((yield from means(payload)), x, site)
+        else:
+            everyone = yield from (gather_ragged if self.ragged else gather)(*payload)
+            average = self.combine(everyone, x, site)
+        return Exchange(average, state, error)
+
+
+def average_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Mean of one or more tensors, summed in order so that every rank gets the same bits.
+
+    Example:
+        >>> import torch
+        >>> average_of([torch.tensor([1.0]), torch.tensor([2.0])])
+        tensor([1.5000])
+    """
+    total, count = None, 0
+    for t in tensors:
+        total = t.clone() if total is None else total.add_(t)
+        count += 1
+    if total is None:
+        raise ValueError("the mean of no tensors is not defined: give at least one")
+    return total.div_(count)
+
+
+def require_floating(x: Tensor) -> None:
+    """Raise unless x holds real floating-point numbers."""
+    if not x.is_floating_point():
+        raise TensorTypeError(
+            f"compression needs real floating-point tensors, got {x.dtype}: "
+            "convert it, or leave it out of the optimizer"
+        )

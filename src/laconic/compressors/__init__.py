@@ -1,0 +1,1 @@
+"""Every compressor, one module each; `laconic.registry` finds them here by itself."""

@@ -1,0 +1,119 @@
+"""Sign compression: one bit an element and one scale a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic.compressor import Codec, Payload, Site, average_of
+from laconic.errors import MethodError, bad_value
+from laconic.kernels.reference import block_views, pack_bits, unpack_bits
+
+__all__ = ["Sign"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign(Codec):
+    """Send signs and the mean magnitude of each block: `sent = ||x||_1 / d * sign(x)`, with `sign(0) = +1`.
+
+    d is the block's length; blocks are short because layers differ by orders of magnitude. Biased, and a
+    contraction: `||error||^2 = ||x||_2^2 - ||x||_1^2 / d`, and `||x||_1 >= ||x||_2` makes `delta = 1 / d`
+    (about 2/pi for Gaussian x), so use error feedback. Wire: 1 bit an element and 32 bits a block, 1.03 bits
+    an element for blocks of 1024, one all-gather.
+
+    Args:
+        block: elements a block, at least 1; blocks do not span tensors, so a tensor's last may be shorter.
+        majority: whether the average is `mean_r(scale_r) * sign(sum_r sign(x_r))`, the ranks' vote (a tie
+            is 0), instead of the mean of what the ranks sent. Residuals stay those of the rank's own message.
+
+    Raises:
+        MethodError: block below 1.
+
+    Example:
+        >>> import torch
+        >>> from laconic.simulate import exchange
+        >>> exchange(Sign(block=2), [torch.tensor([3.0, -1.0, 0.5])])[0].average
+        tensor([ 2.0000, -2.0000,  0.5000])
+
+    Reference: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018 (the
+    vote, without a scale); Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the scale).
+    """
+
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"sign": {}}
+    summary: ClassVar[str] = "one bit an element, one scale a block"
+
+    # With feedback, momentum and usual learning rates, biases sent as signs made training diverge.
+    default_dense_below: ClassVar[int] = 1024
+
+    block: int = 1024
+    majority: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise bad_value("block", "must be at least 1", self.block, "use 1024", MethodError)
+
+    @classmethod
+    def examples(cls) -> Iterator[Sign]:
+        """Yield several block lengths and the vote."""
+        for block in (1024, 16, 1):
+            yield cls(block=block)
+        yield cls(block=64, majority=True)
+
+    @property
+    def biased(self) -> bool:
+        """Every element of a block gets the same magnitude."""
+        return True
+
+    @property
+    def delta(self) -> float:
+        """The worst case is a block with a single non-zero."""
+        return 1 / self.block
+
+    @property
+    def votes(self) -> bool:
+        """The majority's sign is not the mean."""
+        return self.majority
+
+    def encode(self, x: Tensor, site: Site) -> Payload:
+        """Pack the signs, lowest bit first, and take each block's mean magnitude."""
+        work = torch.promote_types(x.dtype, torch.float32)
+        scales = [_mean_magnitude(rows, work) for rows in block_views(x, self.block, site.numels)]
+        none = [torch.zeros(0, dtype=torch.float32, device=x.device)]
+        return pack_bits((x >= 0).view(torch.uint8), 1), torch.cat(none + scales)
+
+    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
+        """Give every element its block's magnitude."""
+        return self._scaled(self._signs(payload[0], like), payload[1], site)
+
+    def error(self, x: Tensor, payload: Payload, site: Site) -> Tensor:
+        """Return `x - decode(encode(x))`; overwrites x."""
+        return x.sub_(self.decode(payload, x, site))
+
+    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
+        """Average the messages, or vote."""
+        if not self.majority:
+            return super().combine(payloads, like, site)
+        votes = torch.zeros_like(like)  # at most the world size, exact in every dtype up to 256 ranks
+        for signs, _ in payloads:
+            votes += self._signs(signs, like)
+        return self._scaled(votes.sign_(), average_of(scales for _, scales in payloads), site)
+
+    def _signs(self, packed: Tensor, like: Tensor) -> Tensor:
+        return unpack_bits(packed, 1, like.numel()).to(like.dtype).mul_(2).sub_(1)
+
+    def _scaled(self, signs: Tensor, scales: Tensor, site: Site) -> Tensor:
+        """Multiply each block by its scale, in place."""
+        start = 0
+        for rows in block_views(signs, self.block, site.numels):
+            rows.mul_(scales[start : start + len(rows), None].to(signs.dtype))
+            start += len(rows)
+        return signs
+
+
+def _mean_magnitude(rows: Tensor, work: torch.dtype) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, 1, dim=1, dtype=work)
+    return (norms / rows.shape[1]).to(torch.float32)

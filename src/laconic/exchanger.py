@@ -1,0 +1,266 @@
+"""One step's exchange: buckets go in as they fill, averages and new states come out together.
+
+All collectives are issued by one thread, bucket after bucket, while the caller computes the next gradients.
+New states take effect only when every rank's every bucket was finite, so one bad batch costs one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.bucket import Bucket, join_state, split_state
+from laconic.compressor import Exchange, Site, State
+from laconic.drive import Driver, Pipeline
+from laconic.parsing import Method
+from laconic.restore import check_state
+from laconic.wire import Rounds, mean
+
+__all__ = ["Exchanger", "Outcome"]
+
+_FORMAT = 1  # of state_dict(); a reader refuses others
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step's exchange gave.
+
+    averages: one flat tensor a bucket; all NaN where a rank's bucket was not finite.
+    any_flags: whether any rank set each of the flags given to `finish`.
+    applied: False where a non-finite bucket kept all states as they were.
+    """
+
+    averages: list[Tensor]
+    any_flags: list[bool]
+    applied: bool
+
+
+class Exchanger:
+    """Runs a method over buckets, step after step.
+
+    Args:
+        method: what to run.
+        driver: the way to the other ranks.
+    """
+
+    def __init__(self, method: Method, driver: Driver) -> None:
+        self.method = method
+        self.compressor = method.compressor
+        self.driver = driver
+        self.step = 0
+        self.skipped = 0
+        # Where a non-finite input shows in the average by itself and there is no state to harm, no
+        # agreement on finiteness is needed.
+        self._guarded = not self.compressor.propagates
+        self.buckets: list[Bucket] = []
+        self._sites: list[Site] = []
+        self._flats: list[Tensor] = []
+        self._states: list[State] = []
+        self._spare: dict[str, dict[str, Tensor]] = {}  # state of parameters that wait for their bucket
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="laconic")
+        self._jobs: list[Future[None]] = []
+        self._begin()
+
+    def arrange(self, buckets: Sequence[Bucket]) -> None:
+        """Use these buckets from the next step on; state follows its parameters."""
+        for index, bucket in enumerate(buckets):
+            self.place(index, bucket)
+        self._drop_from(len(buckets))
+        self._spare = {}
+
+    def place(self, index: int, bucket: Bucket) -> None:
+        """Let bucket `index` of this step be `bucket`; state follows its parameters.
+
+        Buckets are placed in order, each before it is submitted, so a layout need not be known in advance.
+        """
+        if index < len(self.buckets) and self.buckets[index] == bucket:
+            return
+        self._drop_from(index)
+        driver = self.driver
+        site = Site(shapes=bucket.shapes, rank=driver.rank, world_size=driver.world_size, key=index)
+        flat = bucket.empty()
+        fresh = self.compressor.init(flat, site)
+        known = {name: self._spare.pop(name) for name in bucket.names if name in self._spare}
+        state = join_state(fresh, bucket, {**split_state(fresh, bucket), **known}) if known else fresh
+        self.buckets.append(bucket)
+        self._sites.append(site)
+        self._flats.append(flat)
+        self._states.append(state)
+        if bucket.device.type == "cuda" and bucket.device not in self._streams:
+            self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
+
+    def flat(self, index: int) -> Tensor:
+        """Return the memory to fill for a bucket; it belongs to the exchange once submitted.
+
+        Ask again for each step: after a step, the memory may hold the bucket's new state.
+        """
+        return self._flats[index]
+
+    def submit(self, index: int) -> None:
+        """Hand over the next bucket, filled, in order; returns at once."""
+        x = self._flats[index]
+        ready = _record(x.device)
+        self._jobs.append(self._thread.submit(self._launch, index, x, ready))
+
+    def finish(self, flags: Sequence[bool] = ()) -> Future[Outcome]:
+        """End the step after the last bucket; the future holds its outcome, or the first error."""
+        jobs, self._jobs = self._jobs, []
+        return self._thread.submit(self._collect, jobs, flags)
+
+    def join_streams(self) -> None:
+        """Make the current CUDA streams wait for the exchange; nothing to do on CPU."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides the next exchange on this rank, keyed by parameter name."""
+        counters = {"step": self.step, "skipped": self.skipped}
+        return {**self._identity(), **counters, "parameters": self._state_by_name()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a saved `state_dict()`, of any bucketing of the same parameters.
+
+        Raises:
+            CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
+        """
+        check_state(state, self._identity(), self._state_by_name())
+        self.step, self.skipped = int(state["step"]), int(state["skipped"])
+        buckets = list(self.buckets)
+        self._drop_from(0)
+        self._spare = {
+            name: {k: t.clone() for k, t in ts.items()} for name, ts in state["parameters"].items()
+        }
+        for index, bucket in enumerate(buckets):
+            self.place(index, bucket)
+
+    def abandon(self) -> None:
+        """Forget a step that was begun and will not be finished; only one rank alone can do so."""
+        for job in self._jobs:
+            job.result()
+        self._begin()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(wait=True)
+
+    def _identity(self) -> dict[str, Any]:
+        place = {"rank": self.driver.rank, "world_size": self.driver.world_size}
+        return {"format": _FORMAT, "method": self.method.text, **place}
+
+    def _state_by_name(self) -> dict[str, dict[str, Tensor]]:
+        out = dict(self._spare)
+        for state, bucket in zip(self._states, self.buckets, strict=True):
+            out |= split_state(state, bucket)
+        return out
+
+    def _drop_from(self, index: int) -> None:
+        """Take buckets from `index` on apart; their state waits by parameter name."""
+        for state, bucket in zip(self._states[index:], self.buckets[index:], strict=True):
+            self._spare |= split_state(state, bucket)
+        for parts in (self.buckets, self._sites, self._flats, self._states):
+            del parts[index:]
+
+    def _begin(self) -> None:
+        self._jobs = []
+        self._pipeline: Pipeline[Exchange] = Pipeline(self.driver)
+        self._bad: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def _launch(self, index: int, x: Tensor, ready: torch.cuda.Event | None) -> None:
+        with _on(self._streams.get(x.device), ready):
+            if self._guarded:
+                self._bad[index] = _not_finite(x)
+                if x.device.type == "cpu" and bool(self._bad[index]):
+                    x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
+            site = replace(self._sites[index], step=self.step)
+            self._pipeline.add(self.compressor.rounds(x, self._states[index], site))
+
+    @torch.no_grad()
+    def _collect(self, jobs: list[Future[None]], flags: Sequence[bool]) -> Outcome:
+        try:
+            for job in jobs:
+                job.result()
+            device = self.buckets[0].device
+            with _on(self._streams.get(device), None):
+                return self._settle(device, flags)
+        finally:
+            self._spare = {}
+            self._begin()
+
+    def _settle(self, device: torch.device, flags: Sequence[bool]) -> Outcome:
+        bad = [self._bad[i].to(device) for i in sorted(self._bad)]
+        mine = torch.tensor([float(f) for f in flags], device=device)
+        control = torch.cat([torch.stack(bad), mine]) if bad else mine
+        self._pipeline.add(_exchange_flags(control))
+        *exchanges, verdict = self._pipeline.finish()
+        told = [value > 0 for value in verdict.average.tolist()]
+        harmed, any_flags = told[: len(bad)], told[len(bad) :]
+        # Averages are equal on all ranks, so an overflow inside the exchange needs no further agreement.
+        overflowed = [self._guarded and bool(_not_finite(e.average)) for e in exchanges]
+        harmed = [h or o for h, o in zip(harmed or [False] * len(exchanges), overflowed, strict=True)]
+        applied = not any(harmed)
+        if applied:
+            self._commit(exchanges)
+            self.step += 1
+        else:
+            self.skipped += 1
+            for exchange, harm in zip(exchanges, harmed, strict=True):
+                if harm:
+                    exchange.average.fill_(torch.nan)
+        return Outcome([e.average for e in exchanges], any_flags, applied)
+
+    def _commit(self, exchanges: Sequence[Exchange]) -> None:
+        """Take the new states; where one lives in a bucket's memory, the bucket gets the old one's."""
+        for i, exchange in enumerate(exchanges):
+            old, self._states[i] = self._states[i], exchange.state
+            mine = self._flats[i]
+            memory = mine.untyped_storage().data_ptr()
+            for key, new in exchange.state.items():
+                if new is not old[key] and new.untyped_storage().data_ptr() == memory:
+                    same = old[key].dtype == mine.dtype and old[key].numel() == mine.numel()
+                    self._flats[i] = old[key] if same else torch.empty_like(mine)
+
+
+def _exchange_flags(control: Tensor) -> Rounds[Exchange]:
+    """Average 0/1 flags: above zero where any rank set one."""
+    return Exchange((yield from mean(control)), {})
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    """Return 1.0 if x holds NaN or infinity, else 0.0; one pass, no temporary."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    low, high = torch.aminmax(x)  # NaN wins both
+    return (~(torch.isfinite(low) & torch.isfinite(high))).float()
+
+
+def _record(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class _on:
+    """Work on a side stream after an event; nothing on CPU."""
+
+    def __init__(self, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None) -> None:
+        self._stream, self._ready = stream, ready
+        self._context = torch.cuda.stream(stream) if stream is not None else None
+
+    def __enter__(self) -> None:
+        if self._context is not None and self._stream is not None:
+            self._context.__enter__()
+            if self._ready is not None:
+                self._stream.wait_event(self._ready)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(*exc)

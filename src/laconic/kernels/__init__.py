@@ -1,0 +1,1 @@
+"""Hot primitives; `reference` holds each one in plain torch, for any device."""

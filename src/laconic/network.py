@@ -1,0 +1,108 @@
+"""Small network helpers without torch: bounded waits, ports, addresses and the loopback interface."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["GLOO_INTERFACE", "await_port", "bounded", "own_address", "use_loopback"]
+
+T = TypeVar("T")
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+_POLL_S = 0.1
+
+
+def bounded(call: Callable[[], T], limit_s: float) -> T:
+    """Run a call that may block outside Python for ever.
+
+    Args:
+        call: what to run, in a thread that ends with the process.
+        limit_s: seconds to wait for it.
+
+    Returns:
+        What the call returned.
+
+    Raises:
+        TimeoutError: it did not come back in time.
+        BaseException: whatever the call raised.
+
+    Example:
+        >>> bounded(lambda: 1 + 1, 5.0)
+        2
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(max(0.1, limit_s))
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return results[0]
+
+
+def await_port(host: str, port: int, deadline: float) -> None:
+    """Wait until somebody listens at an address.
+
+    Args:
+        host: name or address.
+        port: 1 to 65535.
+        deadline: time on `time.monotonic`'s clock, in seconds, at which to give up.
+
+    Raises:
+        OSError: nobody did; the reason of the last attempt.
+    """
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_S)
+
+
+def own_address() -> str:
+    """Return an IPv4 address of this host that other hosts can use, or else its name."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+        if not address.startswith("127."):
+            return address
+    return name
+
+
+def use_loopback() -> bool:
+    """Bind gloo to the loopback interface, unless the user chose one.
+
+    The host name of a lone machine often does not resolve, and gloo would look it up.
+
+    Returns:
+        Whether this set `GLOO_SOCKET_IFNAME`.
+    """
+    if GLOO_INTERFACE in os.environ:
+        return False
+    try:
+        names = {name for _, name in socket.if_nameindex()}
+    except (AttributeError, OSError):
+        return False
+    for loopback in ("lo", "lo0"):  # Linux, macOS
+        if loopback in names:
+            os.environ[GLOO_INTERFACE] = loopback
+            return True
+    return False

@@ -1,0 +1,165 @@
+"""What may cross the network: requests that compressors yield and drivers answer.
+
+A compressor is a coroutine. It yields a `Request`, and whoever drives it (torch.distributed, or `simulate`
+with N ranks in one process) sends back the reply. So the same compressor runs everywhere, and a request's
+`nbytes` is the only byte count in the code base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from laconic.errors import WireError
+
+__all__ = [
+    "Op",
+    "Reply",
+    "Request",
+    "Rounds",
+    "exchange",
+    "gather",
+    "gather_ragged",
+    "mean",
+    "means",
+    "together",
+]
+
+
+class Op(Enum):
+    """The collectives that a compressor may ask for."""
+
+    MEAN = "all-reduce"
+    GATHER = "all-gather"
+    EXCHANGE = "exchange"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One collective that a compressor asks for.
+
+    Args:
+        op: `MEAN` averages over the ranks (floating tensors of one dtype); `GATHER` brings every rank's
+            tensors to every rank (any dtypes, equal shapes on all ranks); `EXCHANGE` sends the tensors to
+            the peers and brings theirs here (likewise).
+        tensors: what this rank hands over. The driver may overwrite them: use the reply instead. The reply
+            belongs to the compressor, and may be the very tensors handed over.
+        peers: for `EXCHANGE`, other ranks, ascending; whoever is a peer has this rank among its own.
+    """
+
+    op: Op
+    tensors: tuple[Tensor, ...]
+    peers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if list(self.peers) != sorted(set(self.peers)) or (self.peers and self.op is not Op.EXCHANGE):
+            raise WireError(f"peers are ascending ranks of an EXCHANGE, got {self.peers} for {self.op.name}")
+        if self.op is Op.MEAN and len({t.dtype for t in self.tensors}) > 1:
+            raise WireError(f"one MEAN takes one dtype, got {sorted({str(t.dtype) for t in self.tensors})}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank hands to the collective."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+# For MEAN the averaged tensors, for GATHER one tuple of tensors per rank, in rank order; for EXCHANGE a dict
+# with one tuple of tensors per peer, in rank order.
+Reply: TypeAlias = Any
+T = TypeVar("T")
+Rounds: TypeAlias = Generator[Request, Reply, T]
+
+
+def means(tensors: Sequence[Tensor]) -> Rounds[tuple[Tensor, ...]]:
+    """Average tensors of one dtype over the ranks in one collective."""
+    reply: tuple[Tensor, ...] = yield Request(Op.MEAN, tuple(tensors))
+    return reply
+
+
+def mean(tensor: Tensor) -> Rounds[Tensor]:
+    """Average one tensor over the ranks (write `yield from` before it)."""
+    (average,) = yield from means((tensor,))
+    return average
+
+
+def gather(*tensors: Tensor) -> Rounds[list[tuple[Tensor, ...]]]:
+    """Bring every rank's tensors here, one tuple per rank in rank order; shapes are equal on all ranks."""
+    reply: list[tuple[Tensor, ...]] = yield Request(Op.GATHER, tensors)
+    return reply
+
+
+def exchange(tensors: Sequence[Tensor], peers: Iterable[int]) -> Rounds[dict[int, tuple[Tensor, ...]]]:
+    """Send tensors to some ranks and bring theirs here, by rank; all ranks take part, if only without peers.
+
+    Args:
+        tensors: any dtypes; shapes are equal on all ranks.
+        peers: other ranks, each once; the relation must be symmetric, or ranks wait for each other in vain.
+    """
+    reply: dict[int, tuple[Tensor, ...]] = yield Request(Op.EXCHANGE, tuple(tensors), tuple(sorted(peers)))
+    return reply
+
+
+def gather_ragged(*tensors: Tensor) -> Rounds[list[tuple[Tensor, ...]]]:
+    """Like `gather`, for 1-D tensors whose common length differs from rank to rank.
+
+    One int32 per rank tells the lengths; then every payload is padded to the longest, so a rank sends
+    `4 + max_r(length_r) * (bytes per entry)` bytes. When no rank has anything, the second round is empty.
+    """
+    length = tensors[0].numel()
+    if any(t.ndim != 1 or t.numel() != length for t in tensors):
+        raise WireError(f"ragged tensors are 1-D and equally long, got {[tuple(t.shape) for t in tensors]}")
+    counts = yield from gather(torch.tensor([length], dtype=torch.int32, device=tensors[0].device))
+    lengths = [int(count) for (count,) in counts]
+    longest = max(lengths)
+    padded = tuple(torch.nn.functional.pad(t, (0, longest - length)) for t in tensors)
+    everyone = yield from gather(*padded)
+    return [tuple(t[:n] for t in theirs) for theirs, n in zip(everyone, lengths, strict=True)]
+
+
+def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
+    """Run several coroutines in step and merge what they ask for in the same round.
+
+    Requests with the same op (and, for MEAN, the same dtype; for EXCHANGE, the same peers) become one
+    collective, so k small exchanges cost one latency.
+    """
+    results: dict[int, T] = {}
+    waiting: dict[int, Request] = {}
+    replies: dict[int, Reply] = dict.fromkeys(range(len(parts)))
+    while replies:
+        for i, reply in replies.items():
+            try:
+                waiting[i] = parts[i].send(reply)
+            except StopIteration as stop:
+                results[i] = stop.value
+        replies = yield from _merged(waiting)
+        waiting.clear()
+    return [results[i] for i in range(len(parts))]
+
+
+def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
+    groups: dict[tuple[Op, torch.dtype | None, tuple[int, ...]], list[int]] = {}
+    for i, request in waiting.items():
+        dtype = request.tensors[0].dtype if request.op is Op.MEAN and request.tensors else None
+        groups.setdefault((request.op, dtype, request.peers), []).append(i)
+    replies: dict[int, Reply] = {}
+    for (op, _, peers), members in groups.items():
+        reply = yield Request(op, tuple(t for i in members for t in waiting[i].tensors), peers)
+        start = 0
+        for i in members:
+            stop = start + len(waiting[i].tensors)
+            replies[i] = _part(op, reply, slice(start, stop))
+            start = stop
+    return dict(sorted(replies.items()))
+
+
+def _part(op: Op, reply: Reply, part: slice) -> Reply:
+    if op is Op.MEAN:
+        return reply[part]
+    if op is Op.GATHER:
+        return [theirs[part] for theirs in reply]
+    return {peer: theirs[part] for peer, theirs in reply.items()}

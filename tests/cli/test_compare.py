@@ -1,0 +1,70 @@
+"""`laconic compare`, `methods` and `doctor`."""
+
+import json
+import sys
+
+import pytest
+
+from laconic.cli import compare, plot
+from laconic.parsing import method, methods
+
+
+def test_compare(command, tmp_path):
+    """Two methods in one set of workers; at fp16 a worker sends half of the dense bytes."""
+    listed = "dense,fp16,topk:ratio=0.05,dense_below=64"
+    done = command("compare", "--workers", 2, "--epochs", 1, "--methods", listed, "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    table = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [line.split()[1] for line in table] == ["dense", "fp16", "topk:ratio=0.05,dense_below=64"]
+    told = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert (told["world_size"], told["epochs"], told["steps_per_epoch"]) == (2, 1, 23)
+    dense, half, sparse = told["methods"]
+    assert 0.99 < dense["compression"] <= 1
+    assert 1.99 < half["compression"] <= 2
+    assert 9 < sparse["compression"] < 10
+    assert all(
+        len(row["epochs"]) == 1 and row["step_ms"] > 0 and row["error"] is None for row in told["methods"]
+    )
+    assert (tmp_path / "out" / "compare.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_defaults_are_methods():
+    assert {method(text).text.partition(":")[0] for text in compare.DEFAULT_METHODS} <= set(methods())
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["dense,sign"], ["dense", "sign"]),
+        (["topk:ratio=0.1,feedback=off,sign:block=64"], ["topk:ratio=0.1,feedback=off", "sign:block=64"]),
+        (["dense; topk:ratio=0.1 , clip_norm=1", "foo"], ["dense", "topk:ratio=0.1 , clip_norm=1", "foo"]),
+        ([" ; ,"], []),
+    ],
+)
+def test_split_methods(texts, expected):
+    assert compare.split_methods(texts) == expected
+
+
+def test_no_picture_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install laconic[plots]" in plot.plot(tmp_path / "x.png", "digits", {})
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_methods(here, workers):
+    status, out, err = here("methods", "--size", 10_000, "--workers", workers)
+    assert (status, err) == (0, "")
+    rows = {line.split("│")[1].strip(): line.split("│")[2:] for line in out.splitlines() if line[0] == "│"}
+    assert set(methods()) <= set(rows)
+    assert "ratio=0.01" in out
+    assert "feedback (bool)" in out
+    dense = next(line for line in out.splitlines() if line.startswith("│ dense"))
+    moved = {1: "0", 3: "53,333"}[workers]  # 2 (N - 1) / N of 40,000
+    assert [cell.strip() for cell in dense.split("│")[3:7]] == ["40,000", moved, "32", "1.0x"]
+
+
+def test_doctor(command):
+    done = command("doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in ("torch", "gloo", "cores", "launcher", "works"):
+        assert line in done.stdout

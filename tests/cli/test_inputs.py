@@ -1,0 +1,122 @@
+"""Wrong input: one line on standard error, the right status, before any worker starts."""
+
+import shutil
+import sys
+
+import pytest
+from cli_process import QUICK, execute
+
+CASES = {
+    "no such command": (["nonsense"], "No such command"),
+    "no such option": (["train", "--foo"], "No such option"),
+    "not a number": (["train", "--epochs", "x"], "--epochs"),
+    "unknown method": (["train", "--method", "topq"], "did you mean 'topk'"),
+    "unknown key": (["train", "--method", "topk:ration=0.1"], "did you mean 'ratio'"),
+    "value out of range": (
+        ["train", "--method", "topk:ratio=2", "--workers", "2"],
+        "ratio must be in (0, 1]",
+    ),
+    "unknown task": (["train", "--task", "cifar"], "unknown task 'cifar'"),
+    "no data": (["train", "--task", "mnist"], "--data"),
+    "data for digits": (["train", "--data", "x"], "data must be None"),
+    "missing folder": (["train", "--task", "mnist", "--data", "nowhere"], "nowhere: expected a folder"),
+    "missing text": (["train", "--task", "text", "--data", "nowhere.txt"], "nowhere.txt"),
+    "negative epochs": (["train", "--epochs", "-1"], "--epochs must be at least 0"),
+    "bad batch": (["train", "--batch-size", "0"], "batch_size must be"),
+    "bad rate": (["train", "--lr", "0"], "lr must be finite and > 0"),
+    "bad momentum": (["train", "--momentum", "1"], "momentum must be in [0, 1)"),
+    "bad decay": (["train", "--weight-decay", "-1"], "weight_decay must be"),
+    "bad seed": (["train", "--seed", "-1"], "--seed must be"),
+    "bad shards": (["train", "--shards", "odd"], "--shards must be"),
+    "bad bucket": (["train", "--bucket-bytes", "0"], "bucket_bytes"),
+    "bad timeout": (["train", "--timeout-s", "0"], "--timeout-s must be"),
+    "bad threads": (["train", "--threads", "0"], "--threads must be"),
+    "bad device": (["train", "--device", "tpu"], "--device must be cpu or cuda"),
+    "no worker": (["train", "--workers", "0"], "--workers must be at least 1"),
+    "more workers than samples": (["train", "--workers", "2000"], "1437 samples for 2000 ranks"),
+    "resume without a folder": (["train", "--resume"], "--resume needs --out"),
+    "bad save interval": (["train", "--save-every", "0"], "--save-every must be"),
+    "out is a file": (["train", "--out", __file__], "--out must be a folder"),
+    "compare nothing": (["compare", "--methods", ","], "--methods must name"),
+    "compare no epochs": (["compare", "--epochs", "0"], "--epochs must be at least 1"),
+    "one bad method of two": (
+        ["compare", "--methods", "dense,foo", "--workers", "2"],
+        "unknown method 'foo'",
+    ),
+    "tensor of nothing": (["methods", "--size", "0"], "--size must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_and_status_2(case, here):
+    arguments, reason = CASES[case]
+    status, out, err = here(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("laconic: error: ")
+    assert reason in err
+
+
+def test_debug_shows_the_traceback(here, monkeypatch):
+    monkeypatch.setenv("LACONIC_DEBUG", "1")
+    with pytest.raises(ValueError, match="--seed must be"):
+        here("train", "--seed", "-1")
+
+
+def test_workers_against_the_launcher(here, monkeypatch):
+    for key, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(key, value)
+    status, _, err = here("train", "--workers", "2")
+    assert (status, "world size 3 (torchrun), got 2" in err) == (2, True)
+
+
+def test_a_run_is_not_written_over(here, trained):
+    folder, _ = trained
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    status, _, err = here("train", *QUICK, "--workers", 2, "--out", folder)
+    assert (status, "--resume continues it" in err) == (2, True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("--seed", "4"), "seed is 3 there and 4 now"),
+        (("--method", "sign"), "method is topk:ratio=0.05 there and sign now"),
+        (("--lr", "0.01"), "recipe.lr is 0.05 there and 0.01 now"),
+        (("--workers", "3"), "world_size is 2 there and 3 now"),
+        (("--task", "text"), "task is digits there and text now"),
+    ],
+)
+def test_another_run_is_not_continued(here, trained, change, reason):
+    status, _, err = here("train", *QUICK, "--workers", 2, *change, "--out", trained[0], "--resume")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "run.json" in err
+    assert reason in err
+
+
+def test_damaged_run_json(here, trained, tmp_path):
+    folder = shutil.copytree(trained[0], tmp_path / "run")
+    (folder / "run.json").write_text("{")
+    status, _, err = here("train", *QUICK, "--workers", 2, "--out", folder, "--resume")
+    assert (status, "run.json: cannot be read" in err) == (2, True)
+
+
+def test_version_and_help(command, here):
+    done = command("--version")
+    assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "laconic", "")
+    for name in ("train", "compare", "methods", "doctor"):
+        status, out, err = here(name, "--help")
+        assert (status, err, f"laconic {name}" in out) == (0, "", True)
+    assert "--workers" in here("train", "--help")[1]
+    assert "compare" in here()[1]
+
+
+def test_help_needs_no_torch(command):
+    """Importing torch takes seconds; asking for help should not."""
+    code = "import sys, laconic.cli; sys.exit('torch' in sys.modules)"
+    assert execute([sys.executable, "-c", code]).returncode == 0

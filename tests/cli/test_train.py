@@ -1,0 +1,160 @@
+"""`laconic train` with real workers."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+import torch
+from cli_process import QUICK, clean_env, execute, laconic_command
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the mpiexec packages")
+
+
+def rows(folder):
+    """The lines of metrics.jsonl without the times."""
+    parsed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in parsed]
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def binary(package, name):
+    """Find a program by its package: both packages install `bin/mpiexec`, and the later one wins."""
+    return str(next(f.locate() for f in distribution(package).files or () if f.parts[-2:] == ("bin", name)))
+
+
+def test_two_workers(trained):
+    """71,754 parameters of 4 bytes; two workers send one dense model, or 10 times less at 5 % of 8 bytes."""
+    folder, out = trained
+    lines = out.splitlines()
+    assert (len(lines), lines[1][:9], lines[-1][:15]) == (4, "epoch 1/2", "after 2 epochs:")
+    first, second = rows(folder)
+    assert (first["epoch"], second["epoch"], second["steps"]) == (1, 2, 12)
+    assert second["dense_bytes"] == 12 * 4 * 71_754
+    assert 9.9 < second["compression"] < 10
+    assert second["train_loss"] < first["train_loss"]
+    assert second["eval_loss"] == result(folder)["eval_loss"]
+    assert result(folder)["fingerprint"] in lines[-1]
+    names = sorted(path.name for path in folder.iterdir())
+    checkpoints = ["checkpoint-epoch2-rank0.pt", "checkpoint-epoch2-rank1.pt"]
+    assert names == [*checkpoints, "metrics.jsonl", "result.json", "run.json"]
+
+
+def test_resumed_equals_uninterrupted(command, trained, tmp_path):
+    """The first part died in epoch 3 between the ranks' writes: epoch 2 is the newest that both have."""
+    resumed = shutil.copytree(trained[0], tmp_path / "resumed")
+    (resumed / "checkpoint-epoch3-rank0.pt").write_bytes(b"of no use without rank 1's")
+    with (resumed / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 3}\n')
+    done = command("train", *QUICK, "--workers", 2, "--epochs", 3, "--out", resumed, "--resume")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "resumed after epoch 2" in done.stdout
+    straight = tmp_path / "straight"
+    command("train", *QUICK, "--workers", 2, "--epochs", 3, "--save-every", 2, "--out", straight)
+    assert rows(resumed) == rows(straight)
+    assert result(resumed)["fingerprint"] == result(straight)["fingerprint"]
+    for rank in (0, 1):
+        a, b = (
+            torch.load(folder / f"checkpoint-epoch3-rank{rank}.pt", weights_only=True)["content"]["trainer"]
+            for folder in (resumed, straight)
+        )
+        assert all(torch.equal(a["model"][name], b["model"][name]) for name in b["model"])
+        for name, state in b["sync"]["parameters"].items():
+            assert all(torch.equal(a["sync"]["parameters"][name][key], t) for key, t in state.items())
+
+
+@linux_only
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
+def test_launchers_train_alike(launcher, trained, tmp_path):
+    (tmp_path / "hosts").write_text("localhost slots=2\n" if launcher == "openmpi" else "localhost:2\n")
+    hosts = str(tmp_path / "hosts")
+    start = {
+        "torchrun": lambda: [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+        ],
+        "openmpi": lambda: [
+            *(binary("openmpi", "prterun"), "--personality", "ompi", "--allow-run-as-root"),
+            *("--oversubscribe", "--hostfile", hosts, "-n", "2"),
+        ],
+        "mpich": lambda: [binary("mpich", "mpiexec.hydra"), "-f", hosts, "-n", "2"],
+    }[launcher]()
+    arguments = laconic_command("train", *QUICK, "--epochs", 2)
+    if launcher == "torchrun":
+        arguments = arguments[1:]
+    done = execute([*start, *arguments], TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 2/2") == 1
+    assert done.stdout.split()[-1] == result(trained[0])["fingerprint"]
+
+
+def test_alone_then_damaged(command, tmp_path):
+    """A truncated checkpoint is named, and nothing in the folder changes."""
+    folder = tmp_path / "run"
+    done = command("train", "--epochs", 1, "--lr", 0.01, "--out", folder)
+    assert (done.returncode, "1 worker," in done.stdout) == (0, True)
+    assert (result(folder)["moved_bytes"], result(folder)["payload_bytes"] >= 45 * 4 * 71_754) == (0, True)
+    checkpoint = folder / "checkpoint-epoch1-rank0.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:100_000])
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = command("train", "--epochs", 2, "--lr", 0.01, "--out", folder, "--resume")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert f"{checkpoint}: cannot be read" in done.stderr
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_evaluation_only(command):
+    done = command("train", "--epochs", 0)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert (len(lines), lines[1].startswith("after 0 epochs: eval accuracy")) == (2, True)
+
+
+def test_steps_that_are_not_finite_are_skipped(command, tmp_path):
+    """At this rate the weights overflow at once; later gradients are NaN, and those steps are void."""
+    done = command("train", "--epochs", 2, "--lr", 1e30, "--out", tmp_path / "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert rows(tmp_path / "run")[-1]["skipped"] == 45
+    assert "45 steps skipped" in done.stdout
+
+
+@linux_only
+def test_killed_worker_ends_the_run():
+    """The survivor names the lost rank, and all end long before the timeout of 60 s."""
+    arguments = laconic_command("train", *QUICK, "--workers", 2, "--epochs", 10_000, "--timeout-s", 60)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(arguments, env=clean_env(), stdout=pipe, stderr=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        while not parent.stdout.readline().startswith("epoch     1/"):
+            assert parent.poll() is None
+        workers = children(parent.pid)
+        os.kill(next(pid for pid in workers if environment(pid)["RANK"] == "1"), signal.SIGKILL)
+        start = time.monotonic()
+        _, err = parent.communicate(timeout=50)
+    assert time.monotonic() - start < 30
+    assert parent.returncode == 128 + signal.SIGKILL
+    assert "rank(s) 1 did not answer" in err
+    assert "worker 1 was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def environment(pid):
+    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)

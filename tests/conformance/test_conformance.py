@@ -1,0 +1,104 @@
+"""Every compressor passes the suite, a new one without any edit."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import laconic.compressors
+from laconic.compressor import Codec
+from laconic.compressors.identity import Identity
+from laconic.compressors.powersgd import PowerSGD
+from laconic.compressors.qsgd import QSGD
+from laconic.compressors.sign import Sign
+from laconic.compressors.topk import TopK
+from laconic.errors import MethodError
+from laconic.feedback import ErrorFeedback
+from laconic.registry import compressors, entries
+from laconic.testing.conformance import cases, check
+from laconic.wrappers import Clip, PerSize, Warmup
+
+CASES = dict(cases())
+
+NEW = '''
+from dataclasses import dataclass
+from laconic.compressor import Codec
+
+@dataclass(frozen=True, kw_only=True)
+class EveryOther(Codec):
+    """Send the elements with even places."""
+
+    names = {"everyother": {}}
+    linear = True
+
+    @property
+    def biased(self):
+        return True
+
+    def encode(self, x, site):
+        return (x[::2].clone(),)
+
+    def decode(self, payload, like, site):
+        out = like.new_zeros(like.shape)
+        out[::2] = payload[0]
+        return out
+'''
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_compressor_conforms(name):
+    check(CASES[name])
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        PerSize(inner=TopK(ratio=0.1), below=100),
+        PerSize(inner=PowerSGD(rank=2), below=100),
+        PerSize(inner=TopK(ratio=0.1), below=10**6),
+        Warmup(inner=ErrorFeedback(inner=PowerSGD(rank=2)), steps=2),
+        Clip(inner=Sign(), value=100.0, norm=1000.0),
+        ErrorFeedback(inner=PerSize(inner=QSGD(), below=4)),
+        ErrorFeedback(inner=PerSize(inner=PowerSGD(rank=1), below=200)),
+    ],
+    ids=repr,
+)
+def test_wrapped_compressors_conform(wrapped):
+    check(wrapped)
+
+
+def test_lossy_cases_come_with_feedback_and_lossless_ones_cannot_have_it():
+    plain = [c for c in CASES.values() if not isinstance(c, ErrorFeedback)]
+    lossy = [c for c in plain if not (c.lossless or c.amplifies)]
+    fed = [c.inner for c in CASES.values() if isinstance(c, ErrorFeedback)]
+    assert fed == lossy
+    with pytest.raises(MethodError, match="loses nothing"):
+        ErrorFeedback(inner=Identity())
+
+
+def test_every_compressor_has_a_case_a_name_and_a_summary():
+    walked = {type(c) for c in CASES.values()}
+    for cls in compressors():
+        assert cls in walked
+        assert cls.names
+        assert cls.summary
+
+
+def test_a_new_compressor_is_one_file(tmp_path, monkeypatch):
+    """A directory on the package's path with one file in it: found, named, tested, and passed."""
+    (tmp_path / "everyother.py").write_text(NEW)
+    monkeypatch.setattr(laconic.compressors, "__path__", [*laconic.compressors.__path__, str(tmp_path)])
+    try:
+        assert entries()["everyother"].compressor.__name__ == "EveryOther"
+        mine = [(name, c) for name, c in cases() if "EveryOther" in name]
+        assert [name for name, _ in mine] == ["EveryOther()", "ErrorFeedback(inner=EveryOther())"]
+        for _, compressor in mine:
+            check(compressor)
+    finally:
+        sys.modules.pop("laconic.compressors.everyother", None)
+
+
+def test_cases_are_lazy_and_codecs_are_abstract():
+    assert isinstance(cases(), Iterator)
+    with pytest.raises(TypeError, match="abstract"):
+        Codec()

@@ -1,0 +1,72 @@
+"""Models and data that the multi-rank tests share; imported by the rank processes."""
+
+import torch
+from torch import nn
+
+import laconic
+
+ALL_METHODS = {
+    "dense": "dense",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "topk": "topk:ratio=0.1",
+    "threshold": "threshold:value=0.01",
+    "randomk": "randomk:ratio=0.1",
+    "randomblock": "randomblock:ratio=0.1",
+    "sign": "sign:dense_below=0",
+    "sign-voted": "sign:majority=true,block=64,dense_below=20",
+    "qsgd": "qsgd:bits=4",
+    "powersgd": "powersgd:rank=2",
+    "topk-wrapped": "topk:ratio=0.1,dense_below=20,warmup_steps=5,clip_norm=1.0",
+    "powersgd-cold": "powersgd:rank=1,warm_start=false",
+    "fp16-feedback": "fp16:feedback=true",
+    "dense-clipped": "dense:clip_value=0.5",
+    "fp16-clipped": "fp16:clip_value=0.5,clip_norm=1.0",
+}
+SMALL_BUCKETS = 1200  # bytes: several buckets, and the middle layer is larger than one
+
+
+def mlp(seed):
+    """1,138 parameters: weights of 320, 544, 136 elements and small ones."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Linear(10, 32),
+            nn.Tanh(),
+            nn.Linear(32, 17),
+            nn.Tanh(),
+            nn.Linear(17, 8),
+            nn.Tanh(),
+            nn.Linear(8, 3),
+        )
+
+
+def shards(step, world_size, per_rank=6):
+    """Batch of one step for all ranks: inputs and targets, cut by rank."""
+    g = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(world_size * per_rank, 10, generator=g)
+    y = torch.randn(world_size * per_rank, 3, generator=g)
+    return x.chunk(world_size), y.chunk(world_size)
+
+
+def step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def train(rank, world_size, method, steps, *, bucket_bytes=SMALL_BUCKETS, first=0, sync=None, **sgd):
+    """Train from rank-dependent weights and return (parameters, sync, model, optimizer)."""
+    model = mlp(rank)
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **sgd})
+    sync = laconic.distribute(model, optimizer, method, bucket_bytes=bucket_bytes, timeout_s=30)
+    for s in range(first, first + steps):
+        xs, ys = shards(s, world_size)
+        step(model, optimizer, xs[rank], ys[rank])
+    return flat(model), sync, model, optimizer

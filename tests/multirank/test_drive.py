@@ -1,0 +1,155 @@
+"""The torch.distributed driver: same answers as simulate, counted, in a fixed order."""
+
+import torch
+
+from laconic.compressor import Site
+from laconic.drive import Driver
+from laconic.parsing import method
+from laconic.simulate import exchange
+from laconic.traffic import Traffic
+from laconic.wire import gather, gather_ragged, mean, means
+
+METHODS = [
+    "dense",
+    "topk:ratio=0.1",
+    "threshold:value=0.7",
+    "sign",
+    "qsgd:bits=3",
+    "powersgd:rank=2",
+    "randomk:ratio=0.2",
+]
+SHAPES = [(9, 7), (5,), (0, 3), (12, 4), ()]
+
+
+def _vector(rank):
+    return torch.randn(
+        sum(torch.Size(s).numel() for s in SHAPES), generator=torch.Generator().manual_seed(rank)
+    )
+
+
+def _same_as_simulated(rank, world_size):
+    driver, out = Driver(timeout_s=30), []
+    for text in METHODS:
+        compressor = method(text).compressor
+        site = Site(shapes=tuple(torch.Size(s) for s in SHAPES), rank=rank, world_size=world_size)
+        x = _vector(rank)
+        state = compressor.init(x, site)
+        payload = driver.traffic.payload_bytes
+        done = driver.run(compressor.rounds(x.clone(), state, site, want_error=True))
+        out.append((done.average, done.error, driver.traffic.payload_bytes - payload))
+    return out
+
+
+def test_gloo_gives_what_simulate_gives(pool):
+    """Averages to rounding (a ring adds in another order), errors and bytes exactly."""
+    for world_size in (2, 3):
+        ranks = pool.run(world_size, _same_as_simulated, world_size)
+        for i, text in enumerate(METHODS):
+            nbytes = []
+            simulated = exchange(
+                method(text).compressor,
+                [_vector(r) for r in range(world_size)],
+                shapes=SHAPES,
+                want_error=True,
+                spy=lambda request, nbytes=nbytes: nbytes.append(request.nbytes),
+            )
+            for rank in range(world_size):
+                average, error, payload = ranks[rank][i]
+                torch.testing.assert_close(average, simulated[rank].average, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(error, simulated[rank].error, rtol=1e-5, atol=1e-6)
+                assert torch.equal(average, ranks[0][i][0])
+                assert sum(nbytes) <= payload <= sum(nbytes) + 8 * len(nbytes), text  # alignment padding
+
+
+def _one_stretch(rank, text):
+    """A bucket of which nothing is compressed: its only request is one tensor, averaged in place."""
+    compressor, driver = method(text).compressor, Driver(timeout_s=30)
+    site = Site(shapes=(torch.Size([3, 3]), torch.Size([3])), rank=rank, world_size=2)
+    state = compressor.init(torch.zeros(12), site)
+    out = driver.run(compressor.rounds(torch.full((12,), float(rank + 1)), state, site))
+    return out.average, out.state.get("residual", torch.zeros(12))
+
+
+def test_a_bucket_with_nothing_to_compress_is_averaged(pool):
+    """Ranks hold 1 and 2: the average is 1.5 and nothing is left over."""
+    for text in ("powersgd:rank=2", "topk:ratio=0.1,dense_below=100", "dense", "fp16:feedback=true"):
+        for average, residual in pool.run(2, _one_stretch, text):
+            assert average.tolist() == [1.5] * 12, text
+            assert not residual.any(), text
+
+
+def _odd_payloads(rank, world_size):
+    driver = Driver(timeout_s=30)
+    mixed = (
+        torch.tensor([rank], dtype=torch.uint8),
+        torch.arange(3, dtype=torch.float64) + rank,
+        torch.empty(0, 2),
+        torch.tensor(rank, dtype=torch.bfloat16),
+        torch.arange(6).reshape(2, 3).t() * rank,
+        torch.tensor([True, False]),
+    )
+    everyone = driver.run(gather(*mixed))
+    ragged = driver.run(gather_ragged(torch.arange(rank * 2), torch.ones(rank * 2, dtype=torch.uint8)))
+    a, b = driver.run(means([torch.full((2, 2), float(rank)), torch.tensor(float(rank))]))
+    transposed = driver.run(mean((torch.arange(6.0).reshape(2, 3) * rank).t()))
+    return everyone, ragged, a, b, transposed
+
+
+def test_payloads_of_every_type_shape_and_length(pool):
+    for everyone, ragged, a, b, transposed in pool.run(3, _odd_payloads, 3):
+        for rank, (u8, f64, empty, bf16, strided, flags) in enumerate(everyone):
+            assert u8.tolist() == [rank]
+            assert f64.tolist() == [rank, rank + 1, rank + 2]
+            assert empty.shape == (0, 2)
+            assert bf16.shape == ()
+            assert float(bf16) == rank
+            assert strided.tolist() == [[0, 3 * rank], [rank, 4 * rank], [2 * rank, 5 * rank]]
+            assert flags.tolist() == [True, False]
+        assert [t.tolist() for t, _ in ragged] == [[], [0, 1], [0, 1, 2, 3]]
+        assert a.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert float(b) == 1.0
+        assert transposed.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def _counted(rank):
+    driver = Driver(timeout_s=30)
+    driver.run(mean(torch.ones(300)))
+    driver.run(gather(torch.ones(10), torch.ones(3, dtype=torch.uint8)))
+    return driver.traffic
+
+
+def test_traffic_counts_payload_and_what_collectives_move(pool):
+    """All-reduce of 1200 B on 3 ranks moves 2*2/3*1200 = 1600; a gather of 43 B padded to 44 moves 2*44."""
+    for traffic in pool.run(3, _counted):
+        assert isinstance(traffic, Traffic)
+        assert (traffic.payload_bytes, traffic.moved_bytes, traffic.collectives) == (1244, 1688, 2)
+        assert traffic.wait_s > 0
+
+
+def _ordered(rank):
+    """Buckets with 1, 3 and 2 rounds, and rank 1 slower: the order of issue is the same."""
+    import time
+
+    driver, issued = Driver(timeout_s=30), []
+    start = driver.start
+    driver.start = lambda request: (issued.append(request.tensors[0].numel()), start(request))[1]
+
+    def bucket(number, rounds):
+        for i in range(rounds):
+            if rank == 1:
+                time.sleep(0.02 * (number + 1))
+            yield from mean(torch.ones(10 * number + i + 1))
+
+    from laconic.drive import Pipeline
+
+    pipeline = Pipeline(driver)
+    for number, rounds in enumerate([1, 3, 2, 3]):
+        pipeline.add(bucket(number, rounds))
+    pipeline.finish()
+    return issued
+
+
+def test_rounds_of_several_buckets_are_issued_in_one_order(pool):
+    first, second = pool.run(2, _ordered)
+    assert first == second
+    assert first == [1, 11, 21, 12, 31, 13, 22, 32, 33]

@@ -1,0 +1,297 @@
+"""Launchers, rendezvous and failures with real processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from laconic import groups, workers
+from laconic.errors import ConfigError, LaunchError
+from laconic.groups import init, roll_call, run_local, shutdown
+
+PYTHON = sys.executable
+SOURCE = str(Path(groups.__file__).parents[1])
+LIMIT_S = 60
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "LACONIC_")
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the mpiexec packages exist for Linux")
+
+# Rank r contributes r + 1, so two ranks sum to 3; the second init meets the same ranks again.
+JOIN = """
+import torch, torch.distributed as dist
+from laconic.groups import init, shutdown
+for last in (False, True):
+    world = init(timeout_s=40)
+    x = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(x)
+    if not last:
+        shutdown()
+        shutdown()
+if world.rank == 0:
+    print(world.launcher, world.world_size, world.local_world_size, x.item())
+"""
+
+# The rank in argv dies; survivors report who did not answer.
+LOSE = """
+import os, signal, sys, torch, torch.distributed as dist
+from laconic.groups import init, roll_call
+rank = init(timeout_s=40).rank
+if rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(torch.ones(1))
+except RuntimeError:
+    print("lost", roll_call(1.0), flush=True)
+    sys.exit(5)
+"""
+
+
+def clean_env(**more):
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
+    path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
+
+
+def run(command, **env):
+    return subprocess.run(command, env=clean_env(**env), capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def binary(package, name):
+    """Find a program by its package: both packages install `bin/mpiexec`, and the later one wins."""
+    return str(next(f.locate() for f in distribution(package).files or () if f.parts[-2:] == ("bin", name)))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """This process, as if no launcher had started it and it had met nobody yet."""
+    for key in list(os.environ):
+        if key.startswith(LAUNCHER_VARIABLES):
+            monkeypatch.delenv(key)
+    monkeypatch.setattr(groups, "_place", None)
+    monkeypatch.setattr(groups.atexit, "register", lambda call: call)
+    yield monkeypatch
+    shutdown()
+
+
+@linux_only
+def test_mpich(tmp_path):
+    """A shell stands between launcher and rank, so the parent process alone does not name the launch."""
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    (tmp_path / "join.py").write_text(JOIN)
+    shell = ["sh", "-c", f"{PYTHON} {tmp_path / 'join.py'}; exit $?"]
+    launch = [binary("mpich", "mpiexec.hydra"), "-f", str(tmp_path / "hosts"), "-n", "2"]
+    done = run(launch + shell, TMPDIR=str(tmp_path))
+    assert (done.stdout, done.stderr, done.returncode) == ("mpich 2 2 3.0\n", "", 0)
+    assert list((tmp_path / f"laconic-{os.getuid()}").iterdir()) == []
+
+
+@linux_only
+def test_open_mpi(tmp_path):
+    """`prterun` with this personality is what Open MPI's `mpiexec` executes."""
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    launch = [binary("openmpi", "prterun"), "--personality", "ompi", "--allow-run-as-root", "--oversubscribe"]
+    launch += ["--hostfile", str(tmp_path / "hosts"), "-n", "2"]
+    done = run([*launch, PYTHON, "-c", JOIN], TMPDIR=str(tmp_path))
+    assert (done.stdout, done.returncode) == ("openmpi 2 2 3.0\n", 0), done.stderr
+    assert list((tmp_path / f"laconic-{os.getuid()}").iterdir()) == []
+
+
+def test_torchrun(tmp_path):
+    (tmp_path / "join.py").write_text(JOIN)
+    launch = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*launch, str(tmp_path / "join.py")])
+    assert (done.stdout, done.returncode) == ("torchrun 2 2 3.0\n", 0), done.stderr
+
+
+def test_run_local_succeeds(capfd):
+    assert run_local([PYTHON, "-c", JOIN], 2, env=clean_env()) == 0
+    assert capfd.readouterr() == ("laconic 2 2 3.0\n", "")
+
+
+def test_survivors_name_the_killed_worker(capfd):
+    """Worker 1 of 3 dies; both survivors answer the roll call, so only rank 1 is missing."""
+    assert run_local([PYTHON, "-c", LOSE, "1"], 3, env=clean_env()) == 128 + signal.SIGKILL
+    out, err = capfd.readouterr()
+    assert out == "lost [1]\n"
+    assert err == "laconic: worker 1 was killed by SIGKILL\n"
+
+
+def test_survivor_names_rank_0_though_the_store_died_with_it():
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    first = subprocess.Popen([PYTHON, "-c", LOSE, "0"], env=clean_env(RANK="0", **env))
+    second = run([PYTHON, "-c", LOSE, "0"], RANK="1", **env)
+    assert first.wait(LIMIT_S) == -signal.SIGKILL
+    assert (second.stdout, second.stderr, second.returncode) == ("lost [0]\n", "", 5)
+
+
+def test_run_local_reports_a_status_and_stops_the_rest(capfd, monkeypatch):
+    monkeypatch.setattr(workers, "_GRACE_S", 0.3)
+    code = (
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('no data\\nin shard 1')\ntime.sleep(60)"
+    )
+    start = time.monotonic()
+    assert run_local([PYTHON, "-c", code], 3) == 1
+    assert time.monotonic() - start < 10
+    first, *tail = capfd.readouterr().err.splitlines()
+    assert first == "laconic: worker 1 exited with status 1: in shard 1"
+    assert tail == ["  no data", "  in shard 1"]
+
+
+def test_run_local_sets_the_variables(capfd, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE OMP_NUM_THREADS LACONIC_TIMEOUT_S"
+    code = f"import os; print(*(os.environ[name] for name in {names.split()}))"
+    assert run_local([PYTHON, "-c", code], 1, timeout_s=7) == 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert capfd.readouterr().out.split() == ["0", "1", "0", "1", str(cores), "7"]
+
+
+@pytest.mark.parametrize("arguments", [([PYTHON], 0), ([], 1), ([PYTHON], -2)])
+def test_run_local_refuses_bad_arguments(arguments):
+    with pytest.raises(ConfigError):
+        run_local(*arguments)
+    with pytest.raises(ConfigError):
+        run_local([PYTHON], 1, timeout_s=0)
+    with pytest.raises(LaunchError, match="no command"):
+        run_local(["no-such-command-anywhere"], 1)
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGKILL, -9), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 128 + signal.SIGINT)],
+)
+def test_no_orphans(number, status, monkeypatch, tmp_path):
+    """Each worker leaves a file named after its process number, then sleeps."""
+    worker = f"import os, time; open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w'); time.sleep(60)"
+    parent = (
+        "import signal, sys, types\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it\n"
+        f"package = types.ModuleType('laconic'); package.__path__ = [{SOURCE + '/laconic'!r}]\n"
+        "sys.modules['laconic'] = package  # without the torch that laconic imports\n"
+        "from laconic import workers\n"
+        "workers._TERM_S = 0.2\n"
+        f"sys.exit(workers.run_local([sys.executable, '-c', {worker!r}], 2))"
+    )
+    with subprocess.Popen([PYTHON, "-c", parent], env=clean_env(TMPDIR=str(tmp_path / ".."))) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(LIMIT_S) == status
+    pids = [int(file.name) for file in tmp_path.iterdir()]
+    assert len(pids) == 2
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in pids)
+
+
+def _runs(pid):
+    """Whether a process exists and is no zombie waiting for whoever inherits it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_alone_needs_no_network(outside):
+    world = init()
+    assert (world.rank, world.world_size, world.launcher) == (0, 1, "alone")
+    assert init() is world
+    assert roll_call(0.0) == []
+    shutdown()
+    shutdown()
+    assert not dist.is_initialized()
+    assert roll_call(0.0) == []
+
+
+def test_a_group_of_the_user_is_left_alone(outside):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert init().launcher == "alone"
+        shutdown()
+        assert dist.is_initialized()
+        assert roll_call(0.0) == []
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_users_interface_is_kept(outside):
+    outside.setenv("GLOO_SOCKET_IFNAME", "lo")
+    init()
+    shutdown()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_peers_that_never_come(outside, tmp_path):
+    outside.setenv("RANK", "1")
+    outside.setenv("WORLD_SIZE", "4")
+    outside.setenv("LACONIC_STORE", str(tmp_path / "store"))
+    outside.setenv("LACONIC_TIMEOUT_S", "0.5")
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=r"1 of 4 ranks came within 0.5 s, missing: 0, 2, 3; look"):
+        init()
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason"), [("0", "is in use by another program"), ("1", "does not answer as rank 0's store")]
+)
+def test_port_in_use(outside, rank, reason):
+    """The other program accepts connections and says nothing."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        for key, value in zip(
+            ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), (rank, "2", *place.split(":")), strict=True
+        ):
+            outside.setenv(key, value)
+        with pytest.raises(LaunchError, match=f"{place}, which {reason}"):
+            init(timeout_s=1.5)
+
+
+def test_nobody_at_the_address(outside):
+    for key, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        outside.setenv(key, value)
+    outside.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 cannot meet the others at localhost:.*refused"):
+        init(timeout_s=0.5)
+
+
+@pytest.mark.parametrize("value", ["-1", "soon", "inf", "nan"])
+def test_bad_timeouts(outside, value):
+    outside.setenv("LACONIC_TIMEOUT_S", value)
+    with pytest.raises(LaunchError, match="LACONIC_TIMEOUT_S must be seconds"):
+        init()
+    with pytest.raises(ConfigError, match="timeout_s"):
+        init(timeout_s=0.0)
+
+
+@linux_only
+def test_no_thread_of_the_group_outlives_shutdown():
+    """One that does may abort the process while Python ends; scripts make optimizers after init."""
+    code = (
+        "import os, time, torch\n"
+        "from laconic.groups import init, shutdown\n"
+        "init(timeout_s=30)\n"
+        "torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)\n"
+        "shutdown()\n"
+        "time.sleep(0.3)\n"
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    done = run([PYTHON, "-c", code])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 1

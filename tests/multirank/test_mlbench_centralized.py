@@ -1,0 +1,362 @@
+"""MLBench's dense optimizers on real gloo ranks, against torch's optimizers on the mean gradient."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from models import flat, mlp, shards
+from torch import nn
+
+from laconic.errors import ConfigError, MismatchError
+from laconic.mlbench import (
+    AllReduceAggregation,
+    CentralizedAdam,
+    CentralizedSGD,
+    CustomCentralizedOptimizer,
+    GenericCentralizedOptimizer,
+    SignSGD,
+)
+
+SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
+ADAM = {"lr": 0.01, "weight_decay": 1e-2, "amsgrad": True}
+INNER = {
+    "sgd": (torch.optim.SGD, SGD),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    "signsgd": (SignSGD, {"lr": 0.01, "momentum": 0.5}),
+}
+
+
+def _backward(model, rank, step, world_size=3):
+    xs, ys = shards(step, world_size)
+    loss = nn.functional.mse_loss(model(xs[rank]), ys[rank])
+    loss.backward()
+    return loss
+
+
+def _train(optimizer, model, rank, steps, *, first=0, scheduler=None, world_size=3):
+    for s in range(first, first + steps):
+        optimizer.zero_grad()
+        _backward(model, rank, s, world_size)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return flat(model)
+
+
+def _oracle(make, steps, scheduler=None):
+    """One process; the gradient of the mean of the ranks' losses is the mean of their gradients."""
+    model = mlp(0)
+    optimizer = make(model.parameters())
+    decay = scheduler(optimizer) if scheduler else None
+    for s in range(steps):
+        optimizer.zero_grad()
+        xs, ys = shards(s, 3)
+        sum(nn.functional.mse_loss(model(x), y) / 3 for x, y in zip(xs, ys, strict=True)).backward()
+        optimizer.step()
+        if decay:
+            decay.step()
+    return flat(model)
+
+
+def _centralized(rank, kind, arguments, by_layer):
+    model = mlp(rank)  # D: rank 0's weights are taken
+    return _train(kind(3, model, **arguments, by_layer=by_layer), model, rank, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "torchs"),
+    [(CentralizedSGD, SGD, torch.optim.SGD), (CentralizedAdam, ADAM, torch.optim.Adam)],
+    ids=["sgd", "adam"],
+)
+def test_centralized_equals_torch_on_the_mean_gradient(pool, kind, arguments, torchs):
+    oracle = _oracle(lambda p: torchs(p, **arguments), 8)
+    for by_layer in (False, True):
+        ranks = pool.run(3, _centralized, kind, arguments, by_layer)
+        torch.testing.assert_close(ranks[0], oracle, rtol=1e-5, atol=2e-6)
+        assert all(torch.equal(ranks[0], other) for other in ranks)
+
+
+def _decay(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def _custom(rank, divide_before):
+    out = {}
+    for name, (kind, arguments) in INNER.items():
+        model = mlp(0)
+        inner = kind(model.parameters(), **arguments)
+        optimizer = CustomCentralizedOptimizer(
+            model, 3, inner, average_world=True, divide_before=divide_before
+        )
+        out[name] = _train(optimizer, model, rank, 6, scheduler=_decay(optimizer))
+    return out
+
+
+@pytest.mark.parametrize("divide_before", [False, True])
+def test_custom_with_a_scheduler_equals_the_single_process_optimizer(pool, divide_before):
+    ranks = pool.run(3, _custom, divide_before)
+    for name, (kind, arguments) in INNER.items():
+        oracle = _oracle(lambda p, kind=kind, a=arguments: kind(p, **a), 6, _decay)
+        close = {"rtol": 1e-4, "atol": 2e-5} if name != "signsgd" else {"rtol": 0, "atol": 0.13}
+        torch.testing.assert_close(ranks[0][name], oracle, **close, msg=name)
+        assert all(torch.equal(ranks[0][name], other[name]) for other in ranks)
+
+
+def _weights(rank, by_layer):
+    """Return parameters at construction and after each step, and what every rank's own step made of them."""
+    model = mlp(rank)
+    model[0].bias.requires_grad_(False)
+    optimizer = CentralizedSGD(3, model, **SGD, by_layer=by_layer, agg_grad=False)
+    seen, alone = [flat(model)], []
+    for s in range(3):
+        optimizer.zero_grad()
+        _backward(model, rank, s)
+        twin = copy.deepcopy(optimizer)
+        for p, q in zip(twin.model.parameters(), model.parameters(), strict=True):
+            p.grad = q.grad
+        twin.optimizer.step()
+        alone.append(flat(twin.model))
+        optimizer.step()
+        seen.append(flat(model))
+    buffers = torch.cat([s["momentum_buffer"].reshape(-1) for s in optimizer.state.values()])
+    return seen, alone, buffers
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_weights_are_averaged_at_construction_and_after_each_step(pool, by_layer):
+    ranks = pool.run(3, _weights, by_layer)
+    start = sum(flat(mlp(r)) for r in range(3)) / 3
+    torch.testing.assert_close(ranks[0][0][0], start)
+    for step in range(4):
+        assert all(torch.equal(ranks[0][0][step], seen[step]) for seen, *_ in ranks)
+    for step in range(3):
+        mean = sum(alone[step] for _, alone, _ in ranks) / 3
+        torch.testing.assert_close(ranks[0][0][step + 1], mean, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(ranks[0][2], ranks[1][2])  # momentum is never averaged
+
+
+def _denominators(rank, world_size):
+    """g_r = r + 1: the sum is N (N + 1) / 2; weights and gradients, denom 8."""
+    out = []
+    for agg_grad in (True, False):
+        for divide_before in (False, True):
+            model = nn.Linear(1, 1, bias=False)
+            nn.init.zeros_(model.weight)
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer = CustomCentralizedOptimizer(
+                model,
+                world_size,
+                inner,
+                agg_grad=agg_grad,
+                average_custom=True,
+                divide_before=divide_before,
+            )
+            model.weight.grad = torch.full((1, 1), rank + 1.0)
+            optimizer.step(denom=torch.tensor([8.0]))
+            out.append(-model.weight.item())
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_custom_denominator_works_everywhere_d_m3(pool, world_size):
+    """N=3: 6/8 = .75; N=1: 1/8; the sum of the weights -g_r over 8 is the same."""
+    for values in pool.run(world_size, _denominators, world_size):
+        assert values == pytest.approx([world_size * (world_size + 1) / 16] * 4)
+
+
+def _clipped(rank, agg_grad):
+    model = nn.Linear(5, 3, bias=False)
+    nn.init.zeros_(model.weight)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = CustomCentralizedOptimizer(
+        model, 3, inner, agg_grad=agg_grad, average_world=True, grad_clip=1.0
+    )
+    model.weight.grad = torch.full((3, 5), float(rank + 1))
+    optimizer.step()
+    return -flat(model)
+
+
+@pytest.mark.parametrize("agg_grad", [True, False])
+def test_clipping_is_on_the_averaged_gradient(pool, agg_grad):
+    """Mean gradient 2 on 15 elements, norm 2 sqrt(15), clipped to 1: 1/sqrt(15) each; D-M3: weights, too."""
+    for update in pool.run(3, _clipped, agg_grad):
+        torch.testing.assert_close(update, torch.full((15,), 1 / math.sqrt(15)), rtol=1e-5, atol=0)
+
+
+def _closures(rank):
+    """D-M2: the closure recomputes gradients; SGD, Custom, and weights."""
+    out = []
+    for make in (
+        lambda m: CentralizedSGD(3, m, **SGD),
+        lambda m: CustomCentralizedOptimizer(
+            m, 3, torch.optim.Adam(m.parameters(), lr=0.01), average_world=True
+        ),
+        lambda m: CentralizedSGD(3, m, **SGD, agg_grad=False),
+    ):
+        model = mlp(0)
+        optimizer = make(model)
+        losses = []
+        for s in range(3):
+
+            def closure(s=s, optimizer=optimizer, model=model):
+                optimizer.zero_grad()
+                return _backward(model, rank, s)
+
+            losses.append(optimizer.step(closure).item())
+        out.append((flat(model), losses))
+    return out
+
+
+def test_a_closures_gradients_are_averaged_d_m2(pool):
+    ranks = pool.run(3, _closures)
+    for case, torchs in enumerate(
+        [lambda p: torch.optim.SGD(p, **SGD), lambda p: torch.optim.Adam(p, lr=0.01)]
+    ):
+        torch.testing.assert_close(ranks[0][case][0], _oracle(torchs, 3), rtol=1e-4, atol=1e-5)
+    for case in range(3):
+        assert all(torch.equal(ranks[0][case][0], other[case][0]) for other in ranks)
+    assert ranks[0][0][1] != ranks[1][0][1]  # each rank's own loss, a number
+
+
+def _overflow(rank, divide_before):
+    layer = nn.Linear(1, 2, bias=False).half()
+    layer.weight.grad = torch.full((2, 1), 60000.0, dtype=torch.float16)
+    AllReduceAggregation(3, divide_before=divide_before).agg_grad()(layer, "avg_world")
+    return layer.weight.grad.float()
+
+
+def test_divide_before_keeps_half_precision_sums_finite(pool):
+    """3 x 60000 is beyond 65504, the mean is not."""
+    assert torch.isinf(pool.run(3, _overflow, False)[0]).all()
+    torch.testing.assert_close(
+        pool.run(3, _overflow, True)[2], torch.full((2, 1), 60000.0), rtol=2e-3, atol=0
+    )
+
+
+class Odd(nn.Module):
+    """Tied, frozen, unused, half-used, scalar, empty and bfloat16 parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.b = nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.sometimes = nn.Parameter(torch.ones(2))
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.low = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+
+    def forward(self, x, rank):
+        y = self.b(self.a(x)).sum() * self.scalar + self.empty.sum()
+        return y + (self.low.float().sum() + self.sometimes.sum() if rank == 0 else self.low.float().mean())
+
+
+def _odd(rank, by_layer, agg_grad):
+    torch.manual_seed(rank)
+    model = Odd()
+    optimizer = CentralizedSGD(
+        3, model, lr=0.1, weight_decay=0.1, momentum=0.9, by_layer=by_layer, agg_grad=agg_grad
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), float(rank)), rank).backward()
+        optimizer.step()
+    assert model.a.weight is model.b.weight
+    return {n: p.detach().clone() for n, p in model.named_parameters()}, model.unused.grad
+
+
+@pytest.mark.parametrize("agg_grad", [True, False])
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_any_parameters(pool, by_layer, agg_grad):
+    ranks = pool.run(3, _odd, by_layer, agg_grad)
+    for parameters, unused in ranks:
+        assert unused is None
+        assert torch.equal(parameters["unused"], torch.ones(2))  # no decay without a gradient
+        for name, value in parameters.items():
+            assert torch.equal(value, ranks[0][0][name]), name
+
+
+def _collectives(rank, by_layer):
+    model = mlp(0)
+    optimizer = CentralizedSGD(2, model, lr=0.1, by_layer=by_layer)
+    before = optimizer.traffic.collectives
+    _train(optimizer, model, rank, 1, world_size=2)
+    return optimizer.traffic.collectives - before, len(list(model.parameters()))
+
+
+def test_by_layer_is_a_collective_a_parameter(pool):
+    assert pool.run(2, _collectives, False)[0][0] == 1
+    count, parameters = pool.run(2, _collectives, True)[0]
+    assert count == parameters
+
+
+class Log:
+    def __init__(self):
+        self.marks = []
+
+    def record_batch_agg(self):
+        self.marks.append("agg")
+
+    def record_batch_opt_step(self):
+        self.marks.append("opt_step")
+
+
+def _copies(rank):
+    """6 + 4 steps in one go, from a checkpoint, from a deep copy, and from a pickle."""
+    model = mlp(0)
+    inner = torch.optim.Adam([{"params": [p]} for p in model.parameters()], lr=0.01)
+    optimizer = CustomCentralizedOptimizer(model, 2, inner, average_world=True, grad_clip=0.5)
+    scheduler = _decay(optimizer)
+    _train(optimizer, model, rank, 3, scheduler=scheduler, world_size=2)
+    twin = copy.deepcopy(optimizer)
+    pickled = pickle.loads(pickle.dumps(optimizer))
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    third = mlp(5)
+    loaded = CustomCentralizedOptimizer(
+        third,
+        2,
+        torch.optim.Adam([{"params": [p]} for p in third.parameters()]),
+        average_world=True,
+        grad_clip=0.5,
+    )
+    third.load_state_dict(weights)
+    loaded.load_state_dict(state)
+    others = [_train(o, o.model, rank, 2, first=3, world_size=2) for o in (twin, pickled, loaded)]
+    mine = _train(optimizer, model, rank, 2, first=3, world_size=2)
+    log = Log()
+    optimizer.step(tracker=log)
+    return mine, others, log.marks
+
+
+def test_deepcopy_pickle_and_state_dict_continue_alike_d_m7(pool):
+    for mine, others, marks in pool.run(2, _copies):
+        assert all(torch.equal(mine, other) for other in others)
+        assert marks == ["agg", "opt_step"]
+
+
+def _refused(rank):
+    """What is said about a wrong world size, and about models that differ."""
+    with pytest.raises(ConfigError) as size:
+        CentralizedSGD(4, mlp(0), lr=0.1)
+    with pytest.raises(MismatchError) as shape:
+        GenericCentralizedOptimizer(2, nn.Linear(2, 2 + rank))
+    with pytest.raises(MismatchError) as option:
+        CentralizedSGD(2, mlp(0), lr=0.1, by_layer=rank == 1)
+    return str(size.value), str(shape.value), str(option.value)
+
+
+def test_ranks_that_disagree(pool):
+    for size, shape, option in pool.run(2, _refused):
+        assert size.startswith("world_size must be 2, the number of ranks that were launched, got 4")
+        assert shape.startswith("ranks differ in parameter weight: rank 0 has (2, 2)")
+        assert option.startswith("ranks differ in by_layer: rank 0 has False, rank 1 has True")

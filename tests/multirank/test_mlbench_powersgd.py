@@ -1,0 +1,195 @@
+"""MLBench's PowerSGD on real gloo ranks."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from models import flat, mlp, shards
+from torch import nn
+
+from laconic.errors import CheckpointError, ConfigError
+from laconic.mlbench import PowerAggregation, PowerSGD
+
+SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
+
+
+class Tensors(nn.Module):
+    """Parameters of given shapes."""
+
+    def __init__(self, *shapes, dtype=torch.float32):
+        super().__init__()
+        self.p = nn.ParameterList(torch.zeros(s, dtype=dtype) for s in shapes)
+
+
+def _gradient(shape, rank, step=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _full_rank(rank, by_layer):
+    model = Tensors((5, 6))
+    optimizer = PowerSGD(model, lr=1.0, world_size=3, rank=8, by_layer=by_layer)
+    model.p[0].grad = _gradient((5, 6), rank)
+    optimizer.step()
+    return -model.p[0].detach()
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_full_rank_is_the_mean(pool, by_layer):
+    mean = sum(_gradient((5, 6), r) for r in range(3)) / 3
+    for update in pool.run(3, _full_rank, by_layer):
+        torch.testing.assert_close(update, mean, rtol=1e-6, atol=1e-6)
+
+
+def _rank_one(rank):
+    model = Tensors((20, 30))
+    optimizer = PowerSGD(model, lr=1.0, world_size=3, rank=1)
+    model.p[0].grad = torch.outer(_gradient((20,), rank), torch.arange(1.0, 31.0))
+    optimizer.step()
+    return -model.p[0].detach()
+
+
+def test_rank_one_gradients_with_a_common_right_vector_are_exact(pool):
+    mean = sum(torch.outer(_gradient((20,), r), torch.arange(1.0, 31.0)) for r in range(3)) / 3
+    torch.testing.assert_close(pool.run(3, _rank_one)[1], mean, rtol=1e-4, atol=1e-4)
+
+
+SHAPES = [(20, 30), (9,), (8, 4, 3, 3), (), (1, 1), (40, 2)]
+
+
+def _feedback(rank, shapes, by_layer, reuse_query):
+    """sum_r e_r + N applied = sum_r (g_r + e_r_old); 1-D exact; the global generator untouched (D-M5)."""
+    model = Tensors(*shapes)
+    arguments = {"world_size": 3, "rank": 2, "by_layer": by_layer, "reuse_query": reuse_query}
+    optimizer = PowerSGD(model, lr=1.0, **arguments)
+    before = torch.get_rng_state()
+    out = []
+    for step in range(4):
+        old = flat(model)
+        wanted = torch.cat([s["residual"] for s in optimizer.aggregation.memory.values()])
+        for p in model.p:
+            p.grad = _gradient(p.shape, rank, step)
+        wanted += torch.cat([p.grad.reshape(-1) for p in model.p])
+        optimizer.step()
+        left = torch.cat([s["residual"] for s in optimizer.aggregation.memory.values()])
+        out.append((wanted, left, old - flat(model)))
+    one_d = {
+        n: s["residual"]
+        for (n, p), s in zip(model.named_parameters(), optimizer.aggregation.memory.values(), strict=True)
+        if p.ndim < 2
+    }
+    assert torch.equal(before, torch.get_rng_state())
+    return out, one_d
+
+
+@pytest.mark.parametrize("reuse_query", [False, True])
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("shapes", [SHAPES, [(20, 30)], [(9,)]], ids=["mix", "no 1-D", "only 1-D"])
+def test_error_feedback_d_m5(pool, shapes, by_layer, reuse_query):
+    ranks = pool.run(3, _feedback, shapes, by_layer, reuse_query)
+    for step in range(4):
+        wanted = sum(r[0][step][0] for r in ranks)
+        left = sum(r[0][step][1] for r in ranks)
+        applied = ranks[0][0][step][2]
+        torch.testing.assert_close(left + 3 * applied, wanted, rtol=1e-4, atol=1e-4)
+        assert all(torch.equal(applied, r[0][step][2]) for r in ranks)
+    for _, one_d in ranks:
+        assert not any(bool(e.any()) for e in one_d.values())
+
+
+def _fixed_matrix(rank):
+    """Warm start on one matrix with the memory held at 0."""
+    layer = Tensors((20, 30))
+    aggregation = PowerAggregation(layer, reuse_query=True, world_size=2, rank=2)
+    m = _gradient((20, 30), 0)
+    errors = []
+    for _ in range(60):
+        layer.p[0].grad = m.clone()
+        memory = aggregation.memory["p.0"]
+        aggregation.memory["p.0"] = {**memory, "residual": torch.zeros(600)}
+        aggregation.agg_grad()(layer, "avg_world")
+        errors.append(float((layer.p[0].grad - m).norm()))
+    return errors
+
+
+def test_a_warm_started_query_tends_to_the_best_approximation(pool):
+    errors = pool.run(2, _fixed_matrix)[0]
+    best = float(torch.linalg.svdvals(_gradient((20, 30), 0))[2:].norm())
+    assert all(b <= a + 1e-4 for a, b in itertools.pairwise(errors))
+    assert errors[-1] == pytest.approx(best, rel=1e-3)
+
+
+def _train(optimizer, model, rank, first, steps, world_size=2):
+    for s in range(first, first + steps):
+        optimizer.zero_grad()
+        xs, ys = shards(s, world_size)
+        nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def _continued(rank, reuse_query):
+    def make(model):
+        return PowerSGD(model, **SGD, reuse_query=reuse_query, world_size=2, rank=2)
+
+    model = mlp(0)
+    optimizer = make(model)
+    _train(optimizer, model, rank, 0, 4)
+    twin, pickled = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    fresh = make(mlp(7))
+    fresh.model.load_state_dict(weights)
+    fresh.load_state_dict(state)
+    others = [_train(o, o.model, rank, 4, 3) for o in (twin, pickled, fresh)]
+    state["aggregation"]["rank"] = 5
+    with pytest.raises(CheckpointError, match="the checkpoint's rank must be"):
+        fresh.load_state_dict(state)
+    return _train(optimizer, model, rank, 4, 3), others
+
+
+@pytest.mark.parametrize("reuse_query", [False, True])
+def test_saved_copied_and_pickled_optimizers_continue_alike(pool, reuse_query):
+    ranks = pool.run(2, _continued, reuse_query)
+    for mine, others in ranks:
+        assert all(torch.equal(mine, other) for other in others)
+        assert torch.equal(mine, ranks[0][0])
+
+
+def _alone(rank):
+    model, plain = mlp(0), mlp(0)
+    a = _train(PowerSGD(model, **SGD, rank=1), model, 0, 0, 5, 1)
+    b = _train(torch.optim.SGD(plain.parameters(), **SGD), plain, 0, 0, 5, 1)
+    return torch.equal(a, b)
+
+
+def test_alone_it_is_sgd(pool):
+    assert pool.run(1, _alone) == [True]
+
+
+def _bad_batch(rank):
+    model = Tensors((20, 30), (3,), dtype=torch.bfloat16)
+    optimizer = PowerSGD(model, lr=0.1, momentum=0.9, reuse_query=True, world_size=2, rank=1)
+    moved = []
+    for step in range(3):
+        old = flat(model)
+        for p in model.p:
+            p.grad = _gradient(p.shape, rank, step).bfloat16()
+        if step == 1 and rank == 1:
+            model.p[1].grad[0] = float("inf")
+        optimizer.step()
+        moved.append(not torch.equal(old, flat(model)))
+    with pytest.raises(ConfigError, match="world_size must be 2"):
+        PowerSGD(model, lr=0.1)
+    return moved, optimizer.aggregation.skipped, flat(model)
+
+
+def test_a_bad_batch_on_one_rank_changes_nothing_on_any(pool):
+    ranks = pool.run(2, _bad_batch)
+    for moved, skipped, parameters in ranks:
+        assert (moved, skipped) == ([True, False, True], 1)
+        assert torch.equal(parameters, ranks[0][2])

@@ -1,0 +1,173 @@
+"""SINGA's collectives on gloo ranks: sums in place, what each sends, and what is refused."""
+
+import pytest
+import torch
+from singa_helpers import spied, unit_sgd
+
+from laconic.errors import ConfigError, TensorTypeError
+from laconic.singa import SGD, DistOpt
+
+CALLS = {
+    "all_reduce": lambda o, g: o.all_reduce(g),
+    "half": lambda o, g: o.all_reduce_half(g),
+    "fused": lambda o, g: o.fused_all_reduce([g]),
+    "fused half": lambda o, g: o.fused_all_reduce_half([g]),
+    "threshold": lambda o, g: o.sparsification(g, None, 0.05, False),
+    "top-k": lambda o, g: o.sparsification(g, None, 1.0, True),
+    "fused threshold": lambda o, g: o.fused_sparsification([g], None, 0.05, False),
+    "fused top-k": lambda o, g: o.fused_sparsification([g], None, 1.0, True),
+}
+
+
+def _updates(rank):
+    """SINGA's test_dist: p = 10, g = 1, lr .1; the sum divided by N is 1, so p becomes 9.9."""
+    out = {}
+    for name, call in CALLS.items():
+        opt = DistOpt(SGD(lr=0.1), timeout_s=30)
+        p, g = torch.full((10, 10), 10.0), torch.ones(10, 10)
+        call(opt, g)
+        opt.wait()
+        out[name] = float(g[0, 0])
+        opt.update(p, g)
+        assert torch.allclose(p, torch.full((10, 10), 9.9), rtol=1e-6), name
+        opt.step()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_collective_sums_and_update_averages(pool, world_size):
+    for sums in pool.run(world_size, _updates):
+        assert sums == dict.fromkeys(CALLS, pytest.approx(world_size, rel=1e-6))
+
+
+def _send_flag(rank):
+    """Rank r holds r+1 and 10(r+1): on two ranks the sums are 3 and 30."""
+    opt = unit_sgd()
+    log = spied(opt)
+    a, b = torch.full((2,), rank + 1.0), torch.full((2, 2), 10.0 * (rank + 1))
+    opt.fused_all_reduce([a], send=False)
+    opt.fused_all_reduce([b], send=False)
+    quiet, a0 = len(log), a.tolist()
+    opt.fused_all_reduce([a, b], send=True)
+    earlier = torch.full((3,), rank + 1.0)
+    opt.fused_all_reduce_half([earlier])
+    opt.fused_all_reduce([a], send=False)
+    with pytest.raises(ConfigError, match="must hold the 2 elements of the buffer, got 4"):
+        opt.fused_all_reduce([b], send=True)
+    return quiet, a0, log, a.tolist(), b.flatten().tolist(), earlier.tolist()
+
+
+def test_send_false_only_buffers_and_send_true_reduces_in_place_and_in_order(pool):
+    for rank, (quiet, a0, log, a, b, earlier) in enumerate(pool.run(2, _send_flag)):
+        assert quiet == 0
+        assert a0 == [rank + 1.0] * 2
+        assert log == [4 * 6, 2 * 3]  # six float32 in one collective, then three float16
+        assert (a, b, earlier) == ([3.0] * 2, [30.0] * 4, [3.0] * 3)
+
+
+def _sparse(rank, world_size):
+    opt = unit_sgd()
+    log = spied(opt)
+    out = {}
+    v = torch.tensor([0.1, 0.9, -0.3, 0.2])
+    residual = torch.zeros(4)
+    opt.sparsification(v, residual, 0.25, True)
+    out["top-k"] = (v / world_size).tolist(), residual.tolist()
+    v = torch.zeros(4)
+    opt.sparsification(v, residual, 0.25, True)
+    out["next"] = (v / world_size).tolist()
+    v = torch.tensor([0, 0, 0.1, 0.2])
+    opt.sparsification(v, None, 0.05, False)
+    out["zeros"] = v.tolist()
+    v = torch.tensor([0.05, -0.05, 0.049])
+    opt.sparsification(v, None, 0.05, False)
+    out["equal"] = (v / world_size).tolist()
+    del log[:]
+    v = torch.zeros(1000).index_fill_(0, torch.arange(3 * rank), 1.0)
+    opt.sparsification(v, None, 0.5, False)  # rank r has 3 r elements to send
+    out["ragged"] = int(v.sum()), list(log)
+    del log[:]
+    v = torch.arange(10_000.0) + 1
+    opt.sparsification(v, None, 0.01, True)
+    out["wire"] = sum(log)
+    a, b = torch.full((2,), 0.1), torch.full((2,), 5.0)
+    opt.fused_sparsification([a, b], torch.zeros(4), 0.5, True)
+    out["fused"] = a.tolist(), (b / world_size).tolist()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sparse_sums(pool, world_size):
+    """The acceptance rows; D-S1 (top-k of values below 1) and D-S2 (zeros in threshold mode)."""
+    for out in pool.run(world_size, _sparse, world_size):
+        near = lambda values: pytest.approx(values, rel=1e-6)  # noqa: E731
+        sent, residual = out["top-k"]
+        assert sent == near([0, 0.9, 0, 0])
+        assert residual == torch.tensor([0.1, 0, -0.3, 0.2]).tolist()  # exactly zero where it was sent
+        assert out["next"] == near([0, 0, -0.3, 0])
+        assert out["zeros"] == near([0, 0, 0.1 * world_size, 0.2 * world_size])
+        assert out["equal"] == near([0.05, -0.05, 0])
+        most = 3 * (world_size - 1)
+        assert out["ragged"] == (sum(3 * r for r in range(world_size)), [4, 8 * most])  # 1 + 2 max nnz words
+        assert out["wire"] <= 5 * 100  # at most 40 bits for each of 100 elements; 2 k words are 800 bytes
+        assert out["fused"] == ([0, 0], near([5.0, 5.0]))  # top-k over the concatenation
+
+
+def _fp16(rank):
+    opt = unit_sgd()
+    large, small = torch.full((4,), 40000.0), torch.full((4,), 0.1)
+    opt.all_reduce_half(large)
+    opt.all_reduce_half(small)
+    return large.tolist(), small.tolist()
+
+
+def test_half_sums_that_would_overflow_are_finite(pool):
+    """D-S6: 40,000 on two ranks; .1 to 11 bits."""
+    for large, small in pool.run(2, _fp16):
+        assert large == [80000.0] * 4
+        assert small == pytest.approx([0.2] * 4, rel=2**-11)
+
+
+def _synchronized(rank):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    torch.nn.init.constant_(model[0].weight, rank)
+    model[1].running_mean.fill_(rank)
+    w, opt = torch.full((3,), rank + 1.0, requires_grad=True), unit_sgd()
+    opt.synchronize(model)
+    opt.synchronize([w])
+    guide = torch.full((3,), rank + 1.0)
+    opt.all_reduce(guide.data)  # the guide's synchronize, which does not wait
+    guide /= opt.world_size
+    return model[0].weight.sum().item(), model[1].running_mean.sum().item(), w.tolist(), guide.tolist()
+
+
+def test_initial_parameters_are_broadcast(pool):
+    """D-S8: rank 0's values, where averaging would shrink them; D-S10: the guide's own way needs no wait."""
+    for weight, buffer, w, guide in pool.run(2, _synchronized):
+        assert (weight, buffer, w, guide) == (0.0, 0.0, [1.0] * 3, [1.5] * 3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error", "message"),
+    [
+        (torch.ones(4, 4).t()[:2], ConfigError, "must be contiguous"),
+        (torch.ones(2, device="meta"), ConfigError, "must be on the group's device, got 'meta'"),
+        (torch.ones(2, dtype=torch.int32), TensorTypeError, "floating-point"),
+        ([1.0], TypeError, "expected a tensor, got list"),
+    ],
+    ids=["strided", "device", "integer", "list"],
+)
+def test_wrong_tensors_are_refused(tensor, error, message):
+    with pytest.raises(error, match=message):
+        unit_sgd().all_reduce(tensor)
+
+
+def test_wrong_accumulations_mixtures_and_shares_are_refused():
+    opt = unit_sgd()
+    with pytest.raises(ConfigError, match="accumulation must have the 4 elements of what is summed, got 3"):
+        opt.sparsification(torch.ones(4), torch.zeros(3), 0.5, True)
+    with pytest.raises(ConfigError, match="must have one type and device"):
+        opt.fused_all_reduce([torch.ones(2), torch.ones(2).double()])
+    for spars, top in ((0, True), (1.5, True), (-0.1, False), (0, False), (float("nan"), True)):
+        with pytest.raises(ConfigError, match="spars must be"):
+            opt.sparsification(torch.ones(4), None, spars, top)

@@ -1,0 +1,177 @@
+"""What a DistOpt keeps: residuals by parameter through any change, and states that continue bit for bit."""
+
+import pytest
+import torch
+from models import flat, mlp, shards
+from singa_helpers import leaf, moved, push, unit_sgd
+from torch import nn
+
+from laconic.errors import CheckpointError, ConfigError
+from laconic.singa import SGD, Adam, DistOpt, ExponentialDecay, NcclIdHolder
+
+MODES = {
+    "plain": lambda o, loss: o.backward_and_update(loss, 100),
+    "half": lambda o, loss: o.backward_and_update_half(loss, 100, clipping=True, clip_Value=1.0),
+    "partial": lambda o, loss: o.backward_and_partial_update(loss, 100),
+    "top-k": lambda o, loss: o.backward_and_sparse_update(loss, 100, 0.1, topK=True),
+    "threshold": lambda o, loss: o.backward_and_sparse_update(loss, 100, 0.01),
+}
+
+
+def _optimizer(kind, model):
+    if kind == "torch":
+        return DistOpt(torch.optim.Adam(model.parameters(), lr=0.01), timeout_s=30)
+    if kind == "adam":
+        return DistOpt(Adam(lr=ExponentialDecay(0.01, 3, 0.5)), timeout_s=30)
+    return DistOpt(SGD(lr=0.05, momentum=0.9), timeout_s=30)
+
+
+def _run(opt, model, mode, rank, first, last):
+    for s in range(first, last):
+        xs, ys = shards(s, 2)
+        MODES[mode](opt, nn.functional.mse_loss(model(xs[rank]), ys[rank]))
+
+
+def _resumed(rank, folder, mode, kind):
+    """Twelve steps, and twelve with a save at five, into a used and a new instance."""
+    whole = mlp(0)
+    opt = _optimizer(kind, whole)
+    _run(opt, whole, mode, rank, 0, 5)
+    file = folder / f"{mode}-{kind}-{rank}.pt"
+    opt.save(file)
+    weights = {name: t.clone() for name, t in whole.state_dict().items()}
+    _run(opt, whole, mode, rank, 5, 12)
+    ends, partial = [flat(whole)], opt.partial
+    for used in (True, False):
+        model = whole if used else mlp(3)
+        opt = opt if used else _optimizer(kind, model)
+        model.load_state_dict(weights)
+        opt.load(file)
+        _run(opt, model, mode, rank, 5, 12)
+        ends.append(flat(model))
+    return ends, partial == opt.partial
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "torch"])
+def test_states_continue_bit_for_bit(pool, tmp_path, kind):
+    for mode in MODES if kind == "sgd" else ["partial", "top-k"]:
+        for (whole, used, fresh), same_counter in pool.run(2, _resumed, tmp_path, mode, kind):
+            assert torch.equal(whole, used), mode
+            assert torch.equal(whole, fresh), mode
+            assert same_counter
+
+
+def _changing(rank):
+    """Rank-equal gradients of 1 or 0; an element is sent where v is among the largest."""
+    a, b, opt = leaf(0.0, 0.0), leaf(0.0, 0.0), unit_sgd()
+    half = {"spars": 0.25, "topK": True}
+    opt.backward_and_sparse_update(push([a, b], [1.0, 1.0]), corr=False, **half)  # D-S4: corr off first
+    assert (opt.sparsInit, opt.gradAccumulation) == (False, [])
+    first = sum(moved(a) + moved(b))
+    opt.backward_and_sparse_update(push([a, b], [1.0, 1.0]), **half)  # one of four is sent, three wait
+    opt.backward_and_update(push([a, b], [0.0, 0.0]))
+    opt.backward_and_update_half(push([a], [0.0]))
+    opt.backward_and_sparse_update(push([a, b], [0.0, 0.0]), corr=False, **half)
+    waiting = sum(float(t.sum()) for t in opt.gradAccumulation)
+    opt.backward_and_sparse_update(push([a], [0.0]), spars=0.5)  # b is frozen for a step
+    still = sum(float(s["residual"].sum()) for s in opt.get_states()["residuals"].values())
+    opt.backward_and_sparse_update(push([a, b], [0.0, 0.0]), threshold=0, spars=0.5)  # two groups, threshold
+    rest = sum(float(t.sum()) for t in opt.gradAccumulation)
+    return first, waiting, still, rest, sum(moved(a) + moved(b))
+
+
+def test_residuals_stay_with_their_parameters_through_every_change(pool):
+    """Of four ones with corr off one is sent; of four with corr on all, in the end: 1 + 4."""
+    for first, waiting, still, rest, total in pool.run(2, _changing):
+        assert (first, waiting, rest, total) == (1, 3, 0, 5)
+        assert still in (1, 2)  # what b still waits for
+
+
+def _finalized(rank):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    opt = DistOpt(SGD(lr=0.1), timeout_s=30)
+    opt.synchronize(model)
+    for step in range(3):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        opt.backward_and_partial_update(model(x).square().mean(), threshold=4)
+    before = flat(model)
+    opt.finalize(model)
+    return before, flat(model), model[1].running_mean, opt.partial
+
+
+def test_finalize_makes_all_ranks_equal(pool):
+    """D-S11: parameters and BatchNorm's statistics."""
+    a, b = pool.run(2, _finalized)
+    assert not torch.equal(a[0], b[0])
+    torch.testing.assert_close(a[1], (a[0] + b[0]) / 2)
+    assert torch.equal(a[1], b[1])
+    assert torch.equal(a[2], b[2])
+    assert a[3] == b[3] == 0
+
+
+def test_default_optimizers_are_not_shared():
+    """D-S8: a fresh SGD(lr=0.1) each."""
+    one, other = DistOpt(), DistOpt()
+    assert one.opt is not other.opt
+    w = leaf(1.0)
+    assert one.lr == DistOpt(torch.optim.SGD([w], lr=0.1)).lr == 0.1
+    one(w.sum())
+    assert w.item() == pytest.approx(0.9)
+    assert other.get_states()["optimizer"]["step_counter"] == 0
+
+
+def test_states_of_other_runs_are_refused(tmp_path):
+    w, opt = leaf(1.0, 2.0), unit_sgd()
+    opt.backward_and_sparse_update(w.sum())
+    states = opt.get_states()
+    with pytest.raises(CheckpointError, match="world_size must be 1, got 4"):
+        unit_sgd().set_states({**states, "world_size": 4})
+    fresh = unit_sgd()
+    fresh.set_states(states)
+    with pytest.raises(CheckpointError, match=r"parameter 0 was saved with shape \(2,\), got \(3,\)"):
+        fresh.backward_and_sparse_update(leaf(1.0, 2.0, 3.0).sum())
+    used = unit_sgd()
+    used(leaf(1.0, 2.0, 3.0).sum())
+    with pytest.raises(CheckpointError, match=r"parameter 0 has shape \(3,\), got \(2,\)"):
+        used.set_states(states)
+    with pytest.raises(ConfigError):
+        DistOpt(Adam()).set_states({**states, "optimizer": {"moments": {}, "step_counter": 1}})
+    (tmp_path / "broken").write_bytes(b"no state")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        opt.load(tmp_path / "broken")
+
+
+def test_names_can_be_given():
+    model = mlp(0)
+    opt = unit_sgd()
+    opt.register(model.named_parameters(), {"lr": 0.0})
+    before = flat(model)
+    opt.backward_and_sparse_update(model(torch.ones(1, 10)).sum())
+    assert torch.equal(flat(model), before)  # the learning rate that was registered
+    assert set(opt.get_states()["residuals"]) == dict(model.named_parameters()).keys()
+    with pytest.raises(ConfigError, match="must be empty with a PyTorch optimizer"):
+        DistOpt(torch.optim.SGD(model.parameters(), lr=1.0)).register(model.parameters(), {"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"opt": SGD}, TypeError, "opt must be an optimizer"),
+        ({"nccl_id": "token"}, TypeError, "nccl_id must be an NcclIdHolder"),
+        ({"buffSize": 0}, ConfigError, "buffSize must be a whole number of at least 1, got 0"),
+        ({"world_size": 3}, ConfigError, "world_size must be 1, as .* started rank 0 of 1, got 3"),
+        ({"local_rank": 1}, ConfigError, "local_rank must be 0"),
+        ({"gpu_num": 1}, ConfigError, "local_rank must be 0"),
+        ({"local_rank": 0, "gpu_num": 1}, ConfigError, "local_rank and its older name must be equal"),
+        ({"nccl_id": NcclIdHolder()}, ConfigError, "world_size must be .* got None"),
+        ({"nccl_id": NcclIdHolder(), "world_size": 0}, ConfigError, "world_size must be .* got 0"),
+        ({"nccl_id": NcclIdHolder(), "world_size": 2}, ConfigError, r"local_rank must be .* \[0, 2\)"),
+        ({"nccl_id": NcclIdHolder(), "world_size": 2, "local_rank": 2}, ConfigError, "got 2"),
+        ({"nccl_id": NcclIdHolder(), "num_gpus": 2, "gpu_num": -1}, ConfigError, "got -1"),
+        ({"timeout_s": 0}, ConfigError, "timeout_s"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, message):
+    DistOpt(world_size=1, local_rank=0, gpu_per_node=1, num_gpus=1)  # what is right is taken
+    with pytest.raises(error, match=message):
+        DistOpt(**arguments)

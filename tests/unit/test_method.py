@@ -1,0 +1,90 @@
+"""Methods as text."""
+
+import pytest
+
+import laconic
+from laconic.errors import MethodError
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("dense", "dense"),
+        (" topk : ratio = 0.05 ", "topk:ratio=0.05"),
+        ("topk", "topk"),
+        ("topk:feedback=true", "topk"),
+        ("topk:dense_below=0", "topk"),
+        ("sign:dense_below=1024", "sign"),
+        ("sign:dense_below=0", "sign:dense_below=0"),
+        ("topk:feedback=no", "topk:feedback=false"),
+        ("bf16", "bf16"),
+        ("powersgd:warm_start=off,rank=2", "powersgd:rank=2,warm_start=false"),
+        (
+            "sign:clip_norm=1,warmup_steps=10,dense_below=64",
+            "sign:dense_below=64,warmup_steps=10,clip_norm=1.0",
+        ),
+    ],
+)
+def test_text_is_canonical_and_makes_itself_again(text, canonical):
+    made = laconic.method(text)
+    assert str(made) == canonical
+    assert laconic.method(canonical) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "unknown method ''"),
+        ("tpk", "did you mean 'topk'"),
+        ("topk:ration=0.1", "did you mean 'ratio'"),
+        ("topk:ratio", "has no value"),
+        ("topk:ratio=", "has no value"),
+        ("topk:ratio=a", "must be of type float, got 'a'"),
+        ("topk:ratio=0", r"ratio must be in \(0, 1\], got 0.0"),
+        ("topk:ratio=1.5", r"ratio must be in \(0, 1\], got 1.5"),
+        ("topk:ratio=nan", r"ratio must be in \(0, 1\], got nan"),
+        ("topk:ratio=0.1,ratio=0.2", "given twice"),
+        ("topk:feedback=maybe", "must be true or false, got 'maybe'"),
+        ("randomk:ratio=-1", "ratio"),
+        ("randomblock:ratio=2", "ratio"),
+        ("threshold:value=0", "value"),
+        ("threshold:value=inf", "value"),
+        ("qsgd:bits=1", "bits"),
+        ("qsgd:bits=9", "bits"),
+        ("powersgd:rank=0", "rank"),
+        ("fp16:dtype=float32", "no key 'dtype'"),
+        ("dense:feedback=true", "loses nothing"),
+        ("randomk:unbiased=true,feedback=true", "grow without bound"),
+        ("topk:clip_value=-1", "clip_value must be positive"),
+        ("topk:warmup_steps=0", "warmup_steps must be at least 1"),
+        ("topk:dense_below=-1", "dense_below must be at least 1"),
+        (17, "a method is text"),
+    ],
+)
+def test_wrong_text_is_named(text, says):
+    with pytest.raises(MethodError, match=says):
+        laconic.method(text)
+
+
+def test_feedback_is_on_for_the_biased_ones_and_can_be_turned_off():
+    biased = {"topk", "threshold", "randomk", "randomblock", "sign", "powersgd"}
+    for name in laconic.methods():
+        wrapped = isinstance(laconic.method(name).compressor, laconic.ErrorFeedback)
+        assert wrapped == (name in biased), name
+        if name in biased:
+            off = laconic.method(f"{name}:feedback=false").compressor
+            assert not isinstance(off, laconic.ErrorFeedback)
+
+
+def test_all_promised_names_exist():
+    promised = "dense fp16 bf16 topk threshold randomk randomblock sign qsgd powersgd"
+    assert set(promised.split()) <= set(laconic.methods())
+
+
+def test_wrappers_stand_in_their_order():
+    stack = laconic.method("topk:clip_value=1,warmup_steps=2,dense_below=3").compressor
+    kinds = []
+    while stack is not None:
+        kinds.append(type(stack).__name__)
+        stack = getattr(stack, "inner", None)
+    assert kinds == ["Clip", "Warmup", "ErrorFeedback", "PerSize", "TopK"]

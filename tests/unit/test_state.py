@@ -1,0 +1,135 @@
+"""What `load_state_dict` refuses; alone in a world of one."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic.errors import CheckpointError
+
+
+@pytest.fixture
+def alone():
+    yield
+    laconic.shutdown()
+
+
+def _sync(model, method="topk:ratio=0.1"):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return laconic.distribute(model, optimizer, method, bucket_bytes=64)
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+
+def _other_shape(state):
+    state["parameters"]["0.weight"]["residual"] = torch.zeros(3, 3)
+
+
+def _missing_key(state):
+    del state["parameters"]["0.weight"]["residual"]
+
+
+def _missing_name(state):
+    del state["parameters"]["1.bias"]
+
+
+def _extra_name(state):
+    state["parameters"]["2.bias"] = {}
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda s: s.update(format=2), "format must be 1, got 2"),
+        (lambda s: s.update(method="sign"), "method must be 'topk:ratio=0.1', got 'sign'"),
+        (lambda s: s.update(world_size=4), "world_size must be 1, got 4"),
+        (lambda s: s.update(rank=1), "rank must be 0, got 1"),
+        (lambda s: s.pop("parameters"), "differ in parameter"),
+        (_missing_name, "differ in parameter '1.bias'"),
+        (_extra_name, "differ in parameter '2.bias'"),
+        (_missing_key, "residual of 0.weight must have shape"),
+        (_other_shape, "residual of 0.weight must have shape"),
+    ],
+)
+def test_foreign_state_is_refused_and_changes_nothing(alone, harm, says):
+    with _sync(_model()) as sync:
+        before = sync.state_dict()
+        foreign = copy.deepcopy(before)
+        foreign["step"] = 7
+        harm(foreign)
+        with pytest.raises(CheckpointError, match=says):
+            sync.load_state_dict(foreign)
+        after = sync.state_dict()
+        assert after["step"] == before["step"] == 0
+        assert after["parameters"].keys() == before["parameters"].keys()
+
+
+def test_the_state_is_a_copy(alone):
+    model = _model()
+    with _sync(model) as sync:
+        model(torch.ones(2, 4)).sum().backward()
+        saved = sync.state_dict()
+        kept = saved["parameters"]["0.weight"]["residual"].clone()
+        assert kept.any()
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+        assert torch.equal(saved["parameters"]["0.weight"]["residual"], kept)
+
+
+def test_error_feedback_identity_through_the_engine(alone):
+    """Alone: all averages so far plus the residual are all gradients so far."""
+    model = _model()
+    total = torch.zeros(8, 4)
+    applied = torch.zeros(8, 4)
+    with _sync(model, "topk:ratio=0.25") as sync:
+        for step in range(30):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            with sync.no_sync():
+                model.zero_grad()
+                model(x).square().sum().backward()
+                total += model[0].weight.grad
+            model.zero_grad()
+            model(x).square().sum().backward()
+            applied += model[0].weight.grad
+        residual = sync.state_dict()["parameters"]["0.weight"]["residual"]
+    torch.testing.assert_close(applied + residual, total, rtol=1e-4, atol=1e-3)
+
+
+def test_close_gives_everything_back(alone):
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = laconic.distribute(model, optimizer, "topk")
+    sync.close()
+    sync.close()
+    before = sync.traffic.collectives
+    model(torch.ones(1, 4)).sum().backward()
+    assert sync.traffic.collectives == before
+    assert "add_param_group" not in vars(optimizer)
+
+
+def test_sparse_gradients_are_refused(alone):
+    model = nn.Embedding(10, 3, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        laconic.distribute(model, optimizer),
+        pytest.raises(laconic.TensorTypeError, match=r"gradients must be dense.*sparse=False"),
+    ):
+        model(torch.tensor([1])).sum().backward()
+
+
+@pytest.mark.parametrize("method", ["dense", "dense:clip_value=1", "fp16:clip_value=1", "topk:clip_value=1"])
+def test_an_infinity_is_seen_though_clipping_would_hide_it(alone, method):
+    """The gradient is (inf, 1): clamped it would be finite, and the optimizer would step on it."""
+    model = nn.Linear(2, 1, bias=False)
+    with _sync(model, method) as sync:
+        model(torch.tensor([[torch.inf, 1.0]])).sum().backward()
+        assert not model.weight.grad.isfinite().all()
+        model.zero_grad()
+        model(torch.tensor([[3.0, 1.0]])).sum().backward()
+        assert model.weight.grad.isfinite().all()
+        assert sync.skipped == (0 if method == "dense" else 1)
