@@ -1,0 +1,99 @@
+"""Pictures of measurements, as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["curves", "step_times"]
+
+_MARKERS = "osD^vPX*"
+_NO_MATPLOTLIB = "pictures need matplotlib, install it with `pip install laconic[plots]`"
+
+
+def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
+    """Draw ms per step, one panel a model, one line of dots a rival, one kind of dot a link.
+
+    Args:
+        path: the PNG file to write.
+        runs: each with model, rate and rows (`report.Row`).
+
+    Returns:
+        One line that says what was written, or why nothing was.
+    """
+    models = list(dict.fromkeys(run["model"] for run in runs))
+    try:
+        figure = _figure(4.6 * len(models), 0.32 * len(runs[0]["rows"]) + 1.6)
+    except ImportError:
+        return f"no {path}: {_NO_MATPLOTLIB}"
+    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    for axes, model in zip(panels, models, strict=True):
+        for place, run in enumerate(run for run in runs if run["model"] == model):
+            rows = [row for row in run["rows"] if row.ms is not None]
+            axes.plot(
+                [row.ms for row in rows],
+                [row.rival for row in rows],
+                _MARKERS[place % len(_MARKERS)],
+                label="unshaped" if run["rate"] == "none" else run["rate"],
+            )
+        axes.set(xscale="log", xlabel="ms per step", title=model)
+        _plain_ticks(axes.xaxis)
+        axes.grid(alpha=0.3, which="both")
+    panels[0].invert_yaxis()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", title="link")
+    figure.savefig(path, dpi=130)
+    return f"wrote {path}"
+
+
+def curves(path: Path, points: Mapping[str, Sequence[Mapping[str, float]]], target: float) -> str:
+    """Draw accuracy against seconds and against megabytes, one curve a rival.
+
+    Args:
+        path: the PNG file to write.
+        points: by rival, each point with seconds, host_bytes and accuracy (0 to 1).
+        target: accuracy at which a line is drawn.
+
+    Returns:
+        One line that says what was written, or why nothing was.
+    """
+    try:
+        figure = _figure(11, 4.2)
+    except ImportError:
+        return f"no {path}: {_NO_MATPLOTLIB}"
+    by_time, by_bytes = figure.subplots(1, 2, sharey=True)
+    for place, (rival, mine) in enumerate(points.items()):
+        accuracy = [100 * point["accuracy"] for point in mine]
+        style = {"marker": _MARKERS[place % len(_MARKERS)], "markersize": 3, "linewidth": 1.2, "label": rival}
+        by_time.plot([point["seconds"] for point in mine], accuracy, **style)
+        by_bytes.plot([point["host_bytes"] / 1e6 for point in mine], accuracy, **style)
+    by_time.set(xlabel="seconds of training", xscale="log", ylabel="accuracy, %")
+    by_bytes.set(xlabel="MB sent by a host", xscale="log")
+    best = max((100 * point["accuracy"] for mine in points.values() for point in mine), default=0.0)
+    if best > 100 * target:  # then the first evaluations are of no interest
+        by_time.set_ylim(100 * target - 2.5, best + 0.2)
+    for axes in (by_time, by_bytes):
+        _plain_ticks(axes.xaxis)
+        axes.axhline(100 * target, color="black", linewidth=0.8, linestyle=":")
+        axes.grid(alpha=0.3, which="both")
+    figure.legend(*by_time.get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(path, dpi=130)
+    return f"wrote {path}"
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Label 1, 2, 5, 10, 20, ... in plain digits."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _figure(width_in: float, height_in: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

@@ -1,0 +1,109 @@
+"""The ways to train that are compared: no exchange, DistributedDataParallel's hooks, Laconic's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+
+__all__ = ["DDP_HOOKS", "FLOOR", "Attached", "check_names", "host_bytes"]
+
+FLOOR = "none"  # every rank trains for itself
+_ONE_BUCKET_MB = 1 << 20
+_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+def check_names(names: list[str]) -> None:
+    """Check the rivals' names before anything is started.
+
+    Raises:
+        MethodError: a name is none of DDP's and no Laconic method either.
+    """
+    for name in names:
+        if name != FLOOR and name not in DDP_HOOKS:
+            laconic.method(name)
+
+
+def host_bytes() -> int:
+    """Return the bytes that this host's interface has sent, by the kernel's counter."""
+    return int(_COUNTER.read_text())
+
+
+class Attached:
+    """A model attached to the other ranks.
+
+    Args:
+        name: "none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", or a Laconic method
+            such as "topk:ratio=0.01".
+        model: the model; `module` is what to call in its place.
+        optimizer: over the model's parameters.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: DDP refuses this hook on this machine.
+    """
+
+    def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module = model
+        self._sync: laconic.GradientSync | None = None
+        if name in DDP_HOOKS:
+            self.module = DDP_HOOKS[name](model)
+        elif name != FLOOR:
+            self._sync = laconic.distribute(model, optimizer, name)
+
+    @property
+    def moved_bytes(self) -> int | None:
+        """Bytes that this rank sent by Laconic's own count; None for the others, which do not count."""
+        return self._sync.traffic.moved_bytes if self._sync is not None else None
+
+    def close(self) -> None:
+        """Detach."""
+        if self._sync is not None:
+            self._sync.close()
+
+
+def _ddp_cast(hook: str) -> Callable[[nn.Module], nn.Module]:
+    def wrap(model: nn.Module) -> nn.Module:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, getattr(default_hooks, hook))
+        return wrapped
+
+    return wrap
+
+
+def _ddp_powersgd(model: nn.Module) -> nn.Module:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    # With several buckets on gloo the ranks' collectives get out of step, and the run hangs or aborts.
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=_ONE_BUCKET_MB)
+    state = PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=4,
+        start_powerSGD_iter=2,  # the least it takes; by default the first 1,000 steps are dense
+    )
+    # DDP compares annotations with its own classes; a lambda has none.
+    wrapped.register_comm_hook(state, lambda state, bucket: _powersgd_on_one_bucket(state, bucket))
+    return wrapped
+
+
+def _powersgd_on_one_bucket(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+    if bucket.index() or not bucket.is_last():
+        raise RuntimeError("DDP's PowerSGD hook must get one bucket, or the run hangs: raise bucket_cap_mb")
+    return powerSGD_hook(state, bucket)
+
+
+DDP_HOOKS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "ddp-fp16": _ddp_cast("fp16_compress_hook"),
+    "ddp-bf16": _ddp_cast("bf16_compress_hook"),
+    "ddp-powersgd": _ddp_powersgd,
+}

@@ -1,0 +1,129 @@
+"""Emulated hosts of the benchmarks: ranks meet, bytes are counted, nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_process import clean_env
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests' own folders
+
+import hosts as script_file
+from hosts import Hosts, HostsError, why_not
+from namespaces import names
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"hosts cannot be emulated: {REASON}")
+
+ALL_REDUCE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.full((250_000,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+dist.barrier()
+sent = int(open("/sys/class/net/eth0/statistics/tx_bytes").read())
+print("sum", x[0].item(), "host", os.environ["GROUP_RANK"], "sent", sent > 1_000_000)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _launched_by_nobody(monkeypatch):
+    for key in set(os.environ) - set(clean_env()):
+        monkeypatch.delenv(key)
+
+
+def of_this_process():
+    return names(f"laconic-{os.getpid()}-")
+
+
+def test_all_reduce():
+    """Rank r holds r + 1, so the sum is 3; of two ranks each sends its whole megabyte."""
+    with Hosts(2, "1gbit") as hosts:
+        assert len(of_this_process()) == 3
+        outputs = hosts.run([sys.executable, "-W", "ignore", "-c", ALL_REDUCE], timeout_s=100)
+        sent = hosts.sent_bytes()
+    assert [text.splitlines()[-1] for text in outputs] == [f"sum 3.0 host {h} sent True" for h in (0, 1)]
+    assert all(1_000_000 < count < 1_200_000 for count in sent)
+    assert of_this_process() == []
+
+
+def test_variables_of_ranks():
+    show = 'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $GLOO_SOCKET_IFNAME $MINE"'
+    with Hosts(2) as hosts:
+        outputs = hosts.run(["sh", "-c", show], 2, env={"MINE": "x"})
+    expected = ["0 4 0 2 0", "1 4 1 2 0", "2 4 0 2 1", "3 4 1 2 1"]
+    assert outputs == [f"{line} eth0 x\n" for line in expected]
+
+
+def test_the_link_has_the_rate():
+    """200 kB at 1 Mbit/s last 1.6 s, less what the bucket lets through at once."""
+    serve = "nc = __import__('socket').create_server(('', 7)); c = nc.accept()[0]\nwhile c.recv(65536): pass"
+    send = (
+        "import socket, time\nfor _ in range(100):\n"
+        "  try: s = socket.create_connection(('10.77.0.2', 7)); break\n"
+        "  except OSError: time.sleep(0.1)\n"
+        "start = time.time(); s.sendall(bytes(200_000)); s.shutdown(1); s.recv(1); print(time.time() - start)"
+    )
+    code = f"import os\nexec({serve!r} if os.environ['RANK'] == '1' else {send!r})"
+    with Hosts(2, "1mbit") as hosts:
+        seconds = float(hosts.run([sys.executable, "-c", code], timeout_s=60)[0])
+    assert 1.2 < seconds < 5
+
+
+def test_one_failure_ends_all():
+    start = time.monotonic()
+    with (
+        Hosts(2) as hosts,
+        pytest.raises(HostsError, match="rank 1 ended with status 3; its last lines:\noops"),
+    ):
+        hosts.run(["sh", "-c", '[ "$RANK" = 0 ] && sleep 60; echo oops; exit 3'])
+    assert time.monotonic() - start < 30
+    assert of_this_process() == []
+
+
+def test_timeout():
+    with Hosts(1) as hosts, pytest.raises(HostsError, match=r"rank 0 did not end within 0\.5 s"):
+        hosts.run(["sleep", "60"], timeout_s=0.5)
+
+
+def test_an_error_in_the_block_removes_the_hosts():
+    with pytest.raises(KeyError), Hosts(1):
+        raise KeyError
+    assert of_this_process() == []
+
+
+@pytest.fixture
+def script():
+    """Run hosts.py as a process of its own, whose rank sleeps."""
+    command = [sys.executable, script_file.__file__, "--hosts", "1", "--rate", "none"]
+    command += ["--", "sh", "-c", "echo up; sleep 60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_env()) as process:
+        assert process.stdout.readline() == "up\n"
+        yield process
+        process.kill()
+
+
+def test_sigterm_removes_the_hosts(script):
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(20) == 128 + signal.SIGTERM
+    assert names(f"laconic-{script.pid}-") == []
+
+
+def test_the_next_run_removes_what_a_killed_one_left(script):
+    script.kill()
+    script.wait(20)
+    assert len(names(f"laconic-{script.pid}-")) == 2
+    with Hosts(1):
+        assert names(f"laconic-{script.pid}-") == []
+
+
+def test_two_networks_at_once():
+    with Hosts(1) as one, Hosts(1) as other:
+        assert one.run(["echo", "a"]) == ["a\n"]
+        assert other.run(["echo", "b"]) == ["b\n"]
+    assert of_this_process() == []

@@ -1,0 +1,163 @@
+"""What the benchmarks compute without a network: rates, plans, tables, and who may not run them."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests' own folders
+
+import namespaces
+import pictures
+import plan
+import report
+import time_to_accuracy
+from hosts import Hosts, HostsError, parse_rate
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"),
+    [("none", None), ("56kbit", 56e3), ("100mbit", 1e8), ("1gbit", 1e9), ("2.5gbit", 2.5e9)],
+)
+def test_rates(text, bits_per_s):
+    assert parse_rate(text) == bits_per_s
+
+
+@pytest.mark.parametrize("text", ["", "100", "mbit", "0mbit", "1 gbit", "1Gbit", "1gbit/s", "-1mbit"])
+def test_wrong_rates(text):
+    with pytest.raises(ValueError, match="must be none or like 100mbit"):
+        Hosts(2, text)
+
+
+@pytest.mark.parametrize("count", [0, 255])
+def test_wrong_counts(count):
+    with pytest.raises(ValueError, match=rf"in 1\.\.254, got {count}"):
+        Hosts(count)
+
+
+def test_only_root_emulates_hosts(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda program: f"/sbin/{program}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(HostsError, match="need root"), Hosts(2):
+        pass
+
+
+def test_the_package_is_named(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda program: None if program == "tc" else f"/sbin/{program}")
+    with pytest.raises(HostsError, match="command 'tc': install Debian's package iproute2"), Hosts(2):
+        pass
+
+
+def test_elsewhere_than_linux(monkeypatch):
+    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
+    with pytest.raises(HostsError, match="need Linux's network namespaces, this is darwin"):
+        namespaces.require_rights()
+
+
+def test_what_fails_is_told():
+    with pytest.raises(HostsError, match=r"`ls /nowhere` failed: .*which some containers forbid"):
+        namespaces.command("ls", "/nowhere")
+
+
+def test_slow_rivals_take_few_steps():
+    assert [plan.turn_steps(s, 1.5, 40) for s in (1e-4, 0.03, 0.1, 3.6)] == [40, 40, 15, 1]
+
+
+def test_rounds_go_forth_and_back():
+    assert list(plan.rounds_order(3, 3)) == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+
+
+def test_the_forecast_knows_the_link():
+    """10 M parameters at 100 Mbit/s: 40 MB a step of two hosts, 3.2 s; 4 + 5 x 2 steps."""
+    slow = plan.expected_s("mlp", "100mbit", ["dense"], 2, 5, 1.5, 40)
+    assert 14 * 3.2 < slow < 14 * 3.2 + 10
+    assert plan.expected_s("mlp", "none", ["dense"], 2, 5, 1.5, 40) < slow / 2
+
+
+def turns(*turns_ms, counted=None):
+    bytes_ = [1000.0] * len(turns_ms)
+    return {
+        "steps": 1,
+        "turns_ms": list(turns_ms),
+        "interface_bytes": bytes_,
+        "counted_bytes": [counted] * len(turns_ms),
+    }
+
+
+@pytest.fixture
+def rows():
+    rivals = {
+        "none": turns(10, 20, 10),
+        "ddp": turns(20, 40, 30),
+        "sign": turns(10, 20, 60, counted=900.0),
+    }
+    told = {"rivals": rivals, "refused": {"ddp-bf16": "wants CUDA"}}
+    return report.rows(told, ["none", "ddp", "ddp-bf16", "sign"])
+
+
+def test_ratios_are_within_rounds(rows):
+    """Sign against DDP: 10/20, 20/40, 60/30, so 0.5; the ratio of the medians would be 20/30."""
+    none, ddp, bf16, sign = rows
+    assert (sign.ms, sign.ddp_ratio, sign.floor_ratio) == (20, 0.5, 1.0)
+    assert (ddp.ddp_ratio, ddp.floor_ratio, ddp.counted_bytes, ddp.interface_bytes) == (1.0, 2.0, None, 1000)
+    assert (none.floor_ratio, sign.counted_bytes) == (1.0, 900)
+    assert bf16 == report.Row("ddp-bf16", refused="wants CUDA")
+
+
+def test_tables(rows):
+    run = {"model": "cnn", "rate": "1gbit", "hosts": 2, "parameters": 431_080, "rows": rows}
+    text = report.step_tables([run, run | {"rate": "none"}])
+    lines = text.splitlines()
+    assert lines[0] == "### cnn, 0.43 M parameters, 2 hosts"
+    assert "1gbit: ms | 1gbit: x DDP" in lines[2]
+    assert "| sign | 20.0 | 0.500 | 1.000 | 20.0 | 0.500 | 1.000 | 0.9 | 1.0 |" in lines
+    assert "| ddp-bf16 | not supported |  |  | not supported |  |  |  |  |" in lines
+    assert lines[-1] == "ddp-bf16: wants CUDA"
+    assert {line.count("|") for line in lines if "|" in line} == {10}
+
+
+def test_files(rows, tmp_path):
+    stem = tmp_path / "new" / "steps"
+    run = {"model": "cnn", "rate": "none", "hosts": 2, "parameters": 1, "rows": rows}
+    text = report.document("Title", "2030-01-02", ["bench.py", "--out", str(tmp_path)], "body")
+    report.write(stem, "2030-01-02", {"rounds": 3}, [run], text)
+    told = json.loads(stem.with_suffix(".json").read_text())
+    assert told["results"][0]["rows"][3]["ddp_ratio"] == 0.5
+    assert set(told["machine"]) >= {"cpu", "cores", "ram_gb", "torch", "python", "laconic"}
+    written = stem.with_suffix(".md").read_text()
+    assert "python benchmarks/bench.py\n" in written
+    assert str(tmp_path) not in written
+    assert pictures.step_times(tmp_path / "x.png", [run]).startswith("wrote")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_places_are_not_shown():
+    argv = ["/somewhere/daso.py", "--data", "/home/me", "--epochs", "3", "--out", "/tmp/x", "--name", "y"]
+    assert report.shown_command(argv) == "python benchmarks/daso.py --data DIR --epochs 3"
+
+
+def test_no_picture_without_matplotlib(monkeypatch, tmp_path, rows):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run = {"model": "cnn", "rate": "none", "rows": rows}
+    assert "pip install laconic[plots]" in pictures.step_times(tmp_path / "x.png", [run])
+
+
+def point(seconds, accuracy):
+    return {"epoch": 1.0, "seconds": seconds, "host_bytes": seconds * 1e6, "accuracy": accuracy}
+
+
+def test_time_to_accuracy(tmp_path):
+    """DDP gets there after 40 s, sign after 10 s: 4 x faster; the last never does."""
+    curves = {
+        "ddp": [point(20.0, 0.97), point(40.0, 0.985)],
+        "sign": [point(5.0, 0.98), point(10.0, 0.99)],
+        "bad": [point(5.0, 0.1), point(9.0, 0.2)],
+    }
+    lines = time_to_accuracy.summary(curves, 0.985, parts=2).splitlines()
+    assert lines[2].startswith("| ddp | 40.0 | 1.00 | 40.0 | 40.0 | 40.0 | 98.50 | 97.75 |")
+    assert lines[3].startswith("| sign | 10.0 | 4.00 | 10.0 | 10.0 | 10.0 | 99.00 | 98.50 |")
+    assert lines[4].startswith("| bad |  |  |  | 9.0 | 9.0 | 20.00 | 15.00 |")
+    assert pictures.curves(tmp_path / "x.png", curves, 0.985).startswith("wrote")
