@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from laconic.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from laconic import ddp, mlbench, singa
+    from laconic import ddp, heat, mlbench, singa
     from laconic.compressor import Codec, Compressor, Exchange, Site
     from laconic.engine import GradientSync, distribute
     from laconic.errors import (
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         LaunchError,
         MethodError,
         MismatchError,
+        NonFiniteError,
         PeerLost,
         TensorTypeError,
         WireError,
@@ -48,6 +49,7 @@ __all__ = [
     "Method",
     "MethodError",
     "MismatchError",
+    "NonFiniteError",
     "PeerLost",
     "PerSize",
     "Site",
@@ -58,6 +60,7 @@ __all__ = [
     "World",
     "ddp",
     "distribute",
+    "heat",
     "init",
     "method",
     "methods",
@@ -82,7 +85,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ddp", "mlbench", "singa"):
+    if name in ("ddp", "heat", "mlbench", "singa"):
         return importlib.import_module(f"laconic.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'laconic' has no attribute {name!r}")

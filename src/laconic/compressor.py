@@ -37,6 +37,7 @@ class Site:
         world_size: number of ranks.
         step: number of exchanges applied before this one, equal on every rank.
         key: tells this x from others of the same step (a bucket's place); equal on every rank.
+        scaled: whether x is divided by the world size already; only where the compressor takes it so.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -44,6 +45,7 @@ class Site:
     world_size: int = 1
     step: int = 0
     key: int = 0
+    scaled: bool = False
 
     def generator(self, seed: int, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh generator for this step: equal on all ranks if shared, else private to the rank."""
@@ -67,9 +69,11 @@ class Exchange(NamedTuple):
 
     average: flat tensor with x's length and dtype, equal on every rank bit for bit; may live in x's memory.
     state: the next state, with the same keys and shapes as the one given.
-    error: `x - (this rank's x as the others decoded it)`, or None where it was not asked for; it may live in
-        x's memory, and so may a state made of it: whoever owns x must not fill it again before copying or
-        replacing it.
+    error: what of this rank's x is not in the average, or None where it was not asked for. Unless the
+        compressor votes, `average = mean over ranks of (x - error)`; mostly `x - error` is x as the others
+        decoded it, and where ranks compress what they have averaged, the rank that did so keeps that loss too.
+        It may live in x's memory, and so may a state made of it: whoever owns x must not fill it again before
+        copying or replacing it.
     """
 
     average: Tensor
@@ -125,6 +129,16 @@ class Compressor(ABC):
         """Whether a non-finite input makes the average non-finite and no state can be harmed by it."""
         return False
 
+    @property
+    def takes_scaled(self) -> bool:
+        """Whether x may come divided by the world size (`Site.scaled`), which saves a pass over it."""
+        return False
+
+    @property
+    def one_round(self) -> bool:
+        """Whether it asks for one collective only, so that nobody need wait between two of them."""
+        return False
+
     @classmethod
     def examples(cls) -> Iterator[Compressor]:
         """Yield the configurations that the conformance suite shall test."""
@@ -159,6 +173,11 @@ class Codec(Compressor):
     linear: ClassVar[bool] = False
     ragged: ClassVar[bool] = False
 
+    @property
+    def one_round(self) -> bool:
+        """Ragged payloads tell their lengths first."""
+        return not self.ragged
+
     @abstractmethod
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Write flat x as tensors for the wire, in memory of their own unless the codec is lossless."""
@@ -180,7 +199,7 @@ class Codec(Compressor):
         payload = self.encode(x, site)
         error = self.error(x, payload, site) if want_error else None
         if self.linear:
-            average = self.decode((yield from means(payload)), x, site)
+            average = self.decode((yield from means(payload, scaled=site.scaled)), x, site)
         else:
             everyone = yield from (gather_ragged if self.ragged else gather)(*payload)
             average = self.combine(everyone, x, site)

@@ -16,7 +16,7 @@ from laconic.groups import roll_call
 from laconic.traffic import Traffic
 from laconic.wire import Op, Reply, Request, Rounds, gather_ragged
 
-__all__ = ["Driver", "Pending", "Pipeline", "joined"]
+__all__ = ["Driver", "Pending", "Pipeline", "is_group", "joined"]
 
 T = TypeVar("T")
 _ROLL_CALL_S = 2.0  # how long survivors wait for each other to name the lost
@@ -51,6 +51,11 @@ def joined() -> bool:
     return dist.is_initialized()
 
 
+def is_group(value: object) -> bool:
+    """Return whether a value is a process group of torch.distributed."""
+    return isinstance(value, dist.ProcessGroup)
+
+
 class _All:
     """Several torch.distributed work objects as one, under one deadline."""
 
@@ -82,13 +87,17 @@ class Driver:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.traffic = Traffic()
+        self._owned = False
 
     def start(self, request: Request) -> Pending:
         """Issue one collective without waiting for it."""
         if request.op is Op.EXCHANGE:
             return self._start_exchange(request)
-        start = self._start_mean if request.op is Op.MEAN else self._start_gather
-        return start(request.tensors)
+        if request.op is Op.SCATTER:
+            return self._start_scatter(request)
+        if request.op is Op.MEAN:
+            return self._start_mean(request.tensors, request.scaled)
+        return self._start_gather(request.tensors)
 
     def run(self, rounds: Rounds[T]) -> T:
         """Drive one coroutine to its end."""
@@ -96,15 +105,55 @@ class Driver:
         pipeline.add(rounds)
         return pipeline.finish()[0]
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with rank 0's."""
-        if self.world_size > 1 and tensor.numel():
-            dense = tensor.contiguous()
-            source = self._global_rank(0)
-            what = f"broadcast of {tensor.numel()} elements"
-            self.await_work(self._issue(lambda: dist.broadcast(dense, source, self.group, True), what), what)
-            if dense is not tensor:
-                tensor.copy_(dense)
+    def broadcast(self, tensor: Tensor, source: int = 0, *, counted: bool = False) -> None:
+        """Overwrite a tensor with that of rank `source`; only training's own broadcasts are counted."""
+        if self.world_size == 1 or not tensor.numel():
+            return
+        dense = tensor.contiguous()
+        sender = self._global_rank(source)
+        what = f"broadcast of {tensor.numel()} elements"
+        if counted:
+            place = (self.rank - source) % self.world_size
+            self.traffic.count_broadcast(dense.numel() * dense.element_size(), place, self.world_size)
+        start = time.perf_counter()
+        self.await_work(self._issue(lambda: dist.broadcast(dense, sender, self.group, True), what), what)
+        self.traffic.wait_s += (time.perf_counter() - start) if counted else 0.0
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> list[Driver | None]:
+        """Make a driver for each of several parts of this group; all ranks call it with the same parts.
+
+        Args:
+            parts: this group's ranks; parts may overlap.
+
+        Returns:
+            One driver a part, None where this rank is not in it. Close them when they are no longer needed.
+        """
+        drivers: list[Driver | None] = []
+        local = self.group is not None  # else every rank of the world is here, and names are numbered
+        for part in parts:
+            # The name of a local group holds the number of groups that a rank is in, so all must join one.
+            members = part if self.rank in part or not local else [self.rank]
+            group = dist.new_group(
+                [self._global_rank(rank) for rank in members],
+                timeout=timedelta(seconds=self.timeout_s),
+                use_local_synchronization=local,
+            )
+            driver = Driver(group, timeout_s=self.timeout_s) if self.rank in part else None
+            if driver is not None:
+                driver._owned = not local
+            drivers.append(driver)
+        return drivers
+
+    def close(self) -> None:
+        """Leave the group of a driver that `split` made from the whole world; others are kept until the end.
+
+        A group made from a part of the world would get its old name, and stale addresses, if made again.
+        """
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self._owned = False
 
     def gather_bytes(self, message: bytes, device: torch.device) -> list[bytes]:
         """Bring every rank's message of any length to every rank."""
@@ -127,10 +176,10 @@ class Driver:
         except RuntimeError as cause:
             self._lost(what, cause)
 
-    def _start_mean(self, tensors: tuple[Tensor, ...]) -> Pending:
+    def _start_mean(self, tensors: tuple[Tensor, ...], scaled: bool) -> Pending:
         flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
         flat = flat.contiguous()
-        if self.world_size > 1:
+        if self.world_size > 1 and not scaled:
             flat.mul_(1.0 / self.world_size)  # before summing, as DDP does: the sum cannot overflow
         what = f"all-reduce of {flat.numel()} {flat.dtype} elements"
         work = self._collective(
@@ -158,6 +207,19 @@ class Driver:
         return Pending(
             self, work, lambda: [unpack(row) for row in everyone.view(self.world_size, mine.numel())], what
         )
+
+    def _start_scatter(self, request: Request) -> Pending:
+        request.check_rows(self.world_size)
+        rows = [_pack(tuple(t[rank] for t in request.tensors)) for rank in range(self.world_size)]
+        mine = torch.stack([packed for packed, _ in rows])  # (world size, bytes a row)
+        theirs = mine.clone() if self.world_size == 1 else torch.empty_like(mine)
+        what = f"all-to-all of {mine.numel()} bytes a rank"
+        call = dist.all_to_all_single
+        work = self._collective(
+            Op.SCATTER, mine, lambda: call(theirs, mine, group=self.group, async_op=True), what
+        )
+        unpack = rows[0][1]
+        return Pending(self, work, lambda: [unpack(row) for row in theirs], what)
 
     def _start_exchange(self, request: Request) -> Pending:
         peers = request.peers
@@ -193,7 +255,8 @@ class Driver:
         return self._issue(call, what) if self.world_size > 1 else None
 
     def _lost(self, what: str, cause: RuntimeError) -> NoReturn:
-        missing = roll_call(_ROLL_CALL_S)
+        members = dist.get_process_group_ranks(self.group)
+        missing = [rank for rank in roll_call(_ROLL_CALL_S) if rank in members]  # others may not know yet
         who = f"rank(s) {', '.join(map(str, missing))} did not answer" if missing else "a peer did not answer"
         raise PeerLost(
             f"rank {self.rank} of {self.world_size}: {what} failed within {self.timeout_s:g} s, {who} "
@@ -207,17 +270,21 @@ class Pipeline(Generic[T]):
     When one is added, its first request is issued; then every earlier one takes its reply and issues its
     next request, oldest first. So rounds of neighbouring buckets overlap, and since the order depends on
     counts alone, it is equal on all ranks.
+
+    Args:
+        driver: the way to the other ranks.
+        patient: whether adding one never waits for earlier ones; all then go on in `finish`.
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, *, patient: bool = False) -> None:
+        self._driver, self._patient = driver, patient
         self._running: dict[int, tuple[Rounds[T], Pending]] = {}
         self._results: dict[int, T] = {}
         self._count = 0
 
     def add(self, rounds: Rounds[T]) -> None:
         """Start one more coroutine."""
-        earlier = sorted(self._running)
+        earlier = [] if self._patient else sorted(self._running)
         self._step(self._count, rounds, None)
         self._count += 1
         for index in earlier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -76,7 +77,13 @@ class GradientSync:
     Attributes:
         method: the `Method` in use.
         traffic: this rank's totals (`payload_bytes`, `moved_bytes`, `collectives`, `wait_s`).
+
+    After `backward()`, gradients live in the buckets' memory, which the next pass fills again: copy a gradient
+    that is to outlive its step.
     """
+
+    # Whether gradients may live where they are averaged, which saves two copies.
+    _shares_memory = True
 
     def __init__(
         self,
@@ -89,17 +96,19 @@ class GradientSync:
         timeout_s: float = 300.0,
     ) -> None:
         self.method = method(how)
+        self._flats: list[Tensor] = []
+        self._views: dict[int, Tensor] = {}
         self._model = model
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         synced_parameters(model, self._optimizers)  # complain before any connection is made
         assign({}, bucket_bytes)
         init(timeout_s=timeout_s)
-        self._driver = Driver(group, timeout_s=timeout_s)
+        self._driver = self._connect(group, timeout_s)
         self._bucket_bytes = bucket_bytes
         self._enabled = True
         self._closed = False
         self._handles: list[Any] = []
-        self._exchanger = Exchanger(self.method, self._driver)
+        self._exchanger = Exchanger(self.method, self._driver, waits=self._shares_memory)
         self.refresh()
         broadcast_model(self._driver, model)
         self._watch_optimizers()
@@ -129,17 +138,26 @@ class GradientSync:
         """Number of ranks in the group."""
         return self._driver.world_size
 
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes exchange gradients; set it alike on all ranks, between passes."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = value
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally: backward passes inside exchange nothing, the next one outside all.
 
         Every rank must use it for the same passes.
         """
-        before, self._enabled = self._enabled, False
+        before, self.enabled = self.enabled, False
         try:
             yield
         finally:
-            self._enabled = before
+            self.enabled = before
 
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some.
@@ -154,6 +172,7 @@ class GradientSync:
         self._parameters = parameters
         self._by_bucket = [[parameters[name] for name in b.names] for b in buckets]
         self._place = {id(p): i for i, ps in enumerate(self._by_bucket) for p in ps}
+        self._flats, self._views = [], {}
         self._pass_id = -1
         for handle in self._handles:
             handle.remove()
@@ -186,12 +205,17 @@ class GradientSync:
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("add_param_group", None)
         self._exchanger.close()
+        self._driver.close()
 
     def __enter__(self) -> GradientSync:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _connect(self, group: Any, timeout_s: float) -> Driver:
+        """Make the way to the other ranks."""
+        return Driver(group, timeout_s=timeout_s)
 
     def _description(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         shapes = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}
@@ -237,6 +261,7 @@ class GradientSync:
             self._begin_pass(current)
         index = self._place[id(parameter)]
         self._missing[index].discard(id(parameter))
+        self._fill(parameter)  # now, while the gradient is in the cache
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._submit_next()
 
@@ -251,19 +276,39 @@ class GradientSync:
         self._pass_id = graph_task
         self._next = 0
         self._missing = [{id(p) for p in ps} for ps in self._by_bucket]
+        self._cut_flats()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
+    def _cut_flats(self) -> None:
+        """Find each parameter's place in this step's flat tensors."""
+        for index, (bucket, ps) in enumerate(zip(self._exchanger.buckets, self._by_bucket, strict=True)):
+            flat = self._exchanger.flat(index)
+            if index == len(self._flats) or self._flats[index] is not flat:
+                del self._flats[index:]
+                self._flats.append(flat)
+                self._views |= dict(zip(map(id, ps), bucket.views(flat), strict=True))
+
     @torch.no_grad()
+    def _fill(self, parameter: Tensor) -> None:
+        """Copy a gradient to its place; if it may, it lives there from now on."""
+        view, grad, scale = self._views[id(parameter)], parameter.grad, self._exchanger.scale
+        if grad is None:
+            view.zero_()  # a parameter without a gradient counts as zeros
+            return
+        if scale != 1.0:
+            torch.mul(grad, scale, out=view)
+        elif grad.data_ptr() != view.data_ptr():
+            view.copy_(grad)
+        if self._shares_memory and parameter.is_contiguous():
+            parameter.grad = view
+
     def _submit_next(self) -> None:
-        """Fill the next bucket: parameters without a gradient count as zeros."""
-        parameters, flat = self._by_bucket[self._next], self._exchanger.flat(self._next)
-        if all(p.grad is not None for p in parameters):
-            torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None], out=flat)
-        else:
-            views = self._exchanger.buckets[self._next].views(flat)
-            for p, view in zip(parameters, views, strict=True):
-                view.zero_() if p.grad is None else view.copy_(p.grad)
-        self._exchanger.submit(self._next)
+        index = self._next
+        if self._missing[index]:
+            for p in self._by_bucket[index]:
+                if id(p) in self._missing[index]:
+                    self._fill(p)
+        self._exchanger.submit(index)
         self._next += 1
 
     @torch.no_grad()
@@ -271,12 +316,15 @@ class GradientSync:
         while self._next < len(self._by_bucket):
             self._submit_next()
         flags = [p.grad is not None for ps in self._by_bucket for p in ps]
-        outcome = self._exchanger.finish(flags).result()
-        self._exchanger.join_streams()
-        self._write_back(outcome)
+        self._sent(self._exchanger.finish(flags))
         self._pass_id = -1
 
+    def _sent(self, outcome: Future[Outcome]) -> None:
+        """Go on once all buckets are on their way: wait for the averages, which `.grad` then holds."""
+        self._write_back(outcome.result())
+
     def _write_back(self, outcome: Outcome) -> None:
+        self._exchanger.join_streams()
         used = iter(outcome.any_flags)
         for bucket, ps, average in zip(
             self._exchanger.buckets, self._by_bucket, outcome.averages, strict=True
@@ -284,7 +332,10 @@ class GradientSync:
             for p, view in zip(ps, bucket.views(average), strict=True):
                 if not next(used):
                     continue  # no rank used it: the optimizer must not see a gradient
-                if p.grad is None:
+                if self._shares_memory and p.is_contiguous():
+                    if p.grad is None or p.grad.data_ptr() != view.data_ptr():
+                        p.grad = view
+                elif p.grad is None:
                     p.grad = view.clone()
                 else:
                     p.grad.copy_(view)

@@ -4,6 +4,7 @@ LaconicError
 ├── ConfigError (ValueError)       an argument, method text or option that breaks its rule
 │   └── MethodError                an unknown method, an unknown key, or a value outside its range
 ├── TensorTypeError (TypeError)    a tensor of a kind that cannot be compressed
+├── NonFiniteError (ValueError)    parameters that should be averaged hold NaN or infinity
 ├── DataError                      a data file that is missing, truncated or foreign
 ├── CheckpointError                a checkpoint that is unreadable, foreign or of another run
 ├── LaunchError                    the ranks could not be started or could not find each other
@@ -22,6 +23,7 @@ __all__ = [
     "LaunchError",
     "MethodError",
     "MismatchError",
+    "NonFiniteError",
     "PeerLost",
     "TensorTypeError",
     "WireError",
@@ -43,6 +45,10 @@ class MethodError(ConfigError):
 
 class TensorTypeError(LaconicError, TypeError):
     """A tensor is of a kind that cannot be compressed (integer, boolean or complex)."""
+
+
+class NonFiniteError(LaconicError, ValueError):
+    """Parameters that should be averaged hold NaN or infinity, on whichever rank."""
 
 
 class DataError(LaconicError):

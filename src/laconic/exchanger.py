@@ -33,11 +33,14 @@ class Outcome:
     averages: one flat tensor a bucket; all NaN where a rank's bucket was not finite.
     any_flags: whether any rank set each of the flags given to `finish`.
     applied: False where a non-finite bucket kept all states as they were.
+    errors: what this rank's bucket lost in compression; None where nothing was lost or nobody asked. They may
+        live in the buckets' memory.
     """
 
     averages: list[Tensor]
     any_flags: list[bool]
     applied: bool
+    errors: list[Tensor | None]
 
 
 class Exchanger:
@@ -46,14 +49,25 @@ class Exchanger:
     Args:
         method: what to run.
         driver: the way to the other ranks.
+        want_errors: whether outcomes tell what compression lost.
+        waits: whether the caller waits for `finish` at once; then a method of one collective needs no thread.
+
+    Attributes:
+        scale: what the caller multiplies by when it fills buckets, if it `waits`; else 1.
     """
 
-    def __init__(self, method: Method, driver: Driver) -> None:
+    def __init__(
+        self, method: Method, driver: Driver, *, want_errors: bool = False, waits: bool = False
+    ) -> None:
         self.method = method
         self.compressor = method.compressor
         self.driver = driver
         self.step = 0
         self.skipped = 0
+        self._want_errors = want_errors
+        self._inline = waits and self.compressor.one_round
+        self._scaled = waits and self.compressor.takes_scaled
+        self.scale = 1.0 / driver.world_size if self._scaled else 1.0
         # Where a non-finite input shows in the average by itself and there is no state to harm, no
         # agreement on finiteness is needed.
         self._guarded = not self.compressor.propagates
@@ -83,7 +97,8 @@ class Exchanger:
             return
         self._drop_from(index)
         driver = self.driver
-        site = Site(shapes=bucket.shapes, rank=driver.rank, world_size=driver.world_size, key=index)
+        place = {"rank": driver.rank, "world_size": driver.world_size, "key": index}
+        site = Site(shapes=bucket.shapes, scaled=self._scaled, **place)
         flat = bucket.empty()
         fresh = self.compressor.init(flat, site)
         known = {name: self._spare.pop(name) for name in bucket.names if name in self._spare}
@@ -106,12 +121,19 @@ class Exchanger:
         """Hand over the next bucket, filled, in order; returns at once."""
         x = self._flats[index]
         ready = _record(x.device)
-        self._jobs.append(self._thread.submit(self._launch, index, x, ready))
+        if self._inline:
+            self._launch(index, x, ready)
+        else:
+            self._jobs.append(self._thread.submit(self._launch, index, x, ready))
 
     def finish(self, flags: Sequence[bool] = ()) -> Future[Outcome]:
         """End the step after the last bucket; the future holds its outcome, or the first error."""
         jobs, self._jobs = self._jobs, []
-        return self._thread.submit(self._collect, jobs, flags)
+        if not self._inline:
+            return self._thread.submit(self._collect, jobs, flags)
+        done: Future[Outcome] = Future()
+        done.set_result(self._collect(jobs, flags))
+        return done
 
     def join_streams(self) -> None:
         """Make the current CUDA streams wait for the exchange; nothing to do on CPU."""
@@ -168,7 +190,7 @@ class Exchanger:
 
     def _begin(self) -> None:
         self._jobs = []
-        self._pipeline: Pipeline[Exchange] = Pipeline(self.driver)
+        self._pipeline: Pipeline[Exchange] = Pipeline(self.driver, patient=self._inline)
         self._bad: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -179,7 +201,8 @@ class Exchanger:
                 if x.device.type == "cpu" and bool(self._bad[index]):
                     x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
             site = replace(self._sites[index], step=self.step)
-            self._pipeline.add(self.compressor.rounds(x, self._states[index], site))
+            rounds = self.compressor.rounds(x, self._states[index], site, want_error=self._want_errors)
+            self._pipeline.add(rounds)
 
     @torch.no_grad()
     def _collect(self, jobs: list[Future[None]], flags: Sequence[bool]) -> Outcome:
@@ -213,7 +236,8 @@ class Exchanger:
             for exchange, harm in zip(exchanges, harmed, strict=True):
                 if harm:
                     exchange.average.fill_(torch.nan)
-        return Outcome([e.average for e in exchanges], any_flags, applied)
+        errors = [e.error for e in exchanges]
+        return Outcome([e.average for e in exchanges], any_flags, applied, errors)
 
     def _commit(self, exchanges: Sequence[Exchange]) -> None:
         """Take the new states; where one lives in a bucket's memory, the bucket gets the old one's."""

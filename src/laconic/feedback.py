@@ -66,6 +66,11 @@ class ErrorFeedback(Compressor):
         return self.inner.biased
 
     @property
+    def one_round(self) -> bool:
+        """As inside."""
+        return self.inner.one_round
+
+    @property
     def votes(self) -> bool:
         """As inside."""
         return self.inner.votes

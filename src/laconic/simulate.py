@@ -102,13 +102,17 @@ def _answer(asked: list[Request]) -> list[Reply]:
             raise WireError(f"rank 0 asks for {forms[0]}, rank {rank} for {form}: all must ask for the same")
     if asked[0].op is Op.GATHER:
         return [[tuple(t.clone() for t in r.tensors) for r in asked] for _ in asked]
+    if asked[0].op is Op.SCATTER:
+        asked[0].check_rows(len(asked))
+        return [[tuple(t[rank].clone() for t in r.tensors) for r in asked] for rank in range(len(asked))]
     if asked[0].op is Op.EXCHANGE:
         _check_peers(asked)
         return [{p: tuple(t.clone() for t in asked[p].tensors) for p in r.peers} for r in asked]
-    sums = [t / len(asked) for t in asked[0].tensors]
+    parts = 1 if asked[0].scaled else len(asked)
+    sums = [t / parts for t in asked[0].tensors]
     for request in asked[1:]:
         for total, t in zip(sums, request.tensors, strict=True):
-            total += t / len(asked)
+            total += t / parts
     if len(sums) == 1:  # as the real driver: one tensor is averaged in place
         return [(r.tensors[0].copy_(sums[0]),) for r in asked]
     return [tuple(t.clone() for t in sums) for _ in asked]

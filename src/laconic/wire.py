@@ -27,6 +27,7 @@ __all__ = [
     "gather_ragged",
     "mean",
     "means",
+    "scatter",
     "together",
 ]
 
@@ -37,6 +38,7 @@ class Op(Enum):
     MEAN = "all-reduce"
     GATHER = "all-gather"
     EXCHANGE = "exchange"
+    SCATTER = "all-to-all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +48,19 @@ class Request:
     Args:
         op: `MEAN` averages over the ranks (floating tensors of one dtype); `GATHER` brings every rank's
             tensors to every rank (any dtypes, equal shapes on all ranks); `EXCHANGE` sends the tensors to
-            the peers and brings theirs here (likewise).
+            the peers and brings theirs here (likewise); `SCATTER` sends row j of every tensor to rank j and
+            brings every rank's row for this one here (likewise, the first dimension is the world size).
         tensors: what this rank hands over. The driver may overwrite them: use the reply instead. The reply
             belongs to the compressor, and may be the very tensors handed over.
         peers: for `EXCHANGE`, other ranks, ascending; whoever is a peer has this rank among its own.
+        scaled: for `MEAN`, whether the tensors are divided by the world size already, so that the sum is the
+            mean.
     """
 
     op: Op
     tensors: tuple[Tensor, ...]
     peers: tuple[int, ...] = ()
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         if list(self.peers) != sorted(set(self.peers)) or (self.peers and self.op is not Op.EXCHANGE):
@@ -62,22 +68,34 @@ class Request:
         if self.op is Op.MEAN and len({t.dtype for t in self.tensors}) > 1:
             raise WireError(f"one MEAN takes one dtype, got {sorted({str(t.dtype) for t in self.tensors})}")
 
+    def check_rows(self, world_size: int) -> None:
+        """Raise unless every tensor of a `SCATTER` has one row for each rank.
+
+        Raises:
+            WireError: names the shape.
+        """
+        for t in self.tensors:
+            if t.ndim == 0 or len(t) != world_size:
+                raise WireError(
+                    f"a SCATTER sends one row to each of {world_size} ranks, got a tensor of {tuple(t.shape)}"
+                )
+
     @property
     def nbytes(self) -> int:
         """Bytes that this rank hands to the collective."""
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
-# For MEAN the averaged tensors, for GATHER one tuple of tensors per rank, in rank order; for EXCHANGE a dict
-# with one tuple of tensors per peer, in rank order.
+# For MEAN the averaged tensors, for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank order; for
+# EXCHANGE a dict with one tuple of tensors per peer, in rank order.
 Reply: TypeAlias = Any
 T = TypeVar("T")
 Rounds: TypeAlias = Generator[Request, Reply, T]
 
 
-def means(tensors: Sequence[Tensor]) -> Rounds[tuple[Tensor, ...]]:
-    """Average tensors of one dtype over the ranks in one collective."""
-    reply: tuple[Tensor, ...] = yield Request(Op.MEAN, tuple(tensors))
+def means(tensors: Sequence[Tensor], *, scaled: bool = False) -> Rounds[tuple[Tensor, ...]]:
+    """Average tensors of one dtype over the ranks in one collective; `scaled` as in `Request`."""
+    reply: tuple[Tensor, ...] = yield Request(Op.MEAN, tuple(tensors), scaled=scaled)
     return reply
 
 
@@ -90,6 +108,24 @@ def mean(tensor: Tensor) -> Rounds[Tensor]:
 def gather(*tensors: Tensor) -> Rounds[list[tuple[Tensor, ...]]]:
     """Bring every rank's tensors here, one tuple per rank in rank order; shapes are equal on all ranks."""
     reply: list[tuple[Tensor, ...]] = yield Request(Op.GATHER, tensors)
+    return reply
+
+
+def scatter(*tensors: Tensor) -> Rounds[list[tuple[Tensor, ...]]]:
+    """Send row j of every tensor to rank j, and bring here the rows that all ranks have for this one.
+
+    Args:
+        tensors: any dtypes; the first dimension is the world size, and shapes are equal on all ranks.
+
+    Returns:
+        One tuple of rows per rank, in rank order, this rank's own included.
+
+    Example:
+        >>> from laconic.simulate import run
+        >>> run([scatter(torch.tensor([[1], [2]])), scatter(torch.tensor([[3], [4]]))])
+        [[(tensor([1]),), (tensor([3]),)], [(tensor([2]),), (tensor([4]),)]]
+    """
+    reply: list[tuple[Tensor, ...]] = yield Request(Op.SCATTER, tensors)
     return reply
 
 
@@ -142,13 +178,13 @@ def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
 
 
 def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
-    groups: dict[tuple[Op, torch.dtype | None, tuple[int, ...]], list[int]] = {}
+    groups: dict[tuple[Op, torch.dtype | None, tuple[int, ...], bool], list[int]] = {}
     for i, request in waiting.items():
         dtype = request.tensors[0].dtype if request.op is Op.MEAN and request.tensors else None
-        groups.setdefault((request.op, dtype, request.peers), []).append(i)
+        groups.setdefault((request.op, dtype, request.peers, request.scaled), []).append(i)
     replies: dict[int, Reply] = {}
-    for (op, _, peers), members in groups.items():
-        reply = yield Request(op, tuple(t for i in members for t in waiting[i].tensors), peers)
+    for (op, _, peers, scaled), members in groups.items():
+        reply = yield Request(op, tuple(t for i in members for t in waiting[i].tensors), peers, scaled)
         start = 0
         for i in members:
             stop = start + len(waiting[i].tensors)
@@ -160,6 +196,6 @@ def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
 def _part(op: Op, reply: Reply, part: slice) -> Reply:
     if op is Op.MEAN:
         return reply[part]
-    if op is Op.GATHER:
+    if op in (Op.GATHER, Op.SCATTER):
         return [theirs[part] for theirs in reply]
     return {peer: theirs[part] for peer, theirs in reply.items()}

@@ -39,6 +39,11 @@ class _Wrapper(Compressor):
         return self.inner.lossless
 
     @property
+    def one_round(self) -> bool:
+        """As inside."""
+        return self.inner.one_round
+
+    @property
     def amplifies(self) -> bool:
         """As inside."""
         return self.inner.amplifies
@@ -175,6 +180,11 @@ class PerSize(_Wrapper):
             raise bad_value(
                 "dense_below", "must be at least 1", self.below, "leave it out for none", MethodError
             )
+
+    @property
+    def one_round(self) -> bool:
+        """Small and large tensors travel in collectives of their own."""
+        return False
 
     def init(self, like: Tensor, site: Site) -> State:
         """Create the inner state for the large tensors, named by their places in the whole x."""

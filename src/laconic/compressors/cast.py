@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from laconic.compressor import Codec, Payload, Site
+from laconic.compressor import Codec, Exchange, Payload, Site, State
 from laconic.errors import MethodError, bad_value
+from laconic.wire import Rounds, means
 
 __all__ = ["Cast"]
 
@@ -63,10 +64,22 @@ class Cast(Codec):
         """A NaN on one rank is a NaN in the sum, and an overflow an infinity."""
         return True
 
+    @property
+    def takes_scaled(self) -> bool:
+        """Divided before or after rounding, the sum is the mean."""
+        return True
+
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Round to nearest."""
         wire = _TYPES[self.dtype]
         return (x.clone() if x.element_size() <= wire.itemsize else x.to(wire),)
+
+    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
+        """Round, average, widen into x's memory; see `Compressor.rounds`."""
+        payload = self.encode(x, site)
+        error = self.error(x, payload, site) if want_error else None
+        (mean,) = yield from means(payload, scaled=site.scaled)
+        return Exchange(mean if mean.dtype == x.dtype else x.copy_(mean), state, error)
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
         """Widen again."""

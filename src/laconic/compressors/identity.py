@@ -46,6 +46,11 @@ class Identity(Codec):
         """A NaN on one rank is a NaN in the sum."""
         return True
 
+    @property
+    def takes_scaled(self) -> bool:
+        """The sum of what is divided already is the mean."""
+        return True
+
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Hand over x itself, so that it is averaged in place."""
         return (x,)

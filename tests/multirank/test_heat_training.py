@@ -1,0 +1,381 @@
+"""DASO around the rest of a training script: scalers, schedulers, buffers, saving, faults, bad input."""
+
+import io
+import time
+import warnings
+
+import pytest
+import torch
+from heat_loops import LAYOUTS, batch, epoch, make, weights
+from models import mlp, shards
+from torch import nn
+
+from laconic.errors import ConfigError, LaconicError, LaunchError, MismatchError
+from laconic.heat.cycle import Skips
+from laconic.heat.daso import DASO
+from laconic.launchers import World
+from laconic.nodes import Layout, _placed
+from laconic.testing.pool import RanksFailed
+
+
+def _scaled(rank, unscale_first, world_size=4):
+    """Rank 2's gradient overflows in batch 3: all must skip exactly that step."""
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    daso = DASO(optimizer, 10, scheduler=schedule, warmup_epochs=0, node_size=2, timeout_s=30)
+    daso.set_model(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    daso.add_scaler(scaler)
+    daso.last_batch = 9
+    rates, kept = [], []
+    for number in range(6):
+        daso.zero_grad()
+        xs, ys = shards(number, world_size)
+        loss = scaler.scale(nn.functional.mse_loss(model(xs[rank]), ys[rank]))
+        if rank == 2 and number == 3:
+            loss = loss * float("inf")
+        loss.backward()
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        before = weights(model)
+        daso._across.discard()  # merges would move the parameters too
+        daso.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        kept.append(torch.equal(before, weights(model)))
+    daso.close()
+    return rates, kept, scaler.get_scale()
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_all_ranks_skip_the_step_in_which_one_overflows(pool, unscale_first):
+    """The scheduler halves the rate after each applied step: five times in six batches."""
+    for rates, kept, scale in pool.run(4, _scaled, unscale_first):
+        assert rates == [0.025, 0.0125, 0.00625, 0.00625, 0.003125, 0.0015625]
+        assert kept[3]
+        assert sum(kept) == 1
+        assert scale == 512.0
+
+
+def _scheduled(rank, factory):
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    make_one = lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.1)  # noqa: E731
+    daso = DASO(optimizer, 10, scheduler=make_one if factory else make_one(optimizer), timeout_s=30)
+    daso.set_model(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where a scheduler steps before the optimizer
+        epoch(rank, model, daso, 4, world_size=2)
+    daso.close()
+    return optimizer.param_groups[0]["lr"], not torch.equal(weights(model), weights(mlp(0)))
+
+
+@pytest.mark.parametrize("factory", [False, True])
+def test_a_scheduler_steps_once_after_the_optimizer(pool, factory):
+    """D-H2: in the original it stepped instead of the optimizer."""
+    assert pool.run(2, _scheduled, factory) == [(pytest.approx(0.01), True)] * 2
+
+
+def _reset(rank):
+    model, daso = make(warmup_epochs=1, node_size=2, local_method="topk:ratio=0.3", total_epochs=8)
+    start = weights(model)
+    results = []
+    for _ in range(2):
+        for e in range(3):
+            epoch(rank, model, daso, 5, first=5 * e)
+        for number in range(2):  # leave in the middle, with an exchange on its way
+            daso.last_batch = 4
+            batch(rank, model, daso, number)
+        results.append((weights(model), list(daso.events)))
+        nn.utils.vector_to_parameters(start.clone(), model.parameters())
+        daso.reset()
+        assert (daso.epoch, daso.current_batch, daso.last_batch, daso.events) == (0, 0, 4, [])
+    daso.close()
+    return results
+
+
+def test_a_reset_run_equals_a_new_one(pool):
+    for first, second in pool.run(4, _reset):
+        assert torch.equal(first[0], second[0])
+        assert first[1] == second[1]
+
+
+def _resumed(rank, layout, stop_at, how):
+    """Stop after `stop_at` batches of 3 epochs of 7, load into new objects, continue."""
+    arguments = {
+        "warmup_epochs": 1,
+        "cooldown_epochs": 1,
+        "total_epochs": 4,
+        "momentum": 0.9,
+        **LAYOUTS[layout],
+    }
+    arguments |= {"global_method": how, "local_method": "topk:ratio=0.3"}
+    model, daso = make(seed=rank, **arguments)
+    seen = 0
+    for e in range(4):
+        daso.last_batch = 6
+        for number in range(7):
+            batch(rank, model, daso, 7 * e + number)
+            seen += 1
+            if seen == stop_at:
+                file = io.BytesIO()
+                torch.save({"model": model.state_dict(), "daso": daso.state_dict()}, file)
+                daso.close()
+                file.seek(0)
+                saved = torch.load(file, weights_only=True)
+                model, daso = make(seed=50 + rank, **arguments)
+                model.load_state_dict(saved["model"])
+                daso.load_state_dict(saved["daso"])
+        daso.epoch_loss_logic(1.0)
+    daso.close()
+    return weights(model)
+
+
+@pytest.mark.parametrize("how", [None, "topk:ratio=0.1"])
+@pytest.mark.parametrize("layout", ["2x2", "3+1"])
+def test_a_resumed_run_equals_an_uninterrupted_one_in_every_phase(pool, layout, how):
+    """Batches 3 (warm-up), 8 (with an exchange on its way), 10, 14 (an epoch's end), 25 (cool-down)."""
+    whole = pool.run(4, _resumed, layout, 0, how)
+    for stop_at in (3, 8, 10, 14, 25):
+        for got, want in zip(pool.run(4, _resumed, layout, stop_at, how), whole, strict=True):
+            assert torch.equal(got, want), stop_at
+
+
+class _Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(10, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def _buffers(rank, wanted):
+    torch.manual_seed(0)
+    model = _Normed()
+    _, daso = make(model=model, warmup_epochs=1, node_size=2, average_buffers=wanted)
+    epoch(rank, model, daso, 3)
+    daso.close()
+    return model.norm.running_mean.clone(), model.norm.num_batches_tracked.item()
+
+
+def test_buffers_are_averaged_at_the_end_of_an_epoch_if_wanted(pool):
+    own = [mean for mean, _ in pool.run(4, _buffers, False)]
+    averaged = pool.run(4, _buffers, True)
+    assert not torch.equal(own[0], own[1])
+    for mean, batches in averaged:
+        torch.testing.assert_close(mean, torch.stack(own).mean(0))
+        assert batches == 3
+
+
+def _slow_link(rank):
+    """Sending must not wait for the peers: rank 1 comes a second late."""
+    model, daso = make(warmup_epochs=0, node_size=1)
+    daso.last_batch = 20
+    batch(rank, model, daso, 0, 2)
+    daso._across.merge()  # the first exchange sets up connections
+    daso.current_batch = 4
+    if rank == 1:
+        time.sleep(1.0)
+    start = time.monotonic()
+    batch(rank, model, daso, 1, 2)
+    sending = time.monotonic() - start
+    start = time.monotonic()
+    batch(rank, model, daso, 2, 2)
+    merging = time.monotonic() - start
+    daso._across.discard()
+    daso.close()
+    return sending, merging
+
+
+def test_sending_goes_on_while_training_does(pool):
+    sending, merging = pool.run(2, _slow_link)[0]
+    assert sending < 0.5
+    assert merging > 0.5
+
+
+def _broken(rank, phase):
+    model, daso = make(warmup_epochs=0 if phase == "cycling" else 1, node_size=2)
+    daso.last_batch = 8
+    try:
+        for number in range(8):
+            if rank == 3 and number == (4 if phase == "cycling" else 5):
+                with torch.no_grad():
+                    model[0].weight[0, 0] = torch.inf
+            batch(rank, model, daso, number)
+    except LaconicError as error:
+        return type(error).__name__, number
+    finally:
+        daso.close()
+
+
+@pytest.mark.parametrize("phase", ["cycling", "blocking"])
+def test_a_rank_that_is_not_finite_is_an_error_on_all_ranks_at_the_same_batch(pool, phase):
+    """Group 1, with rank 3, sends in batch 4 and merges in batch 5; or it averages exactly in batch 5."""
+    assert pool.run(4, _broken, phase) == [("NonFiniteError", 5)] * 4
+
+
+def _dies(rank):
+    import os
+
+    model, daso = make(warmup_epochs=0, node_size=2, timeout_s=3.0)
+    daso.last_batch = 20
+    for number in range(10):
+        if rank == 3 and number == 2:
+            os._exit(1)
+        batch(rank, model, daso, number)
+
+
+def test_a_dead_rank_is_named_within_the_timeout(pool):
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(4, _dies)
+    assert time.monotonic() - start < 30
+    assert sorted(failed.value.errors) == [0, 1, 2, 3]
+    for rank in (0, 1, 2):
+        assert "PeerLost" in failed.value.errors[rank]
+    assert "rank(s) 3 did not answer" in failed.value.errors[2]
+
+
+def _subgroup(rank):
+    import torch.distributed as dist
+
+    group = dist.new_group([1, 2, 3])
+    if rank == 0:
+        return None
+    model, daso = make(seed=rank, comm=group, nodes=[[0, 1], [2]], warmup_epochs=1)
+    for e in range(2):
+        epoch(daso._driver.rank, model, daso, 4, first=4 * e, world_size=3)
+    assert daso.comm is group
+    daso.close()
+    return weights(model)
+
+
+def test_a_process_group_can_train_alone(pool):
+    ranks = pool.run(4, _subgroup)
+    assert all(torch.equal(seen, ranks[1]) for seen in ranks[1:])
+
+
+def _refused(rank, kind, arguments):
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        DASO(**{"local_optimizer": optimizer, "total_epochs": 10, **arguments})
+    except kind as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (TypeError, {"local_optimizer": "SGD"}, "local_optimizer must be"),
+        (TypeError, {"total_epochs": 2.5}, "total_epochs must be a whole number, got 2.5"),
+        (TypeError, {"warmup_epochs": "4"}, "warmup_epochs"),
+        (TypeError, {"cooldown_epochs": True}, "cooldown_epochs"),
+        (TypeError, {"stability_level": "5 %"}, "stability_level"),
+        (TypeError, {"comm": "world"}, "comm must be a process group"),
+        (TypeError, {"scheduler": 3}, "scheduler must be"),
+        (TypeError, {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau"),
+        (TypeError, {"downcast_type": "bfloat16"}, "downcast_type"),
+        (TypeError, {"use_mpi_groups": 1}, "use_mpi_groups"),
+        (TypeError, {"verbose": None}, "verbose"),
+        (ValueError, {"total_epochs": 0}, "total_epochs must be at least 1, got 0"),
+        (ValueError, {"warmup_epochs": -1}, "warmup_epochs must be at least 0"),
+        (ValueError, {"cooldown_epochs": -1}, "cooldown_epochs"),
+        (ValueError, {"max_global_skips": -1}, "max_global_skips"),
+        (ValueError, {"sending_chunk_size": 0}, "sending_chunk_size"),
+        (ValueError, {"skip_reduction_factor": 1}, "skip_reduction_factor must be at least 2"),
+        (ValueError, {"local_skip_factor": 0}, "local_skip_factor"),
+        (ValueError, {"downcast_type": torch.float64}, "downcast_type must be torch.bfloat16"),
+        (ValueError, {"stability_level": -0.1}, "stability_level"),
+        (ValueError, {"node_size": 2}, "node_size must divide the number of ranks, got 2 for 3"),
+        (ValueError, {"node_size": 0}, "node_size"),
+        (ValueError, {"nodes": [[0, 1]]}, "nodes must hold each of the 3 ranks once"),
+        (ValueError, {"nodes": [[0, 1], [1, 2]]}, "nodes"),
+        (ValueError, {"nodes": [[0, 1, 2], []]}, "nodes"),
+        (ValueError, {"nodes": [[0, 1, 2]], "node_size": 3}, "give node_size or nodes"),
+        (ValueError, {"global_method": "sign:majority=true"}, "as they are"),
+        (ValueError, {"local_method": "nothing"}, "unknown method"),
+        (ValueError, {"timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_their_names(pool, kind, arguments, message):
+    for said in pool.run(3, _refused, kind, arguments):
+        assert message in said
+
+
+def _misused(rank):
+    said = []
+    model = mlp(0)
+    daso = DASO(torch.optim.SGD(model.parameters(), lr=0.1), 10, node_size=1)
+    for wrong in (lambda: daso.step(), lambda: daso.state_dict()):
+        with pytest.raises(LaconicError, match="no model"):
+            wrong()
+    daso.set_model(model)
+    with pytest.raises(ValueError, match=r"last_batch must be .* got None"):
+        daso.step()
+    daso.last_batch = -1
+    with pytest.raises(ValueError, match="last_batch"):
+        daso.step()
+    with pytest.raises(TypeError, match="loss"):
+        daso.epoch_loss_logic("low")
+    with pytest.raises(TypeError, match="scaler"):
+        daso.add_scaler(1.0)
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        daso.set_model([1])
+    with pytest.raises(ConfigError, match="optimizer must hold"):
+        daso.set_model(mlp(1))
+    daso.close()
+    daso.close()
+    return said
+
+
+def test_misuse_is_named(pool):
+    pool.run(1, _misused)
+
+
+def _different(rank):
+    make(node_size=2, max_global_skips=8 + rank)
+
+
+def test_ranks_with_different_settings_are_told(pool):
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(2, _different)
+    assert all("MismatchError" in text and "plan" in text for text in failed.value.errors.values())
+    assert MismatchError.__name__ in failed.value.errors[0]
+
+
+def _without_cycles(rank):
+    optimizer = torch.optim.SGD(mlp(0).parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        DASO(optimizer, 8, warmup_epochs=4, cooldown_epochs=4)
+        count = len(seen)
+        DASO(optimizer, 9, warmup_epochs=4, cooldown_epochs=4)
+    return count, len(seen), str(seen[0].message)
+
+
+def test_a_plan_without_cycles_warns_once(pool):
+    (before, after, message) = pool.run(1, _without_cycles)[0]
+    assert (before, after) == (1, 1)
+    assert "never skips" in message
+
+
+def test_nodes_follow_from_hosts_or_from_local_ranks():
+    def places(*rows):
+        return [{"host": host, "local": local, "size": size} for host, local, size in rows]
+
+    by_host = _placed(places(("a", 0, 2), ("b", 0, 2), ("a", 1, 2), ("b", 1, 2)))  # round robin
+    assert by_host == Layout(((0, 2), (1, 3)))
+    one_host = _placed(places(("a", 0, 2), ("a", 1, 2), ("a", 0, 1)))  # emulated nodes of 2 and 1
+    assert one_host == Layout(((0, 1), (2,)))
+    with pytest.raises(LaunchError, match="nodes="):
+        _placed(places(("a", 0, 2), ("a", 0, 2), ("a", 1, 2), ("a", 1, 2)))
+    assert World(0, 1, 0, 1, "alone").one_host
+
+
+def test_groups_and_weights_of_uneven_nodes():
+    layout = Layout(((0, 1, 2), (3,)))
+    assert [layout.group(i) for i in range(layout.group_count)] == [(0, 3), (1, 3), (2, 3)]
+    assert layout.weights == (1.5, 0.5)
+    assert Skips(4, 1, 1).is_local_sync(0, 9)
