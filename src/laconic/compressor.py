@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -38,6 +38,7 @@ class Site:
         step: number of exchanges applied before this one, equal on every rank.
         key: tells this x from others of the same step (a bucket's place); equal on every rank.
         scaled: whether x is divided by the world size already; only where the compressor takes it so.
+        spare: memory that the average may take, flat like x; see `memory`.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -46,6 +47,17 @@ class Site:
     step: int = 0
     key: int = 0
     scaled: bool = False
+    spare: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def memory(self, x: Tensor) -> Tensor:
+        """Return unset memory like x for the average: kept from step to step where there is some.
+
+        Fresh memory of some megabytes costs more, in page faults, than the arithmetic that fills it.
+        """
+        spare = self.spare
+        if spare is None or (spare.dtype, spare.shape) != (x.dtype, x.shape):
+            return torch.empty_like(x)
+        return spare
 
     def generator(self, seed: int, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh generator for this step: equal on all ranks if shared, else private to the rank."""
@@ -70,10 +82,10 @@ class Exchange(NamedTuple):
     average: flat tensor with x's length and dtype, equal on every rank bit for bit; may live in x's memory.
     state: the next state, with the same keys and shapes as the one given.
     error: what of this rank's x is not in the average, or None where it was not asked for. Unless the
-        compressor votes, `average = mean over ranks of (x - error)`; mostly `x - error` is x as the others
-        decoded it, and where ranks compress what they have averaged, the rank that did so keeps that loss too.
-        It may live in x's memory, and so may a state made of it: whoever owns x must not fill it again before
-        copying or replacing it.
+        compressor votes, `average = mean over ranks of (x - error)`. Mostly `x - error` is x as the others
+        decoded it; where a rank compresses what it has averaged, it keeps that loss too, times the world
+        size. It may live in x's memory, and so may a state made of it: whoever owns x must not fill it
+        again before copying or replacing it.
     """
 
     average: Tensor
@@ -160,10 +172,20 @@ class Compressor(ABC):
             want_error: whether the exchange must carry `error`.
         """
 
+    def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
+        """Average `x + residual` over the ranks, with the error: what error feedback asks for.
+
+        Override it where one pass over memory can add, encode and keep the error. x may be overwritten, the
+        residual not: it is still needed if the step is taken back.
+        """
+        return (yield from self.rounds(x.add_(residual), state, site, want_error=True))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(Compressor):
     """A compressor with one message a rank: write `encode` and `decode`, and the rest is done here.
+
+    For speed, override `encode_error` too: one pass that adds the residual, encodes, and leaves the error.
 
     linear: payloads may be averaged as they are, so one all-reduce suffices; otherwise they are gathered
         and every rank decodes all of them, in rank order.
@@ -190,14 +212,34 @@ class Codec(Compressor):
         """Return `x - decode(encode(x))`; override where it is cheaper than decoding."""
         return x - self.decode(payload, x, site)
 
+    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
+        """Encode `x + residual` and return what that loses; x may be overwritten, the residual not."""
+        if residual is not None:
+            x.add_(residual)
+        payload = self.encode(x, site)
+        return payload, self.error(x, payload, site)
+
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Return the mean of all ranks' decoded payloads, summed in rank order."""
         return average_of(self.decode(p, like, site) for p in payloads)
 
     def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
         """Encode, send, decode; see `Compressor.rounds`."""
-        payload = self.encode(x, site)
-        error = self.error(x, payload, site) if want_error else None
+        return (yield from self.exchange(x, None, state, site, want_error))
+
+    def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
+        """Encode with the residual, send, decode; see `Compressor.corrected`."""
+        return (yield from self.exchange(x, residual, state, site, True))
+
+    def exchange(
+        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Average `x + residual`: all of `rounds` and `corrected`; override it for other collectives."""
+        error: Tensor | None = None
+        if want_error:
+            payload, error = self.encode_error(x, residual, site)
+        else:
+            payload = self.encode(x, site)
         if self.linear:
             average = self.decode((yield from means(payload, scaled=site.scaled)), x, site)
         else:

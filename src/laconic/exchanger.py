@@ -50,7 +50,8 @@ class Exchanger:
         method: what to run.
         driver: the way to the other ranks.
         want_errors: whether outcomes tell what compression lost.
-        waits: whether the caller waits for `finish` at once; then a method of one collective needs no thread.
+        waits: whether the caller waits for `finish` at once, and is done with a step's averages when it fills
+            the next; then their memory is kept, and a method of one collective needs no thread.
 
     Attributes:
         scale: what the caller multiplies by when it fills buckets, if it `waits`; else 1.
@@ -65,6 +66,7 @@ class Exchanger:
         self.step = 0
         self.skipped = 0
         self._want_errors = want_errors
+        self._waits = waits
         self._inline = waits and self.compressor.one_round
         self._scaled = waits and self.compressor.takes_scaled
         self.scale = 1.0 / driver.world_size if self._scaled else 1.0
@@ -74,6 +76,7 @@ class Exchanger:
         self.buckets: list[Bucket] = []
         self._sites: list[Site] = []
         self._flats: list[Tensor] = []
+        self._averages: dict[int, Tensor] = {}
         self._states: list[State] = []
         self._spare: dict[str, dict[str, Tensor]] = {}  # state of parameters that wait for their bucket
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -97,8 +100,8 @@ class Exchanger:
             return
         self._drop_from(index)
         driver = self.driver
-        place = {"rank": driver.rank, "world_size": driver.world_size, "key": index}
-        site = Site(shapes=bucket.shapes, scaled=self._scaled, **place)
+        rank, size = driver.rank, driver.world_size
+        site = Site(shapes=bucket.shapes, rank=rank, world_size=size, key=index, scaled=self._scaled)
         flat = bucket.empty()
         fresh = self.compressor.init(flat, site)
         known = {name: self._spare.pop(name) for name in bucket.names if name in self._spare}
@@ -187,6 +190,7 @@ class Exchanger:
             self._spare |= split_state(state, bucket)
         for parts in (self.buckets, self._sites, self._flats, self._states):
             del parts[index:]
+        self._averages = {i: memory for i, memory in self._averages.items() if i < index}
 
     def _begin(self) -> None:
         self._jobs = []
@@ -200,9 +204,17 @@ class Exchanger:
                 self._bad[index] = _not_finite(x)
                 if x.device.type == "cpu" and bool(self._bad[index]):
                     x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
-            site = replace(self._sites[index], step=self.step)
+            site = replace(self._sites[index], step=self.step, spare=self._spare_memory(index, x))
             rounds = self.compressor.rounds(x, self._states[index], site, want_error=self._want_errors)
             self._pipeline.add(rounds)
+
+    def _spare_memory(self, index: int, x: Tensor) -> Tensor | None:
+        """Return last step's memory for the average of a bucket, if the caller is done with it by now."""
+        if not self._waits or self._scaled:
+            return None  # the average may still be in use, or takes x's own memory
+        if index not in self._averages:
+            self._averages[index] = torch.empty_like(x)
+        return self._averages[index]
 
     @torch.no_grad()
     def _collect(self, jobs: list[Future[None]], flags: Sequence[bool]) -> Outcome:

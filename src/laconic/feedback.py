@@ -84,8 +84,11 @@ class ErrorFeedback(Compressor):
     def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
         """Correct, exchange, keep the error; see `Compressor.rounds`."""
         residual = state["residual"]
-        v = x.add_(residual) if x.dtype == residual.dtype else residual + x
-        average, inner_state, error = yield from self.inner.rounds(v, state, site, want_error=True)
+        if x.dtype == residual.dtype:
+            done = yield from self.inner.corrected(x, residual, state, site)
+        else:
+            done = yield from self.inner.rounds(residual + x, state, site, want_error=True)
+        average, inner_state, error = done
         assert error is not None  # asked for
         lost = (error - residual).to(x.dtype) if want_error else None
         return Exchange(average.to(x.dtype), {**inner_state, "residual": error}, lost)

@@ -197,6 +197,9 @@ class PerSize(_Wrapper):
         """Split, exchange both parts together, join."""
         large = self._large(site)
         small = [i for i in range(len(site.shapes)) if i not in large]
+        if not small or not large:  # one part is the whole
+            whole = self.inner if large else self.dense
+            return (yield from whole.rounds(x, state, site, want_error=want_error))
         pieces = x.split(site.numels)
         parts = [(self.dense, small, {}), (self.inner, large, _unnumbered(state, large))]
         exchanges = yield from together(
@@ -217,6 +220,12 @@ class PerSize(_Wrapper):
                 _put_back(done.error, error, site, chosen)
         new = _renumbered(exchanges[-1].state, large) if large else state
         return Exchange(average, new, error)
+
+    def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
+        """Leave the sum to the compressor inside where it gets all of x."""
+        if len(self._large(site)) < len(site.shapes):
+            return (yield from super().corrected(x, residual, state, site))
+        return (yield from self.inner.corrected(x, residual, state, site))
 
     def _large(self, site: Site) -> list[int]:
         return [i for i, n in enumerate(site.numels) if n >= self.below]

@@ -40,7 +40,9 @@ def _twenty_steps(rank, world_size, kind, method):
         net.close()
         return parameters
 
-    return in_both_modes(run)[-1]
+    # Below 6e-5 it matters whether a gradient is divided by the ranks before or after it is cast to fp16, and
+    # a last bit of a weight may then turn the rounding of a later gradient, 5e-4 of it.
+    return in_both_modes(run, tolerance=1e-5 if method == "fp16" else 0.0)[-1]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -271,6 +273,7 @@ def _step_habits(rank):
         net.flush()
         nn.utils.clip_grad_norm_(net.parameters(), 0.01)
         optimizer.step()
+        optimizer.zero_grad()
         net.eval()
         net.close()
         return [flat(net)]

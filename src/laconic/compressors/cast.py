@@ -74,10 +74,15 @@ class Cast(Codec):
         wire = _TYPES[self.dtype]
         return (x.clone() if x.element_size() <= wire.itemsize else x.to(wire),)
 
-    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
-        """Round, average, widen into x's memory; see `Compressor.rounds`."""
-        payload = self.encode(x, site)
-        error = self.error(x, payload, site) if want_error else None
+    def exchange(
+        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Round, average, widen into x's memory; see `Codec.exchange`."""
+        error: Tensor | None = None
+        if want_error:
+            payload, error = self.encode_error(x, residual, site)
+        else:
+            payload = self.encode(x, site)
         (mean,) = yield from means(payload, scaled=site.scaled)
         return Exchange(mean if mean.dtype == x.dtype else x.copy_(mean), state, error)
 

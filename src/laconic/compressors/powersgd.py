@@ -90,11 +90,13 @@ class PowerSGD(Compressor):
         work = x.to(torch.promote_types(x.dtype, torch.float32))
         queries = state if self.warm_start else self._random_queries(x, site)
         qs = [torch.stack([queries[f"q/{i}"] for i in b.tensors]) for b in batches]  # (b, m, r)
-        thin = [b.view(work) @ q for b, q in zip(batches, qs, strict=True)]  # (b, n, r)
+        thin = [
+            q.mT @ b.view(work).mT for b, q in zip(batches, qs, strict=True)
+        ]  # (b, r, n)
         reply = yield from means([*thin, *(work[start:stop] for start, stop in dense)])
-        ps = [orthogonalize(p) for p in reply[: len(batches)]]
+        ps = [orthogonalize(p.mT) for p in reply[: len(batches)]]  # (b, n, r)
         qts = [p.mT @ b.view(work) for p, b in zip(ps, batches, strict=True)]  # (b, r, m): faster than M^T P
-        average = torch.empty_like(work) if want_error else work
+        average = site.memory(work) if want_error else work
         for (start, stop), exact in zip(dense, reply[len(batches) :], strict=True):
             average[start:stop] = exact  # first: the reply may lie in work
         error = _error(work, batches, ps, qts, dense).to(x.dtype) if want_error else None

@@ -231,7 +231,7 @@ class DASO(Loop):
         if self.current_batch > 0:
             self._check_model()
             self._end_epoch()
-        value = float(loss)
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if not loss_globally_averaged:
             value = sum_over_ranks(self._driver, [value])[0] / self._driver.world_size
         before = self._skips
