@@ -86,11 +86,14 @@ class Exchange(NamedTuple):
         decoded it; where a rank compresses what it has averaged, it keeps that loss too, times the world
         size. It may live in x's memory, and so may a state made of it: whoever owns x must not fill it
         again before copying or replacing it.
+    finite: whether every rank's x was finite, equal on every rank (a 0-d bool tensor); None where that shows
+        in the average.
     """
 
     average: Tensor
     state: State
     error: Tensor | None = None
+    finite: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +142,13 @@ class Compressor(ABC):
     @property
     def propagates(self) -> bool:
         """Whether a non-finite input makes the average non-finite and no state can be harmed by it."""
+        return False
+
+    def detects(self, world_size: int) -> bool:
+        """Whether its exchanges tell by themselves if a rank's x was not finite (`Exchange.finite`).
+
+        Then nobody need look through x before, nor agree with the other ranks on what was found.
+        """
         return False
 
     @property
@@ -219,6 +229,10 @@ class Codec(Compressor):
         payload = self.encode(x, site)
         return payload, self.error(x, payload, site)
 
+    def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
+        """Tell from all ranks' messages whether all they hold was finite; None if that is not known."""
+        return None
+
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Return the mean of all ranks' decoded payloads, summed in rank order."""
         return average_of(self.decode(p, like, site) for p in payloads)
@@ -242,10 +256,9 @@ class Codec(Compressor):
             payload = self.encode(x, site)
         if self.linear:
             average = self.decode((yield from means(payload, scaled=site.scaled)), x, site)
-        else:
-            everyone = yield from (gather_ragged if self.ragged else gather)(*payload)
-            average = self.combine(everyone, x, site)
-        return Exchange(average, state, error)
+            return Exchange(average, state, error)
+        everyone = yield from (gather_ragged if self.ragged else gather)(*payload)
+        return Exchange(self.combine(everyone, x, site), state, error, self.finite(everyone))
 
 
 def average_of(tensors: Iterable[Tensor]) -> Tensor:

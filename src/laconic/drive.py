@@ -314,7 +314,7 @@ def _pack(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], tuple
     sizes = [tensors[i].numel() * tensors[i].element_size() for i in order]
     widest = max((t.element_size() for t in tensors), default=1)
     padding = -sum(sizes) % widest
-    raw = [tensors[i].contiguous().reshape(-1).view(torch.uint8) for i in order]
+    raw = [_bytes(tensors[i]) for i in order]
     if padding:
         raw.append(raw[0].new_zeros(padding))
     packed = raw[0] if len(raw) == 1 else torch.cat(raw)
@@ -334,6 +334,13 @@ def _pack(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], tuple
         return tuple(back[i] for i in range(len(tensors)))
 
     return packed, unpack
+
+
+def _bytes(t: Tensor) -> Tensor:
+    flat = t.contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # one element can have any stride
+        flat = flat.new_empty(flat.shape).copy_(flat)
+    return flat.view(torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:

@@ -78,8 +78,8 @@ class GradientSync:
         method: the `Method` in use.
         traffic: this rank's totals (`payload_bytes`, `moved_bytes`, `collectives`, `wait_s`).
 
-    After `backward()`, gradients live in the buckets' memory, which the next pass fills again: copy one that is
-    to outlive its step.
+    After `backward()`, gradients live in the buckets' memory, which the next pass fills again: copy one that
+    is to outlive its step.
     """
 
     # Whether gradients may live where they are averaged, which saves two copies.

@@ -72,7 +72,8 @@ class Exchanger:
         self.scale = 1.0 / driver.world_size if self._scaled else 1.0
         # Where a non-finite input shows in the average by itself and there is no state to harm, no
         # agreement on finiteness is needed.
-        self._guarded = not self.compressor.propagates
+        self._detects = self.compressor.detects(driver.world_size)
+        self._guarded = not (self.compressor.propagates or self._detects)
         self.buckets: list[Bucket] = []
         self._sites: list[Site] = []
         self._flats: list[Tensor] = []
@@ -236,9 +237,8 @@ class Exchanger:
         *exchanges, verdict = self._pipeline.finish()
         told = [value > 0 for value in verdict.average.tolist()]
         harmed, any_flags = told[: len(bad)], told[len(bad) :]
-        # Averages are equal on all ranks, so an overflow inside the exchange needs no further agreement.
-        overflowed = [self._guarded and bool(_not_finite(e.average)) for e in exchanges]
-        harmed = [h or o for h, o in zip(harmed or [False] * len(exchanges), overflowed, strict=True)]
+        found = [self._found(e) for e in exchanges]
+        harmed = [h or f for h, f in zip(harmed or [False] * len(exchanges), found, strict=True)]
         applied = not any(harmed)
         if applied:
             self._commit(exchanges)
@@ -250,6 +250,12 @@ class Exchanger:
                     exchange.average.fill_(torch.nan)
         errors = [e.error for e in exchanges]
         return Outcome([e.average for e in exchanges], any_flags, applied, errors)
+
+    def _found(self, exchange: Exchange) -> bool:
+        """Return whether an exchange shows, alike on all ranks, that something was not finite."""
+        if exchange.finite is not None:
+            return not exchange.finite
+        return (self._guarded or self._detects) and bool(_not_finite(exchange.average))
 
     def _commit(self, exchanges: Sequence[Exchange]) -> None:
         """Take the new states; where one lives in a bucket's memory, the bucket gets the old one's."""

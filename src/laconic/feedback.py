@@ -75,6 +75,10 @@ class ErrorFeedback(Compressor):
         """As inside."""
         return self.inner.votes
 
+    def detects(self, world_size: int) -> bool:
+        """As inside."""
+        return self.inner.detects(world_size)
+
     def init(self, like: Tensor, site: Site) -> State:
         """Start with nothing lost."""
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -88,7 +92,7 @@ class ErrorFeedback(Compressor):
             done = yield from self.inner.corrected(x, residual, state, site)
         else:
             done = yield from self.inner.rounds(residual + x, state, site, want_error=True)
-        average, inner_state, error = done
+        average, inner_state, error, finite = done
         assert error is not None  # asked for
         lost = (error - residual).to(x.dtype) if want_error else None
-        return Exchange(average.to(x.dtype), {**inner_state, "residual": error}, lost)
+        return Exchange(average.to(x.dtype), {**inner_state, "residual": error}, lost, finite)

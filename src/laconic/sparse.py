@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["largest_places", "mean_of_sparse"]
+from laconic.compact import pack_floats, unpack_floats
+from laconic.kernels.dispatch import pack_places, pack_values, unpack_places, unpack_values
+
+__all__ = ["VALUES", "Message", "largest_places", "mean_of_sparse"]
+
+# How float32 values may travel.
+VALUES = ("float32", "float30", "bfloat16", "int8")
 
 _SAMPLE = 32768  # magnitudes from which a bound for the k-th largest is guessed
 
@@ -59,3 +66,54 @@ def largest_places(x: Tensor, k: int) -> Tensor:
             chosen = torch.topk(magnitude.index_select(0, candidates), k, sorted=False).indices
             return candidates.index_select(0, chosen)
     return torch.topk(magnitude, k, sorted=False).indices
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """How k of n elements are written: places, then values.
+
+    Args:
+        numel: n.
+        count: k.
+        compact: whether places travel as an Elias-Fano code, in ascending order, not as int32.
+        values: one of `VALUES` for float32 values; None to send them as they are.
+
+    Example:
+        >>> message = Message(1000, 2, compact=True, values="bfloat16")
+        >>> payload = message.write(torch.tensor([3, 999]), torch.tensor([1.0, -2.0]))
+        >>> [t.numel() * t.element_size() for t in payload]
+        [3, 4]
+        >>> message.read(payload)[1]
+        tensor([ 1., -2.])
+    """
+
+    numel: int
+    count: int
+    compact: bool
+    values: str | None
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether values read back may differ."""
+        return self.values not in (None, "float32")
+
+    def write(self, places: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Write places, which ascend, and their values."""
+        where = pack_places(places, self.numel) if self.compact else places.to(torch.int32)
+        if self.values is None:
+            return where, values
+        return where, *(pack_floats(values) if self.values == "float30" else pack_values(values, self.values))
+
+    def read(self, payload: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Read back places and values.
+
+        Raises:
+            WireError: the payload has another form.
+        """
+        where, *rest = payload
+        places = unpack_places(where, self.numel, self.count) if self.compact else where
+        if self.values is None:
+            return places, rest[0]
+        if self.values == "float30":
+            return places, unpack_floats((rest[0], rest[1], rest[2]), self.count)
+        return places, unpack_values(tuple(rest), self.values, self.count)

@@ -86,8 +86,8 @@ class Request:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
-# For MEAN the averaged tensors, for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank order; for
-# EXCHANGE a dict with one tuple of tensors per peer, in rank order.
+# For MEAN the averaged tensors, for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank order;
+# for EXCHANGE a dict with one tuple of tensors per peer, in rank order.
 Reply: TypeAlias = Any
 T = TypeVar("T")
 Rounds: TypeAlias = Generator[Request, Reply, T]

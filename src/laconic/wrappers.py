@@ -58,6 +58,10 @@ class _Wrapper(Compressor):
         """As inside."""
         return self.inner.propagates
 
+    def detects(self, world_size: int) -> bool:
+        """As inside."""
+        return self.inner.detects(world_size)
+
     def init(self, like: Tensor, site: Site) -> State:
         """Create the state of the compressor inside."""
         return self.inner.init(like, site)
@@ -103,6 +107,10 @@ class Clip(_Wrapper):
         """A clamped infinity is finite."""
         return self.value is None and self.inner.propagates
 
+    def detects(self, world_size: int) -> bool:
+        """A clamped infinity is finite."""
+        return self.value is None and self.inner.detects(world_size)
+
     def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
         """Clip, then exchange."""
         if self.value is not None:
@@ -146,8 +154,8 @@ class Warmup(_Wrapper):
         """Choose by the step, which is equal on every rank."""
         if site.step >= self.steps:
             return (yield from self.inner.rounds(x, state, site, want_error=want_error))
-        average, _, error = yield from self.dense.rounds(x, {}, site, want_error=want_error)
-        return Exchange(average, state, error)
+        done = yield from self.dense.rounds(x, {}, site, want_error=want_error)
+        return done._replace(state=state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +227,8 @@ class PerSize(_Wrapper):
             if error is not None and done.error is not None:
                 _put_back(done.error, error, site, chosen)
         new = _renumbered(exchanges[-1].state, large) if large else state
-        return Exchange(average, new, error)
+        told = [done.average.isfinite().all() if done.finite is None else done.finite for done in exchanges]
+        return Exchange(average, new, error, torch.stack(told).all())
 
     def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
         """Leave the sum to the compressor inside where it gets all of x."""

@@ -88,7 +88,7 @@ def test_compact_topk_gives_what_topk_gives(ratio, dtype):
     xs = [torch.randn(5000, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(3)]
     plain = exchange(TopK(ratio=ratio), xs, want_error=True)
     requests = []
-    compact = exchange(TopK(ratio=ratio, compact=True), xs, want_error=True, spy=requests.append)
+    compact = exchange(TopK(ratio=ratio, values="float30"), xs, want_error=True, spy=requests.append)
     for a, b in zip(plain, compact, strict=True):
         assert torch.equal(a.average, b.average)
         assert torch.equal(a.error, b.error)

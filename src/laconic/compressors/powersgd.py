@@ -79,6 +79,10 @@ class PowerSGD(Compressor):
         """What lies outside the leading subspace is dropped."""
         return True
 
+    def detects(self, world_size: int) -> bool:
+        """What is not finite makes the mean of M Q so."""
+        return True
+
     def init(self, like: Tensor, site: Site) -> State:
         """Draw the first Q of every compressed tensor, equal on all ranks."""
         require_floating(like)
@@ -90,10 +94,9 @@ class PowerSGD(Compressor):
         work = x.to(torch.promote_types(x.dtype, torch.float32))
         queries = state if self.warm_start else self._random_queries(x, site)
         qs = [torch.stack([queries[f"q/{i}"] for i in b.tensors]) for b in batches]  # (b, m, r)
-        thin = [
-            q.mT @ b.view(work).mT for b, q in zip(batches, qs, strict=True)
-        ]  # (b, r, n)
+        thin = [q.mT @ b.view(work).mT for b, q in zip(batches, qs, strict=True)]  # (b, r, n)
         reply = yield from means([*thin, *(work[start:stop] for start, stop in dense)])
+        finite = torch.stack([t.isfinite().all() for t in reply]).all()
         ps = [orthogonalize(p.mT) for p in reply[: len(batches)]]  # (b, n, r)
         qts = [p.mT @ b.view(work) for p, b in zip(ps, batches, strict=True)]  # (b, r, m): faster than M^T P
         average = site.memory(work) if want_error else work
@@ -104,7 +107,8 @@ class PowerSGD(Compressor):
             qts = list((yield from means(qts)))
         for b, p, qt in zip(batches, ps, qts, strict=True):
             torch.bmm(p, qt, out=b.view(average))
-        return Exchange(average.to(x.dtype), _next_queries(batches, qts) if self.warm_start else state, error)
+        state = _next_queries(batches, qts) if self.warm_start else state
+        return Exchange(average.to(x.dtype), state, error, finite)
 
     def _random_queries(self, like: Tensor, site: Site) -> State:
         dtype = torch.promote_types(like.dtype, torch.float32)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from laconic.compressor import Codec, Payload, Site
+from laconic.compressor import Codec, Exchange, Payload, Site, State
 from laconic.errors import MethodError, bad_value
-from laconic.kernels.reference import block_views, pack_bits, unpack_bits
+from laconic.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
+from laconic.twophase import chunks_for, two_phase
+from laconic.wire import Rounds
 
 __all__ = ["QSGD"]
 
@@ -25,7 +27,10 @@ class QSGD(Codec):
     scales by the block's L2 norm, which is about `sqrt(d / (2 ln d))` times its largest magnitude (7 times
     for 512 Gaussian elements), so nearly all elements would fall between 0 and the first level; with the
     largest magnitude every level is used and an element's variance is at most `(m / s)^2 / 4`.
-    Wire: `bits` an element and 32 bits a block, 4.06 bits an element by default, one all-gather.
+    Wire: `bits` an element and 32 bits a block, 4.06 bits an element by default: one all-gather up to three
+    ranks, which moves N-1 times that; from four ranks on an all-to-all and an all-gather
+    (`laconic.twophase`), which move `2 (N-1)/N` times that and a few bytes more a rank. Then the average is
+    rounded once more, by the owner of each chunk and at random again, so that it stays unbiased.
 
     Args:
         bits: bits an element, sign included, 2 to 8; 2 bits are the three levels of TernGrad.
@@ -64,38 +69,48 @@ class QSGD(Codec):
         for bits, block in ((2, 512), (3, 7), (4, 512), (8, 64)):
             yield cls(bits=bits, block=block)
 
+    @property
+    def one_round(self) -> bool:
+        """One all-gather, up to three ranks."""
+        return True
+
+    def exchange(
+        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Gather all codes, or average them in two phases where that moves less."""
+        chunks = chunks_for(site, self.bits, self.block)
+        if chunks is None:
+            return (yield from super().exchange(x, residual, state, site, want_error))
+        return (yield from two_phase(self, chunks, x, residual, state, site, want_error))
+
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Round at random and pack `level + s`, lowest bit first."""
-        generator = site.generator(self.seed, shared=False, device=x.device)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        y = torch.rand(x.numel(), dtype=dtype, device=x.device, generator=generator)
-        scales = [torch.zeros(0, dtype=torch.float32, device=x.device)]
-        for rows, u in zip(self._blocks(x, site), self._blocks(y, site), strict=True):
-            largest = torch.maximum(rows.amax(1), rows.amin(1).neg_()).to(torch.float32)
-            scales.append(largest)
-            unit = torch.where(largest > 0, largest, 1.0)[:, None]
-            u.addcdiv_(rows.to(dtype), unit.to(dtype), value=self._levels)
-        codes = y.add_(self._levels).clamp_(0, 2 * self._levels).to(torch.uint8)  # truncation is floor here
-        return pack_bits(codes, self.bits), torch.cat(scales)
+        return qsgd_encode_feedback(x, None, self.bits, self.block, site.numels, self._key(site))
+
+    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
+        """Add, encode and leave the rest in x, in one pass over each block."""
+        if residual is None:
+            residual = x.new_zeros(1).expand(x.numel())
+        # the sum is the same either way round, and x's memory takes what is left
+        key = self._key(site)
+        return qsgd_encode_feedback(residual, x, self.bits, self.block, site.numels, key), x
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
         """Multiply the levels by `m / s`."""
-        codes, scales = payload
-        y = unpack_bits(codes, self.bits, like.numel()).to(torch.promote_types(like.dtype, torch.float32))
-        y.sub_(self._levels)
-        start = 0
-        for rows in self._blocks(y, site):
-            rows.mul_(scales[start : start + len(rows), None] / self._levels)
-            start += len(rows)
-        return y.to(like.dtype)
+        return self.combine([payload], like, site)
 
-    def error(self, x: Tensor, payload: Payload, site: Site) -> Tensor:
-        """Return `x - decode(encode(x))`; overwrites x."""
-        return x.sub_(self.decode(payload, x, site))
+    def detects(self, world_size: int) -> bool:
+        """A block that is not finite has such a scale."""
+        return True
 
-    def _blocks(self, flat: Tensor, site: Site) -> list[Tensor]:
-        return block_views(flat, self.block, site.numels)
+    def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
+        """Look at the scales."""
+        return torch.stack([scales.isfinite().all() for _, scales in payloads]).all()
 
-    @property
-    def _levels(self) -> int:
-        return (1 << (self.bits - 1)) - 1
+    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
+        """Average the messages in rank order."""
+        messages = [(codes, scales) for codes, scales in payloads]
+        return qsgd_decode_mean(messages, self.bits, self.block, site.numels, out=site.memory(like))
+
+    def _key(self, site: Site) -> int:
+        return site.generator(self.seed, shared=False).initial_seed()

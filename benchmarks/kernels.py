@@ -1,0 +1,130 @@
+"""Each CPU kernel against `copy_` of the same size: one thread, interleaved, medians.
+
+    python benchmarks/kernels.py --elements 10000000 --rounds 15 --out kernels.json
+
+Memory that a kernel writes its result to is allocated before, as in training, where a buffer lives on; the
+residual is restored before each call. `ratio` compares processor times, which other processes on the machine
+change less than wall-clock times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+import torch
+
+from laconic.kernels import dispatch
+
+GOALS = {
+    "top-k 1 %: encode with feedback": 3.0,
+    "top-k 1 %: decode and average 4": 2.0,
+    "sign: encode with feedback": 2.5,
+    "qsgd 4 bit: encode with feedback": 4.0,
+}
+
+
+def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]]:
+    """Return what to time, and what to do before each."""
+    g = torch.Generator().manual_seed(0)
+    x, lost = torch.randn(n, generator=g) * 0.1, torch.randn(n, generator=g)
+    r, out, k = lost.clone(), torch.zeros(n), math.ceil(n / 100)
+    sparse = [dispatch.select(torch.randn(n, generator=g), k) for _ in range(4)]
+    signs = [dispatch.sign_encode_feedback(x, None, 1024, [n])] * 4
+    codes = [dispatch.qsgd_encode_feedback(x, None, 4, 512, [n], 0)] * 4
+    half, brain = torch.zeros(n, dtype=torch.float16), torch.zeros(n, dtype=torch.bfloat16)
+    places, values = sparse[0]
+    packed, coded = dispatch.pack_places(places, n), dispatch.pack_values(values, "int8")
+    rare = x * (torch.rand(n, generator=g) < 0.005)
+    small = [t[:100].clone() for t in (x, lost)]
+    return {
+        "copy_": lambda: out.copy_(x),
+        "top-k 1 %: encode with feedback": lambda: dispatch.select_feedback(x, r, k),
+        "top-k 1 %: encode": lambda: dispatch.select(x, k),
+        "top-k 1 %: encode, 99.5 % zeros": lambda: dispatch.select(rare, k),
+        "top-k 1 %: decode and average 4": lambda: dispatch.scatter_mean(sparse, n, out),
+        "top-k 1 %: decode and average 3": lambda: dispatch.scatter_mean(sparse[:3], n, out),
+        "threshold, about 1 %: encode with feedback": lambda: dispatch.select_threshold(x, r, 2.59),
+        "sign: encode with feedback": lambda: dispatch.sign_encode_feedback(x, r, 1024, [n]),
+        "sign: decode and average 4": lambda: dispatch.sign_decode_mean(signs, 1024, [n], out),
+        "qsgd 4 bit: encode with feedback": lambda: dispatch.qsgd_encode_feedback(x, r, 4, 512, [n], 1),
+        "qsgd 4 bit: decode and average 4": lambda: dispatch.qsgd_decode_mean(codes, 4, 512, [n], out),
+        "places 1 %: pack": lambda: dispatch.pack_places(places, n),
+        "places 1 %: unpack": lambda: dispatch.unpack_places(packed, n, k),
+        "values 1 % as int8: pack": lambda: dispatch.pack_values(values, "int8"),
+        "values 1 % as int8: unpack": lambda: dispatch.unpack_values(coded, "int8", k),
+        "cast to float16 with check": lambda: dispatch.cast_finite(x, torch.float16, 0.5, half),
+        "cast to bfloat16 with check": lambda: dispatch.cast_finite(x, torch.bfloat16, 1.0, brain),
+        "finite check": lambda: dispatch.not_finite(x),
+        "torch.aminmax": lambda: torch.aminmax(x),
+        "100 elements, 100 times: top-k encode": hundred(lambda: dispatch.select_feedback(*small, 1)),
+        "100 elements, 100 times: sign encode": hundred(
+            lambda: dispatch.sign_encode_feedback(*small, 1024, [100])
+        ),
+        "100 elements, 100 times: qsgd encode": hundred(
+            lambda: dispatch.qsgd_encode_feedback(*small, 4, 512, [100], 1)
+        ),
+    }, lambda: r.copy_(lost)
+
+
+def hundred(function: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that calls another a hundred times."""
+    return lambda: [function() for _ in range(100)]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--elements", type=int, default=10_000_000)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    functions, prepare = cases(args.elements)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
+    for _ in range(args.rounds + 1):
+        for name, function in functions.items():
+            prepare()
+            wall, cpu = time.perf_counter(), time.thread_time()
+            function()
+            cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+            times[name].append((wall * 1e3, cpu * 1e3))
+    rows = [row(name, times[name][1:], times["copy_"][1:]) for name in functions]
+    for r in rows:
+        goal = f"(goal {r['goal']})" if r["goal"] else ""
+        print(f"{r['kernel']:44s} {r['wall_ms']:9.3f} ms  cpu {r['cpu_ms']:9.3f}  {r['ratio']:6.3f} x {goal}")
+    if args.out:
+        machine = {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+            "numba": numba.__version__,
+        }
+        text = json.dumps({"elements": args.elements, "machine": machine, "rows": rows}, indent=1)
+        args.out.write_text(text + "\n")
+
+
+def row(name: str, mine: list[tuple[float, float]], copies: list[tuple[float, float]]) -> dict[str, object]:
+    """Return the figures of one kernel."""
+    wall, cpu = (statistics.median(column) for column in zip(*mine, strict=True))
+    return {
+        "kernel": name,
+        "wall_ms": round(wall, 4),
+        "cpu_ms": round(cpu, 4),
+        "ratio": round(cpu / statistics.median(c for _, c in copies), 3),
+        "goal": GOALS.get(name),
+    }
+
+
+if __name__ == "__main__":
+    main()

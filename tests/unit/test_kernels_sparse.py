@@ -1,0 +1,217 @@
+"""Selection, scatter and Elias-Fano: numba against plain torch on the same data, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laconic import compact
+from laconic.errors import ConfigError, TensorTypeError, WireError
+from laconic.kernels import cpu_places, cpu_scatter, cpu_select, dispatch
+from laconic.kernels import reference_places as plain_places
+from laconic.kernels import reference_scatter as plain_scatter
+from laconic.kernels import reference_select as plain_select
+
+KINDS = ("normal", "ties", "zeros", "special", "rare", "subnormal", "huge", "outliers")
+
+
+def data(n, kind, seed):
+    """Return a gradient and a residual; both start inside a larger buffer."""
+    g = torch.Generator().manual_seed(seed)
+    x, r = torch.randn(n + 3, generator=g)[3:], torch.randn(n + 1, generator=g)[1:]
+    if kind == "ties":
+        x, r = x.round(), r.round()
+    elif kind == "zeros":
+        x, r = x * 0, r * 0
+    elif kind == "special" and n:
+        x[torch.randint(n, (n // 50 + 1,), generator=g)] = float("nan")
+        x[0], r[-1] = float("inf"), -float("inf")
+    elif kind == "rare":
+        x, r = x * (torch.rand(n, generator=g) < 0.002), r * 0
+    elif kind == "subnormal":
+        x, r = x * 1e-42, r * 1e-43
+    elif kind == "huge":
+        x, r = x * 1e38, r * 1e38
+    elif kind == "outliers":  # all in one stretch, and between the sampled places
+        x[n // 2 : n // 2 + n // 20] += 100
+    return x, r
+
+
+def same(a, b):
+    """Compare tuples of tensors by their bits."""
+    assert len(a) == len(b)
+    for s, t in zip(a, b, strict=True):
+        assert s.dtype is t.dtype
+        assert s.contiguous().numpy().tobytes() == t.contiguous().numpy().tobytes()
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    n=st.integers(0, 300) | st.sampled_from([1024, 4097]),
+    share=st.floats(0, 1),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 999),
+)
+def test_the_k_largest_are_the_references(n, share, kind, seed):
+    x, r = data(n, kind, seed)
+    k, theirs, before = round(share * n), r.clone(), x.clone()
+    fast = cpu_select.select_feedback(x, r, k)
+    same((*fast, r), (*plain_select.select_feedback(x.clone(), theirs, k), theirs))
+    same((x,), (before,))
+    same(cpu_select.select(x, k), plain_select.select(x, k))
+    places, values = fast
+    assert places.numel() == values.numel() == k
+    assert (places.diff() > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 700, 5000])
+def test_large_tensors_take_the_guessed_bound_or_the_exact_way(kind, k):
+    """80,000 elements are sampled; zeros, ties and rare values make the guess fail on either side."""
+    x, r = data(80_000, kind, k)
+    theirs = r.clone()
+    fast = cpu_select.select_feedback(x, r, k)
+    same((*fast, r), (*plain_select.select_feedback(x.clone(), theirs, k), theirs))
+    by_numpy = np.argsort(-(x.abs().view(torch.int32).numpy().astype(np.int64)), kind="stable")[:k]
+    assert cpu_select.select(x, k)[0].tolist() == sorted(by_numpy.tolist())
+
+
+def test_what_is_taken_and_what_stays_add_up():
+    x, r = data(70_001, "normal", 0)
+    whole = x + r
+    places, values = dispatch.select_feedback(x, r, 701)
+    assert torch.equal(r.index_add(0, places, values), whole)
+    assert values.abs().min() >= r.abs().max()
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    n=st.integers(0, 200) | st.sampled_from([1024, 40_000]),
+    threshold=st.sampled_from([0.0, 1e-42, 0.3, 1.0, 2.5, 99.0, float("inf")]),
+    kind=st.sampled_from(KINDS),
+    feedback=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_large_enough_are_the_references(n, threshold, kind, feedback, seed):
+    x, r = data(n, kind, seed)
+    mine, theirs = (r, r.clone()) if feedback else (None, None)
+    fast = cpu_select.select_threshold(x, mine, threshold)
+    same(fast, plain_select.select_threshold(x.clone(), theirs, threshold))
+    if feedback:
+        same((mine,), (theirs,))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    n=st.integers(1, 300) | st.just(20_000),
+    ranks=st.integers(1, 5),
+    ordered=st.booleans(),
+    wide=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_mean_of_sparse_vectors_is_the_references(n, ranks, ordered, wide, seed):
+    """The ranks choose different numbers of places; one may choose none."""
+    rng = np.random.default_rng(seed)
+    vectors = []
+    for _ in range(ranks):
+        places = rng.permutation(n)[: rng.integers(0, n + 1)]
+        places = torch.from_numpy(np.sort(places) if ordered else places)
+        vectors.append((places if wide else places.int(), torch.randn(places.numel())))
+    out = torch.full((n,), float("nan"))
+    result = cpu_scatter.scatter_mean(vectors, n, out)
+    assert result is out
+    same((out,), (plain_scatter.scatter_mean(vectors, n),))
+
+
+@pytest.mark.parametrize("function", [cpu_scatter.scatter_mean, plain_scatter.scatter_mean])
+@pytest.mark.parametrize("places", [[-1], [5], [0, 9, 2], [2**31 - 1], [-(2**31)]])
+def test_places_outside_are_refused_before_anything_is_written(function, places):
+    vector = torch.tensor(places, dtype=torch.int32), torch.ones(len(places))
+    with pytest.raises(WireError, match=r"places lie in \[0, 5\)"):
+        function([vector], 5)
+    with pytest.raises(WireError, match=r"places lie in \[0, 5\)"):
+        function([(torch.tensor([2**32]), torch.ones(1))], 5)
+    with pytest.raises(WireError, match="1 places came with 2 values"):
+        function([(torch.tensor([1]), torch.ones(2))], 5)
+
+
+@settings(deadline=None, max_examples=100)
+@given(n=st.integers(1, 3000) | st.just(2**31), share=st.floats(0, 1), seed=st.integers(0, 99))
+def test_places_have_the_compact_format(n, share, seed):
+    rng = np.random.default_rng(seed)
+    k = round(share * min(n, 3000))
+    drawn = rng.choice(n, k, replace=False) if n < 2**31 else np.unique(rng.integers(0, n, k))
+    places = torch.from_numpy(np.sort(drawn)).long()
+    packed = cpu_places.pack_places(places, n)
+    same((packed, packed), (plain_places.pack_places(places, n), compact.pack_places(places, n)))
+    assert (
+        packed.numel() == dispatch.places_bytes(n, places.numel()) == compact.places_bytes(n, places.numel())
+    )
+    received = torch.cat([packed[:0], torch.zeros(1, dtype=torch.uint8), packed])[1:]  # misaligned
+    for unpack in (cpu_places.unpack_places, plain_places.unpack_places):
+        assert torch.equal(unpack(received, n, places.numel()), places.int())
+
+
+@settings(deadline=None, max_examples=150)
+@given(n=st.integers(0, 2000), share=st.floats(0, 1), flips=st.integers(0, 3), seed=st.integers(0, 999))
+def test_damaged_places_are_refused_or_in_range(n, share, flips, seed):
+    """Random bytes, or a true payload with a few bytes changed: both versions agree on what they say."""
+    rng = np.random.default_rng(seed)
+    k = round(share * n)
+    if flips:
+        places = np.sort(rng.choice(n, k, replace=False)).astype(np.int64)
+        packed = cpu_places.pack_places(torch.from_numpy(places), n).numpy()
+        for _ in range(flips if packed.size else 0):
+            packed[rng.integers(packed.size)] ^= 1 << rng.integers(8)
+    else:
+        packed = rng.integers(0, 256, dispatch.places_bytes(n, k), dtype=np.uint8)
+    said = []
+    for unpack in (cpu_places.unpack_places, plain_places.unpack_places):
+        try:
+            places = unpack(torch.from_numpy(packed), n, k)
+            assert ((places >= 0) & (places < n)).all()
+            assert (places.diff() > 0).all()
+            said.append(places.tolist())
+        except WireError as error:
+            said.append(str(error))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("module", [cpu_places, plain_places])
+def test_places_that_cannot_be_written_or_read(module):
+    for places in ([1, 1], [2, 1], [-1, 3], [3, 10]):
+        with pytest.raises(ConfigError, match=r"strictly ascending in \[0, 10\)"):
+            module.pack_places(torch.tensor(places), 10)
+    with pytest.raises(WireError, match="3 of 10 places take 2 bytes, got 5"):
+        module.unpack_places(torch.zeros(5, dtype=torch.uint8), 10, 3)
+    with pytest.raises(ConfigError, match="k must be 0 to 10, got 11"):
+        module.unpack_places(torch.zeros(5, dtype=torch.uint8), 10, 11)
+
+
+def test_wrong_arguments_say_what_is_wrong():
+    x = torch.zeros(5)
+    with pytest.raises(ConfigError, match="k must be 0 to 5, got 6"):
+        dispatch.select(x, 6)
+    with pytest.raises(ConfigError, match="residual must have the 5 elements of x, got 4"):
+        dispatch.select_feedback(x, torch.zeros(4), 1)
+    with pytest.raises(ConfigError, match="threshold must be at least 0, got nan"):
+        dispatch.select_threshold(x, None, float("nan"))
+    with pytest.raises(TensorTypeError, match="must be flat and floating"):
+        dispatch.select(torch.zeros(2, 2), 1)
+    with pytest.raises(ConfigError, match="must not be empty"):
+        dispatch.scatter_mean([], 5)
+    with pytest.raises(ConfigError, match=r"out must have the shape \(5,\), got \(4,\)"):
+        dispatch.scatter_mean([(torch.tensor([0]), torch.ones(1))], 5, torch.zeros(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_other_types_and_strided_tensors_work(dtype):
+    x = torch.randn(400).to(dtype)[::2]
+    residual = torch.zeros(400, dtype=dtype)[::2]
+    places, values = dispatch.select_feedback(x, residual, 20)
+    assert values.dtype is dtype
+    assert torch.equal(values, x[places.long()])
+    assert torch.equal(residual, x.index_fill(0, places.long(), 0))
+    mean = dispatch.scatter_mean([(places, values)], 200, torch.empty(400, dtype=dtype)[::2])
+    assert torch.equal(mean + residual, x)
