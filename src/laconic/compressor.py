@@ -156,8 +156,7 @@ class Compressor(ABC):
         """Whether x may come divided by the world size (`Site.scaled`), which saves a pass over it."""
         return False
 
-    @property
-    def one_round(self) -> bool:
+    def one_round(self, world_size: int) -> bool:
         """Whether it asks for one collective only, so that nobody need wait between two of them."""
         return False
 
@@ -205,8 +204,7 @@ class Codec(Compressor):
     linear: ClassVar[bool] = False
     ragged: ClassVar[bool] = False
 
-    @property
-    def one_round(self) -> bool:
+    def one_round(self, world_size: int) -> bool:
         """Ragged payloads tell their lengths first."""
         return not self.ragged
 

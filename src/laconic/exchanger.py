@@ -67,7 +67,7 @@ class Exchanger:
         self.skipped = 0
         self._want_errors = want_errors
         self._waits = waits
-        self._inline = waits and self.compressor.one_round
+        self._inline = waits and self.compressor.one_round(driver.world_size)
         self._scaled = waits and self.compressor.takes_scaled
         self.scale = 1.0 / driver.world_size if self._scaled else 1.0
         # Where a non-finite input shows in the average by itself and there is no state to harm, no

@@ -65,10 +65,9 @@ class ErrorFeedback(Compressor):
         """One exchange is as biased as the inner one; the sum over steps is not."""
         return self.inner.biased
 
-    @property
-    def one_round(self) -> bool:
+    def one_round(self, world_size: int) -> bool:
         """As inside."""
-        return self.inner.one_round
+        return self.inner.one_round(world_size)
 
     @property
     def votes(self) -> bool:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.compact import pack_floats, pack_places, unpack_floats, unpack_places
 from laconic.compressor import Exchange, Payload, Site, State
-from laconic.sparse import largest_places
+from laconic.kernels.dispatch import pack_places, select, unpack_places
 from laconic.wire import Rounds, gather, scatter
 
 __all__ = ["Regions", "regions_for", "sparse_all_reduce"]
@@ -119,7 +118,6 @@ class _Rows:
         count: entries a row.
         length: places in a region.
         compact: whether to write places in few bits; then they ascend within a row.
-        floats: "float30" or "float32".
     """
 
     count: int
@@ -136,18 +134,13 @@ class _Rows:
         if not self.compact:
             return places.to(torch.int32), values
         universe = self.length + self.count
-        packed = torch.stack([pack_places(row, universe) for row in places])
-        if values.dtype is not torch.float32:
-            return packed, values
-        floats = [torch.stack(part) for part in zip(*map(pack_floats, values), strict=True)]
-        return packed, *floats
+        return torch.stack([pack_places(row, universe) for row in places]), values
 
     def read(self, row: Payload) -> tuple[Tensor, Tensor]:
         """Return places and values of one row."""
         if not self.compact:
             return row[0].long(), row[1]
-        values = row[1] if len(row) == 2 else unpack_floats(row[1:], self.count)
-        return unpack_places(row[0], self.length + self.count, self.count), values
+        return unpack_places(row[0], self.length + self.count, self.count).long(), row[1]
 
 
 def regions_for(numel: int, k: int, site: Site, *, forced: bool = False) -> Regions | None:
@@ -185,7 +178,7 @@ def sparse_all_reduce(
         regions: from `regions_for`.
         state: passed on.
         site: where and when.
-        compact: write places as an Elias-Fano code and float32 values in 30 bits.
+        compact: write places as an Elias-Fano code.
         want_error: whether the exchange must carry `error`.
 
     Reference: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk), PPoPP
@@ -207,13 +200,7 @@ def sparse_all_reduce(
     average = _assembled(kept, regions, x)
     if not want_error:
         return Exchange(average, state)
-    if compact:  # what the others read of it: negligible values became zeros
-        for rank in range(world):
-            theirs, values = first.read(tuple(t[rank] for t in payload))
-            inside = theirs < regions.length
-            x.index_add_(0, regions.join(rank, theirs[inside]), values[inside], alpha=-1)
-    else:
-        x.index_fill_(0, places, 0)
+    x.index_fill_(0, places, 0)
     sent, values = kept[mine]
     inside = sent < regions.length
     sums.index_add_(0, sent[inside], values[inside].to(sums.dtype), alpha=-world)
@@ -223,7 +210,7 @@ def sparse_all_reduce(
 
 def _fitting(x: Tensor, regions: Regions) -> tuple[Tensor, Tensor, Tensor]:
     """Return the selected places, ascending, with owners and places there, without those that do not fit."""
-    places = largest_places(x, regions.k).sort().values
+    places = select(x, regions.k)[0].long()
     owner, local = regions.divide(places)
     if int(owner.bincount(minlength=regions.world_size).amax()) <= regions.slots:
         return places, owner, local
@@ -260,10 +247,10 @@ def _padded(region: Tensor, rows: _Rows) -> Tensor:
 
 def _largest(sums: Tensor, quota: int, rows: _Rows, like: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
     """Return one row with the largest sums, divided by the world size."""
-    chosen = largest_places(sums, quota).sort().values
+    chosen, largest = select(sums, quota)
     row_places, row_values = rows.empty(1, like)
     row_places[0, :quota] = chosen
-    row_values[0, :quota] = (sums[chosen] / world_size).to(like.dtype)
+    row_values[0, :quota] = (largest / world_size).to(like.dtype)
     return row_places, row_values
 
 

@@ -14,9 +14,9 @@ from laconic.compressor import Codec, Exchange, Payload, Site, State
 from laconic.kernels.reference import packed_bytes
 from laconic.wire import Rounds, gather, scatter
 
-__all__ = ["Chunks", "chunks_for", "two_phase"]
+__all__ = ["FEWEST_RANKS", "Chunks", "chunks_for", "two_phase"]
 
-_FEWEST_RANKS = 4  # with fewer, an all-gather moves at most twice the code
+FEWEST_RANKS = 4  # with fewer, an all-gather moves at most twice the code
 _MOST = 2.08  # of the coded size may be moved by a rank
 _SHORTEST = 16  # elements a block of the second encoding
 
@@ -112,7 +112,7 @@ def chunks_for(site: Site, bits: int, block: int) -> Chunks | None:
         >>> chunks_for(Site(shapes=(torch.Size((4096,)),), world_size=4), bits=1, block=1024).bounds
         (0, 1024, 2048, 3072, 4096)
     """
-    if site.world_size < _FEWEST_RANKS:
+    if site.world_size < FEWEST_RANKS:
         return None
     numels = tuple(m for m in site.numels if m)
     chunks = _chunks(numels, bits, block, site.world_size)

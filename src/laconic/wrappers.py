@@ -38,10 +38,9 @@ class _Wrapper(Compressor):
         """As inside."""
         return self.inner.lossless
 
-    @property
-    def one_round(self) -> bool:
+    def one_round(self, world_size: int) -> bool:
         """As inside."""
-        return self.inner.one_round
+        return self.inner.one_round(world_size)
 
     @property
     def amplifies(self) -> bool:
@@ -189,8 +188,7 @@ class PerSize(_Wrapper):
                 "dense_below", "must be at least 1", self.below, "leave it out for none", MethodError
             )
 
-    @property
-    def one_round(self) -> bool:
+    def one_round(self, world_size: int) -> bool:
         """Small and large tensors travel in collectives of their own."""
         return False
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic.compressor import Codec, Exchange, Payload, Site, State
 from laconic.errors import MethodError, bad_value
 from laconic.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
-from laconic.twophase import chunks_for, two_phase
+from laconic.twophase import FEWEST_RANKS, chunks_for, two_phase
 from laconic.wire import Rounds
 
 __all__ = ["QSGD"]
@@ -69,10 +69,9 @@ class QSGD(Codec):
         for bits, block in ((2, 512), (3, 7), (4, 512), (8, 64)):
             yield cls(bits=bits, block=block)
 
-    @property
-    def one_round(self) -> bool:
+    def one_round(self, world_size: int) -> bool:
         """One all-gather, up to three ranks."""
-        return True
+        return world_size < FEWEST_RANKS
 
     def exchange(
         self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool

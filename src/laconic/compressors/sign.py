@@ -13,7 +13,7 @@ from laconic.compressor import Codec, Exchange, Payload, Site, State, average_of
 from laconic.errors import MethodError, bad_value
 from laconic.kernels.dispatch import sign_decode_mean, sign_encode_feedback
 from laconic.kernels.reference import block_views, unpack_bits
-from laconic.twophase import chunks_for, two_phase
+from laconic.twophase import FEWEST_RANKS, chunks_for, two_phase
 from laconic.wire import Rounds
 
 __all__ = ["Sign"]
@@ -84,10 +84,9 @@ class Sign(Codec):
         """The majority's sign is not the mean."""
         return self.majority
 
-    @property
-    def one_round(self) -> bool:
+    def one_round(self, world_size: int) -> bool:
         """One all-gather, up to three ranks."""
-        return True
+        return world_size < FEWEST_RANKS
 
     def exchange(
         self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool

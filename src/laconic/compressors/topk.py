@@ -41,8 +41,7 @@ class TopK(Codec):
         ratio: share of the elements to send, in (0, 1].
         compact: whether places travel as an Elias-Fano code, not as int32.
         values: how float32 values travel: "float32"; "float30", exact for all but those below 2**-62 of the
-            largest; "bfloat16"; or "int8" with a scale for each 256. In the sparse all-reduce always as
-            float30 (float32 if not compact).
+            largest; "bfloat16"; or "int8" with a scale for each 256. In the sparse all-reduce always float32.
         reduce: "gather" for one all-gather; "regions" for the sparse all-reduce; "auto" for what moves less.
 
     Raises:
@@ -97,10 +96,9 @@ class TopK(Codec):
         """The k largest hold at least k/n of the energy."""
         return self.ratio
 
-    @property
-    def one_round(self) -> bool:
-        """One all-gather, unless the sparse all-reduce is forced."""
-        return self.reduce != "regions"
+    def one_round(self, world_size: int) -> bool:
+        """One all-gather, or the sparse all-reduce."""
+        return self.detects(world_size)
 
     def exchange(
         self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool

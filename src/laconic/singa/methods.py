@@ -49,5 +49,7 @@ def sparse(spars: float, topK: bool, corr: bool) -> Compressor:
     if not (spars > 0 and math.isfinite(spars)):
         advice = "give a typical gradient magnitude, such as 0.001"
         raise bad_value("spars", "must be positive and finite", spars, advice)
-    codec = TopK(ratio=float(spars), values="float30") if topK else Threshold(value=float(spars))
+    codec = (
+        TopK(ratio=float(spars), values="float30", reduce="gather") if topK else Threshold(value=float(spars))
+    )
     return ErrorFeedback(inner=codec) if corr else codec
