@@ -25,12 +25,16 @@ if TYPE_CHECKING:
         MismatchError,
         NonFiniteError,
         PeerLost,
+        ReplicaDivergence,
         TensorTypeError,
         WireError,
     )
     from laconic.feedback import ErrorFeedback
     from laconic.groups import World, init, shutdown
+    from laconic.guard import ReplicaGuard
     from laconic.parsing import Method, method, methods
+    from laconic.resharding import reshard
+    from laconic.saving import Loaded, PerRank, load_checkpoint, save_checkpoint
     from laconic.traffic import Traffic
     from laconic.wrappers import Clip, PerSize, Warmup
 
@@ -46,12 +50,16 @@ __all__ = [
     "GradientSync",
     "LaconicError",
     "LaunchError",
+    "Loaded",
     "Method",
     "MethodError",
     "MismatchError",
     "NonFiniteError",
     "PeerLost",
+    "PerRank",
     "PerSize",
+    "ReplicaDivergence",
+    "ReplicaGuard",
     "Site",
     "TensorTypeError",
     "Traffic",
@@ -62,9 +70,12 @@ __all__ = [
     "distribute",
     "heat",
     "init",
+    "load_checkpoint",
     "method",
     "methods",
     "mlbench",
+    "reshard",
+    "save_checkpoint",
     "shutdown",
     "singa",
 ]
@@ -74,10 +85,13 @@ __all__ = [
 _HOMES = {
     "compressor": ["Codec", "Compressor", "Exchange", "Site"],
     "engine": ["GradientSync", "distribute"],
-    "errors": [name for name in __all__ if name.endswith(("Error", "Lost"))],
+    "errors": [name for name in __all__ if name.endswith(("Error", "Lost", "Divergence"))],
     "feedback": ["ErrorFeedback"],
+    "guard": ["ReplicaGuard"],
     "groups": ["World", "init", "shutdown"],
     "parsing": ["Method", "method", "methods"],
+    "resharding": ["reshard"],
+    "saving": ["Loaded", "PerRank", "load_checkpoint", "save_checkpoint"],
     "traffic": ["Traffic"],
     "wrappers": ["Clip", "PerSize", "Warmup"],
 }

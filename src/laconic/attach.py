@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,27 @@ from torch import Tensor, nn
 from laconic.drive import Driver
 from laconic.errors import ConfigError, MismatchError, TensorTypeError
 
-__all__ = ["broadcast_model", "compare", "synced_parameters"]
+__all__ = ["broadcast_model", "compare", "refuse_taken", "synced_parameters"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse a model whose gradients somebody else averages or shards already.
+
+    Raises:
+        ConfigError: a part of it is wrapped in DistributedDataParallel or FSDP, or an optimizer is attached.
+    """
+    if any("add_param_group" in vars(optimizer) for optimizer in optimizers):
+        raise ConfigError("optimizer must be attached once, got one attached already: close() the first")
+    for name, module in model.named_modules():
+        sharded = any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False))
+        if sharded or hasattr(module, "register_comm_hook"):
+            kind = f"{type(module).__name__} as {name}" if name else type(module).__name__
+            raise ConfigError(
+                f"model must be a plain module, got {kind}, which exchanges gradients itself: pass "
+                "model.module, unwrapped before, or use laconic.ddp.register"
+            )
 
 
 def synced_parameters(
@@ -45,15 +67,20 @@ def synced_parameters(
             "optimizer must hold the model's parameters, got none of them: pass model.parameters()"
         )
     for name, p in synced.items():
-        if not p.is_floating_point():
+        if p.is_complex():
             raise TensorTypeError(
                 f"parameter {name} must be real, got {p.dtype}: keep real and imaginary parts"
+            )
+        if p.dtype not in _DTYPES:
+            raise TensorTypeError(
+                f"parameter {name} must be of 16, 32 or 64 bits, got {p.dtype}, which backends cannot add: "
+                "keep master weights in bfloat16 or float32"
             )
     return synced
 
 
 def compare(driver: Driver, description: Mapping[str, Any], device: torch.device) -> None:
-    """Check that every rank describes the same thing.
+    """Check that every rank describes the same thing; also find out who is on which host, for `traffic`.
 
     Args:
         driver: the way to the other ranks.
@@ -63,10 +90,11 @@ def compare(driver: Driver, description: Mapping[str, Any], device: torch.device
     Raises:
         MismatchError: on every rank, naming the first difference and the two ranks.
     """
-    messages = driver.gather_bytes(json.dumps(description).encode(), device)
-    first: dict[str, Any] = json.loads(messages[0])
-    for rank, message in enumerate(messages[1:], start=1):
-        other: dict[str, Any] = json.loads(message)
+    messages = driver.gather_bytes(json.dumps([_host(), description]).encode(), device)
+    told: list[tuple[str, dict[str, Any]]] = [json.loads(message) for message in messages]
+    driver.traffic.hosts = [host for host, _ in told]
+    first = told[0][1]
+    for rank, (_, other) in enumerate(told[1:], start=1):
         for what in [*first, *(k for k in other if k not in first)]:
             a, b = first.get(what, "nothing"), other.get(what, "nothing")
             if a != b:
@@ -84,3 +112,12 @@ def broadcast_model(driver: Driver, model: nn.Module) -> None:
         if id(t) not in seen:
             seen.add(id(t))
             driver.broadcast(t.detach())
+
+
+def _host() -> str:
+    """Name this host, or its part with a network of its own: from there, others are across a link."""
+    try:
+        network = Path("/proc/self/ns/net").stat().st_ino
+    except OSError:  # not Linux
+        network = 0
+    return f"{socket.gethostname()}/{network}"

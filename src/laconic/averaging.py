@@ -17,6 +17,7 @@ from laconic.exchanger import Exchanger, Outcome
 from laconic.feedback import ErrorFeedback
 from laconic.parsing import Method, method
 from laconic.streams import Stream, by_kind, is_finite
+from laconic.traffic import Label
 from laconic.wire import mean
 from laconic.wrappers import Clip
 
@@ -140,17 +141,19 @@ class ParameterAverager:
 
     @torch.no_grad()
     def replace(self) -> bool:
-        """Make the parameters the exact average, and tell whether it is finite."""
+        """Make the parameters the exact average if it is finite, and tell whether it is."""
         self.pack()
         pipeline: Pipeline[Tensor] = Pipeline(self.driver)
         for at, part, _ in self._cuts:
-            pipeline.add(mean(self._packed[at][part].mul_(self.weight)))
+            pipeline.add(mean(self._packed[at][part].mul_(self.weight)), Label(method="mean"))
         for (at, part, _), reply in zip(self._cuts, pipeline.finish(), strict=True):
             if reply.data_ptr() != self._packed[at][part].data_ptr():
                 self._packed[at][part].copy_(reply)
-        for stream, values in zip(self._streams, self._packed, strict=True):
-            stream.write(values)
-        return all(map(is_finite, self._packed))
+        finite = all(map(is_finite, self._packed))
+        if finite:  # else every rank keeps its own, for whoever wants to save what is left
+            for stream, values in zip(self._streams, self._packed, strict=True):
+                stream.write(values)
+        return finite
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the next exchange, an unmerged one included; waits for it."""
@@ -210,6 +213,9 @@ class ParameterAverager:
 def average(tensors: Sequence[Tensor], driver: Driver, weight: float = 1.0) -> None:
     """Replace tensors by their exact mean over the ranks, one message a dtype.
 
+    Raises:
+        NonFiniteError: on every rank, if a mean is not finite; all tensors are kept then.
+
     Example:
         >>> from laconic.groups import init, shutdown
         >>> _ = init()
@@ -220,9 +226,12 @@ def average(tensors: Sequence[Tensor], driver: Driver, weight: float = 1.0) -> N
         >>> shutdown()
     """
     with torch.no_grad():
-        for part in by_kind({str(i): t for i, t in enumerate(tensors)}):
-            stream = Stream(part)
-            stream.write(driver.run(mean(stream.read(stream.empty()).mul_(weight))))
+        streams = [Stream(part) for part in by_kind({str(i): t for i, t in enumerate(tensors)})]
+        means = [driver.run(mean(stream.read(stream.empty()).mul_(weight))) for stream in streams]
+        if not all(map(is_finite, means)):
+            raise _not_finite("tensors")
+        for stream, values in zip(streams, means, strict=True):
+            stream.write(values)
 
 
 @torch.no_grad()
@@ -241,10 +250,7 @@ def spread(parameters: Mapping[str, Tensor], driver: Driver, source: int, finite
     verdict = torch.full((1,), float(finite), device=next(iter(parameters.values())).device)
     driver.broadcast(verdict, source, counted=True)
     if not verdict.item():
-        raise NonFiniteError(
-            "parameters to average must be finite, got NaN or infinity on a rank: lower the learning rate, "
-            "clip gradients or use a GradScaler, and go back to a checkpoint"
-        )
+        raise _not_finite("parameters")
     if driver.world_size == 1:
         return
     for part in by_kind(parameters):
@@ -255,6 +261,13 @@ def spread(parameters: Mapping[str, Tensor], driver: Driver, source: int, finite
         driver.broadcast(values, source, counted=True)
         if driver.rank != source:
             stream.write(values)
+
+
+def _not_finite(what: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{what} to average must be finite, got NaN or infinity on a rank: lower the learning rate, clip "
+        "gradients or use a GradScaler, and go back to a checkpoint"
+    )
 
 
 def _layers(stack: Compressor) -> Iterator[Compressor]:

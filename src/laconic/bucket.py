@@ -47,7 +47,10 @@ class Bucket:
 def assign(tensors: Mapping[str, Tensor], bucket_bytes: int) -> list[Bucket]:
     """Put named tensors into buckets, in the order given; a tensor larger than a bucket is a bucket.
 
-    A bucket holds one dtype on one device. It is closed as soon as the next tensor would overfill it.
+    A bucket holds one dtype on one device. It is closed as soon as the next tensor would overfill it,
+    and before the last tensors that fill a quarter of it together: what is ready last is sent when nothing is
+    left to compute meanwhile, so it should be little. A tensor larger than a bucket leaves a bucket open that
+    is less than a quarter full.
 
     Args:
         tensors: in the order in which they will become ready (backward order).
@@ -55,18 +58,22 @@ def assign(tensors: Mapping[str, Tensor], bucket_bytes: int) -> list[Bucket]:
 
     Example:
         >>> import torch
-        >>> sizes = {"c": torch.ones(3), "b": torch.ones(2), "a": torch.ones(9)}
+        >>> sizes = {"d": torch.ones(3), "c": torch.ones(2), "b": torch.ones(9), "a": torch.ones(1)}
         >>> [b.names for b in assign(sizes, bucket_bytes=20)]
-        [('c', 'b'), ('a',)]
+        [('d', 'c'), ('b',), ('a',)]
     """
     if bucket_bytes < 1:
         raise bad_value("bucket_bytes", "must be at least 1", bucket_bytes, "4194304 is the default")
     full: list[list[str]] = []
+    tail = _tail(tensors, bucket_bytes // 4)
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
     for name, t in tensors.items():
         kind, nbytes = (t.dtype, t.device), t.numel() * t.element_size()
-        names, used = open_groups.pop(kind, ([], 0))
-        if names and used + nbytes > bucket_bytes:
+        names, used = open_groups.get(kind, ([], 0))
+        if names and nbytes > bucket_bytes > 4 * used:
+            full.append([name])
+            continue
+        if names and (used + nbytes > bucket_bytes or (name in tail and names[-1] not in tail)):
             full.append(names)
             names, used = [], 0
         open_groups[kind] = ([*names, name], used + nbytes)
@@ -116,6 +123,17 @@ def join_state(
                 )
             target.copy_(value)
     return out
+
+
+def _tail(tensors: Mapping[str, Tensor], nbytes: int) -> set[str]:
+    """Return the last tensors that have so many bytes together, or fewer."""
+    tail: set[str] = set()
+    for name, t in reversed(list(tensors.items())):
+        nbytes -= t.numel() * t.element_size()
+        if nbytes < 0:
+            break
+        tail.add(name)
+    return tail
 
 
 def _bucket(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Bucket:

@@ -1,93 +1,204 @@
-"""Checkpoint files: one a rank and epoch, whole or absent, and refused where they belong to another run."""
+"""The files of a checkpoint: one a rank, and a manifest written last that names them all."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from laconic.errors import CheckpointError
+from laconic.version import __version__
 
 __all__ = [
+    "Manifest",
+    "RankFile",
     "check_identity",
-    "checkpoint_path",
     "drop_others",
-    "load",
-    "save",
-    "saved_epochs",
+    "manifest_path",
+    "rank_path",
+    "read_manifest",
+    "read_rank",
+    "saved_steps",
+    "versions",
     "write_atomically",
+    "write_manifest",
+    "write_rank",
 ]
 
-_FORMAT = 1  # of the files; a reader refuses others
-_NAME = re.compile(r"checkpoint-epoch(\d+)-rank(\d+)\.pt")
+_FORMAT = 2  # of the files; a reader refuses others
+_MANIFEST = re.compile(r"checkpoint-step(\d+)\.json")
+_RANK_FILE = re.compile(r"checkpoint-step(\d+)-([0-9a-f]+)-rank(\d+)\.pt")
 
 
-def checkpoint_path(folder: Path, epoch: int, rank: int) -> Path:
-    """Return where a rank's checkpoint after `epoch` epochs lies.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """What the manifest says of one rank's file.
 
-    The epoch is in the name, so that a crash between two ranks' writes leaves the older set complete.
+    Attributes:
+        name: its name in the folder.
+        nbytes: its length.
+        sha256: of its bytes, in hexadecimal.
+    """
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What belongs to one checkpoint.
+
+    Attributes:
+        step: number of the step after which it was made.
+        set_id: random, one a save: it is in the files' names and in the files, so that files of two saves
+            cannot be taken for one.
+        world_size: number of ranks that saved.
+        method: text of the method; empty where none was saved.
+        identity: what must be equal for a run to be continued, JSON-able.
+        versions: of laconic and torch.
+        files: one a rank, in rank order.
+    """
+
+    step: int
+    set_id: str
+    world_size: int
+    method: str = ""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[RankFile, ...]
+
+
+def manifest_path(folder: Path, step: int) -> Path:
+    """Return where the manifest of the checkpoint of a step lies.
 
     Example:
-        >>> checkpoint_path(Path("run"), 4, 0).name
-        'checkpoint-epoch4-rank0.pt'
+        >>> manifest_path(Path("run"), 4).name
+        'checkpoint-step4.json'
     """
-    return folder / f"checkpoint-epoch{epoch}-rank{rank}.pt"
+    return folder / f"checkpoint-step{step}.json"
 
 
-def saved_epochs(folder: Path, rank: int) -> list[int]:
-    """Return the epochs of which the folder holds this rank's checkpoint, ascending."""
+def rank_path(folder: Path, step: int, set_id: str, rank: int) -> Path:
+    """Return where a rank's file lies.
+
+    Example:
+        >>> rank_path(Path("run"), 4, "9f3a", 0).name
+        'checkpoint-step4-9f3a-rank0.pt'
+    """
+    return folder / f"checkpoint-step{step}-{set_id}-rank{rank}.pt"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of which the folder holds a manifest, ascending."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    matches = [match for match in map(_NAME.fullmatch, names) if match is not None]
-    return sorted(int(match[1]) for match in matches if int(match[2]) == rank)
+    return sorted(int(match[1]) for match in map(_MANIFEST.fullmatch, names) if match is not None)
 
 
-def save(path: Path, identity: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Write a checkpoint, so that the file is whole or absent whenever the machine stops.
+def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping[str, Any]) -> RankFile:
+    """Write a rank's file, so that it is whole or absent whenever the machine stops.
 
     Args:
-        path: the file; its folder exists.
-        identity: what must be equal for the run to be continued; JSON-able.
+        folder: exists.
+        step: of the checkpoint.
+        set_id: of the checkpoint.
+        rank: whose file it is.
         content: tensors and plain values.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing of it is left.
     """
-    buffer = io.BytesIO()
-    torch.save({"format": _FORMAT, "identity": dict(identity), "content": dict(content)}, buffer)
-    write_atomically(path, buffer.getbuffer())
+    path, buffer = rank_path(folder, step, set_id, rank), io.BytesIO()
+    torch.save({"format": _FORMAT, "set_id": set_id, "rank": rank, "content": dict(content)}, buffer)
+    data = buffer.getbuffer()
+    _written(path, data)
+    return RankFile(name=path.name, nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-def load(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the content of a checkpoint that this run may continue from.
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make a checkpoint count; call it when every rank's file is there.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing of it is left.
+    """
+    text = json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1) + "\n"
+    _written(manifest_path(folder, manifest.step), text.encode())
+
+
+def read_manifest(folder: Path, step: int) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    path = manifest_path(folder, step)
+    try:
+        said = json.loads(path.read_bytes())
+        version = said.pop("format", None) if isinstance(said, dict) else "no object"
+        if version != _FORMAT:
+            reason = f"its format must be {_FORMAT}, got {version}"
+            raise CheckpointError(f"{path}: cannot be read ({reason}): it is of another laconic")
+        manifest = Manifest(**{**said, "files": tuple(RankFile(**file) for file in said["files"])})
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise _unreadable(path, cause) from cause
+    if manifest.step != step or len(manifest.files) != manifest.world_size:
+        reason = f"it names step {manifest.step} and {len(manifest.files)} files of {manifest.world_size}"
+        raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
+    return manifest
+
+
+def read_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """Read a rank's file after checking that it is the one that the manifest names.
 
     Only tensors and plain values are read; a file that would run code is refused.
 
     Raises:
-        CheckpointError: the file is unreadable, truncated, of another format or of another run.
+        CheckpointError: the file is missing, truncated, altered, of another save or another rank.
     """
+    file = manifest.files[rank]
+    path = folder / file.name
     try:
-        with path.open("rb") as file:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+        data = path.read_bytes()
+    except OSError as cause:
+        raise _unreadable(path, cause) from cause
+    reason = ""
+    if len(data) != file.nbytes:
+        reason = f"it has {len(data)} bytes and the manifest says {file.nbytes}"
+    elif hashlib.sha256(data).hexdigest() != file.sha256:
+        reason = "its SHA-256 is not the manifest's"
+    if reason:
+        raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
+    try:
+        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0][:120]
-        raise CheckpointError(
-            f"{path}: cannot be read ({reason}): remove it, or restore it from a copy"
-        ) from cause
-    if not isinstance(saved, dict) or saved.get("format") != _FORMAT or "content" not in saved:
-        got = saved.get("format", "nothing") if isinstance(saved, dict) else type(saved).__name__
-        raise CheckpointError(
-            f"{path}: format must be {_FORMAT}, got {got}: it was not written by this laconic"
-        )
-    check_identity(path, saved.get("identity", {}), identity)
+        raise _unreadable(path, cause) from cause
+    got = (saved.get("set_id"), saved.get("rank")) if isinstance(saved, dict) else None
+    if got != (manifest.set_id, rank):
+        reason = f"it says set and rank {got}, the manifest {(manifest.set_id, rank)}"
+        raise CheckpointError(f"{path}: cannot be read ({reason}): files of two checkpoints are mixed up")
     content: dict[str, Any] = saved["content"]
     return content
 
 
-def check_identity(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_identity(
+    path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, except_for: tuple[str, ...] = ()
+) -> None:
     """Compare what a file says of its run with the run that wants to continue from it.
+
+    Args:
+        path: the file, for the message.
+        saved: what it says.
+        now: what must be equal.
+        except_for: keys that may differ.
 
     Raises:
         CheckpointError: naming the file and the first difference.
@@ -100,33 +211,111 @@ def check_identity(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any])
     there, here = dict(_flattened(saved)), dict(_flattened(now))
     for key in [*here, *(key for key in there if key not in here)]:
         a, b = there.get(key, "nothing"), here.get(key, "nothing")
-        if a != b:
+        if a != b and key not in except_for:
             raise CheckpointError(
                 f"{path}: {key} is {a} there and {b} now: give the run's own options, or another folder"
             )
 
 
-def drop_others(folder: Path, epoch: int, rank: int) -> None:
-    """Delete this rank's checkpoints of all other epochs; call it when every rank has written this one."""
-    for other in saved_epochs(folder, rank):
-        if other != epoch:
-            checkpoint_path(folder, other, rank).unlink(missing_ok=True)
+def drop_others(folder: Path, step: int, rank: int, keep: int) -> None:
+    """Delete what the checkpoint just made at `step` replaces: all sets but the `keep` newest.
+
+    Each rank deletes its own files and rank 0 also those of ranks that are no more. A set that lacks a file
+    or has one of another length is not counted, so that it does not push out a good one; sets of later steps
+    are of a past that was taken back. Failures are left for the next time.
+
+    Args:
+        folder: where the checkpoints are.
+        step: of the newest set.
+        rank: this rank.
+        keep: number of sets to keep, at least 1.
+    """
+    kept: list[Manifest] = []
+    for number in reversed(saved_steps(folder)):
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(folder, number)
+            if number <= step and len(kept) < keep and _complete(folder, manifest, rank):
+                kept.append(manifest)
+    names = {file.name for manifest in kept for file in manifest.files}
+    names |= {manifest_path(folder, manifest.step).name for manifest in kept}
+    world_size = kept[0].world_size if kept else 0
+    with contextlib.suppress(OSError):
+        # Manifests first: one without its files would be refused with a warning.
+        for path in sorted(folder.iterdir(), key=lambda path: path.suffix != ".json"):
+            if path.name not in names and _is_ours(path.name, rank, world_size):
+                path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a file beside its place, force it to the disk, then put it in place in one step."""
+    """Write a file beside its place, force it to the disk, then put it in place in one step.
+
+    Raises:
+        OSError: it cannot be written; what was there is there still, and nothing else.
+    """
     temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     with contextlib.suppress(OSError):  # not every system lets a folder be opened
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a manifest tells.
+
+    Example:
+        >>> sorted(versions())
+        ['laconic', 'torch']
+    """
+    return {"laconic": __version__, "torch": torch.__version__}
+
+
+def _complete(folder: Path, manifest: Manifest, rank: int) -> bool:
+    """Whether the files have the lengths that they should; those of other ranks may lie on other disks."""
+    for number, file in enumerate(manifest.files):
+        path = folder / file.name
+        if path.is_file():
+            if path.stat().st_size != file.nbytes:
+                return False
+        elif number == rank:
+            return False
+    return True
+
+
+def _is_ours(name: str, rank: int, world_size: int) -> bool:
+    """Whether a file, or what a crash left of one, is for this rank to delete."""
+    plain = name[1:].removesuffix(".part") if name.startswith(".") else name
+    found = _RANK_FILE.fullmatch(plain)
+    if found is None:
+        return _MANIFEST.fullmatch(plain) is not None
+    return int(found[3]) == rank or (rank == 0 and int(found[3]) >= world_size)
+
+
+def _written(path: Path, data: bytes | memoryview) -> None:
+    try:
+        write_atomically(path, data)
+    except OSError as cause:
+        reason = cause.strerror or str(cause)
+        raise CheckpointError(
+            f"{path}: cannot be written ({reason}): make room or give another folder; "
+            "earlier checkpoints are as they were"
+        ) from cause
+
+
+def _unreadable(path: Path, cause: Exception) -> CheckpointError:
+    reason = (str(cause).strip() or type(cause).__name__).splitlines()[0][:120]
+    return CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

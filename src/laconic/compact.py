@@ -105,6 +105,8 @@ def unpack_floats(packed: tuple[Tensor, ...], count: int) -> Tensor:
     largest, distances, rest = packed
     if rest.numel() != 3 * count:
         raise WireError(f"{count} numbers take {3 * count} bytes, got {rest.numel()}")
+    if largest.numel() != min(count, 1):
+        raise WireError(f"{count} numbers have {min(count, 1)} largest exponents, got {largest.numel()}")
     codes = unpack_bits(distances, 6, count).to(torch.int32)
     words = torch.nn.functional.pad(rest.view(-1, 3), (0, 1)).view(-1).view(torch.int32)
     words = (words & 0x7FFFFF) | ((words & 0x800000) << 8) | ((largest.to(torch.int32) - codes) << 23)

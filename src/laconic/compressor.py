@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from laconic.errors import TensorTypeError
-from laconic.wire import Rounds, gather, gather_ragged, means
+from laconic.wire import Rounds, gather, gather_ragged, means, settle
 
 __all__ = ["Codec", "Compressor", "Exchange", "Payload", "Site", "State", "average_of", "require_floating"]
 
@@ -39,6 +39,8 @@ class Site:
         key: tells this x from others of the same step (a bucket's place); equal on every rank.
         scaled: whether x is divided by the world size already; only where the compressor takes it so.
         spare: memory that the average may take, flat like x; see `memory`.
+        settles: whether a compressor may ask by `wire.settle` if the step can still be taken back, and if
+            not, write the average where the residual was. So no third tensor like x is needed.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -48,6 +50,7 @@ class Site:
     key: int = 0
     scaled: bool = False
     spare: Tensor | None = field(default=None, compare=False, repr=False)
+    settles: bool = False
 
     def memory(self, x: Tensor) -> Tensor:
         """Return unset memory like x for the average: kept from step to step where there is some.
@@ -88,12 +91,15 @@ class Exchange(NamedTuple):
         again before copying or replacing it.
     finite: whether every rank's x was finite, equal on every rank (a 0-d bool tensor); None where that shows
         in the average.
+    overflow: whether it is known that the average is not finite though every rank's x was, equal on every
+        rank.
     """
 
     average: Tensor
     state: State
     error: Tensor | None = None
     finite: Tensor | None = None
+    overflow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +166,10 @@ class Compressor(ABC):
         """Whether it asks for one collective only, so that nobody need wait between two of them."""
         return False
 
+    def settles(self, world_size: int) -> bool:
+        """Whether it asks by `wire.settle` in every exchange, where `Site.settles` lets it."""
+        return False
+
     @classmethod
     def examples(cls) -> Iterator[Compressor]:
         """Yield the configurations that the conformance suite shall test."""
@@ -185,7 +195,7 @@ class Compressor(ABC):
         """Average `x + residual` over the ranks, with the error: what error feedback asks for.
 
         Override it where one pass over memory can add, encode and keep the error. x may be overwritten, the
-        residual not: it is still needed if the step is taken back.
+        residual not, unless `wire.settle` says so: it is still needed if the step is taken back.
         """
         return (yield from self.rounds(x.add_(residual), state, site, want_error=True))
 
@@ -255,8 +265,11 @@ class Codec(Compressor):
         if self.linear:
             average = self.decode((yield from means(payload, scaled=site.scaled)), x, site)
             return Exchange(average, state, error)
-        everyone = yield from (gather_ragged if self.ragged else gather)(*payload)
-        return Exchange(self.combine(everyone, x, site), state, error, self.finite(everyone))
+        everyone = yield from (gather_ragged(*payload, most=x.numel()) if self.ragged else gather(*payload))
+        finite = self.finite(everyone)
+        if site.settles and finite is not None and (yield from settle(finite)):
+            site = replace(site, spare=x if error is None else residual)
+        return Exchange(self.combine(everyone, x, site), state, error, finite)
 
 
 def average_of(tensors: Iterable[Tensor]) -> Tensor:

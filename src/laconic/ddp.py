@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic.attach import compare
 from laconic.bucket import Bucket
 from laconic.compressor import Compressor
 from laconic.drive import Driver
+from laconic.errors import LaconicError
 from laconic.exchanger import Exchanger, Outcome
 from laconic.parsing import Method, method
 from laconic.traffic import Traffic
+from laconic.version import __version__
 
 __all__ = ["DDPHook", "register"]
 
@@ -36,6 +39,8 @@ def register(ddp_model: Any, how: str | Method | Compressor, *, timeout_s: float
     Raises:
         MethodError: unknown method or key, or a value outside its range.
         TypeError: the model is not wrapped in DistributedDataParallel.
+        LaconicError: it has a communication hook already.
+        MismatchError: the ranks' methods or versions differ.
 
     Example:
         hook = laconic.ddp.register(ddp_model, "topk:ratio=0.01")
@@ -45,8 +50,16 @@ def register(ddp_model: Any, how: str | Method | Compressor, *, timeout_s: float
             f"ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}: wrap it"
         )
     hook = DDPHook(ddp_model.module, method(how), ddp_model.process_group, timeout_s=timeout_s)
-    # DDP compares annotations with its own classes; a lambda has none.
-    ddp_model.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
+    try:
+        # DDP compares annotations with its own classes; a lambda has none.
+        ddp_model.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
+    except RuntimeError as reason:
+        hook.close()
+        raise LaconicError(
+            "the model has a communication hook already, or cannot take one "
+            f"({str(reason).splitlines()[0]}): "
+            "register one only, right after wrapping the model"
+        ) from reason
     return hook
 
 
@@ -60,6 +73,8 @@ class DDPHook:
     def __init__(self, module: nn.Module, how: Method, group: Any, *, timeout_s: float) -> None:
         self.method = how
         self._driver = Driver(group, timeout_s=timeout_s)
+        described = {"laconic version": __version__, "method": how.text}
+        compare(self._driver, described, next(module.parameters()).device)
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._exchanger = Exchanger(how, self._driver)
         self._waiting: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import PeerLost, WireError, bad_value
-from laconic.groups import roll_call
-from laconic.traffic import Traffic
+from laconic.groups import came, go_on_without, roll_call
+from laconic.packing import pack
+from laconic.pipeline import Pipeline
+from laconic.timeline import Tracer
+from laconic.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from laconic.wire import Op, Reply, Request, Rounds, gather_ragged
 
 __all__ = ["Driver", "Pending", "Pipeline", "is_group", "joined"]
@@ -23,10 +26,19 @@ _ROLL_CALL_S = 2.0  # how long survivors wait for each other to name the lost
 
 
 class Pending:
-    """A collective under way."""
+    """A collective under way.
 
-    def __init__(self, driver: Driver, work: Any, finish: Callable[[], Reply], what: str) -> None:
+    Attributes:
+        tally: where its seconds are counted.
+        start: when it was asked for, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self, driver: Driver, work: Any, finish: Callable[[], Reply], what: str, label: Label, op: Op
+    ) -> None:
         self._driver, self._work, self._finish, self._what = driver, work, finish, what
+        self._label, self.tally = label, driver.traffic.tally(label, op.value)
+        self.start = time.perf_counter()
 
     def wait(self) -> Reply:
         """Wait for the result.
@@ -37,7 +49,11 @@ class Pending:
         if self._work is not None:
             start = time.perf_counter()
             self._driver.await_work(self._work, self._what)
-            self._driver.traffic.wait_s += time.perf_counter() - start
+            end = time.perf_counter()
+            self.tally.wait_s += end - start
+            if self._driver.tracer is not None:
+                about = {"what": self._what, "waited_s": end - start, **self._label._asdict()}
+                self._driver.tracer.add("collective", self.start, end, **about)
         return self._finish()
 
 
@@ -86,38 +102,41 @@ class Driver:
         self.timeout_s = timeout_s
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
-        self.traffic = Traffic()
+        self.traffic = Traffic(self.rank)
+        self.tracer: Tracer | None = None
         self._owned = False
+        self._name = "world" if group is None else str(dist.get_process_group_ranks(group))
 
-    def start(self, request: Request) -> Pending:
-        """Issue one collective without waiting for it."""
+    def start(self, request: Request, label: Label = PLAIN) -> Pending:
+        """Issue one collective without waiting for it; it is counted under the label."""
         if request.op is Op.EXCHANGE:
-            return self._start_exchange(request)
+            return self._start_exchange(request, label)
         if request.op is Op.SCATTER:
-            return self._start_scatter(request)
+            return self._start_scatter(request, label)
         if request.op is Op.MEAN:
-            return self._start_mean(request.tensors, request.scaled)
-        return self._start_gather(request.tensors)
+            return self._start_mean(request.tensors, request.scaled, label)
+        return self._start_gather(request.tensors, label)
 
-    def run(self, rounds: Rounds[T]) -> T:
+    def run(self, rounds: Rounds[T], label: Label = PLAIN) -> T:
         """Drive one coroutine to its end."""
         pipeline: Pipeline[T] = Pipeline(self)
-        pipeline.add(rounds)
+        pipeline.add(rounds, label)
         return pipeline.finish()[0]
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, counted: bool = False) -> None:
-        """Overwrite a tensor with that of rank `source`; only training's own broadcasts are counted."""
+        """Overwrite a tensor with that of rank `source`; `counted` tells that it is a part of training."""
         if self.world_size == 1 or not tensor.numel():
             return
         dense = tensor.contiguous()
         sender = self._global_rank(source)
         what = f"broadcast of {tensor.numel()} elements"
-        if counted:
-            place = (self.rank - source) % self.world_size
-            self.traffic.count_broadcast(dense.numel() * dense.element_size(), place, self.world_size)
+        label = PLAIN if counted else Label(ATTACH)
+        place = (self.rank - source) % self.world_size
+        nbytes = dense.numel() * dense.element_size()
+        self.traffic.count_broadcast(nbytes, place, self.world_size, label=label)
         start = time.perf_counter()
         self.await_work(self._issue(lambda: dist.broadcast(dense, sender, self.group, True), what), what)
-        self.traffic.wait_s += (time.perf_counter() - start) if counted else 0.0
+        self.traffic.tally(label, "broadcast").wait_s += time.perf_counter() - start
         if dense is not tensor:
             tensor.copy_(dense)
 
@@ -143,8 +162,37 @@ class Driver:
             driver = Driver(group, timeout_s=self.timeout_s) if self.rank in part else None
             if driver is not None:
                 driver._owned = not local
+                hosts = self.traffic.hosts
+                driver.traffic.hosts = [hosts[rank] for rank in part] if hosts else ()
             drivers.append(driver)
         return drivers
+
+    def name_of(self, rank: int) -> int:
+        """Return the number in the whole world, as in `PeerLost.ranks`, of a rank of this group."""
+        return self._global_rank(rank)
+
+    def without(self, lost: Sequence[int]) -> Driver:
+        """Make a driver for what is left of this group; every other rank calls it with the same lost ones.
+
+        One failed exchange closes all of gloo's connections, so the survivors connect anew. They may notice
+        up to `timeout_s` after one another.
+
+        Args:
+            lost: as in `PeerLost.ranks`.
+
+        Raises:
+            PeerLost: the survivors did not come, or the store that they would meet at was lost, too.
+        """
+        kept = [rank for rank in dist.get_process_group_ranks(self.group) if rank not in lost]
+        limit = timedelta(seconds=2 * self.timeout_s + 2 * _ROLL_CALL_S)
+        try:
+            group = dist.new_group(kept, timeout=limit, use_local_synchronization=True)
+        except RuntimeError as cause:
+            self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause)
+        go_on_without(lost)  # all survivors have met, so none tells of this loss any more
+        driver = Driver(group, timeout_s=self.timeout_s)
+        driver.traffic, driver.tracer = self.traffic, self.tracer
+        return driver
 
     def close(self) -> None:
         """Leave the group of a driver that `split` made from the whole world; others are kept until the end.
@@ -156,9 +204,20 @@ class Driver:
         self._owned = False
 
     def gather_bytes(self, message: bytes, device: torch.device) -> list[bytes]:
-        """Bring every rank's message of any length to every rank."""
+        """Bring every rank's message of any length to every rank; not counted as training."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
-        return [bytes(theirs.cpu().numpy()) for (theirs,) in self.run(gather_ragged(mine))]
+        told = self.run(gather_ragged(mine), Label(ATTACH))
+        return [bytes(theirs.cpu().numpy()) for (theirs,) in told]
+
+    def spent(self, on: str, tally: Tally, start: float, label: Label, end: float | None = None) -> None:
+        """Count seconds of computing, "encode" or "decode", since `start` by `time.perf_counter`."""
+        end = time.perf_counter() if end is None else end
+        if on == "encode":
+            tally.encode_s += end - start
+        else:
+            tally.decode_s += end - start
+        if self.tracer is not None:
+            self.tracer.add(on, start, end, **label._asdict())
 
     def await_work(self, work: Any, what: str) -> None:
         """Wait for a torch.distributed work object within the timeout."""
@@ -171,19 +230,20 @@ class Driver:
             self._lost(what, cause)
 
     def _issue(self, call: Callable[[], Any], what: str) -> Any:
+        came(self._name)
         try:
             return call()
         except RuntimeError as cause:
             self._lost(what, cause)
 
-    def _start_mean(self, tensors: tuple[Tensor, ...], scaled: bool) -> Pending:
+    def _start_mean(self, tensors: tuple[Tensor, ...], scaled: bool, label: Label) -> Pending:
         flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
         flat = flat.contiguous()
         if self.world_size > 1 and not scaled:
             flat.mul_(1.0 / self.world_size)  # before summing, as DDP does: the sum cannot overflow
         what = f"all-reduce of {flat.numel()} {flat.dtype} elements"
         work = self._collective(
-            Op.MEAN, flat, lambda: dist.all_reduce(flat, group=self.group, async_op=True), what
+            Op.MEAN, flat, lambda: dist.all_reduce(flat, group=self.group, async_op=True), what, label
         )
 
         def finish() -> Reply:
@@ -192,155 +252,87 @@ class Driver:
             pieces = flat.split([t.numel() for t in tensors])
             return tuple(piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True))
 
-        return Pending(self, work, finish, what)
+        return Pending(self, work, finish, what, label, Op.MEAN)
 
-    def _start_gather(self, tensors: tuple[Tensor, ...]) -> Pending:
-        mine, unpack = _pack(tensors)
+    def _start_gather(self, tensors: tuple[Tensor, ...], label: Label) -> Pending:
+        mine, unpack = pack(tensors)
         everyone = mine.new_empty(self.world_size * mine.numel())
         what = f"all-gather of {mine.numel()} bytes a rank"
         if self.world_size == 1:
             everyone.copy_(mine)
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = self._collective(
-            Op.GATHER, mine, lambda: call(everyone, mine, group=self.group, async_op=True), what
-        )
-        return Pending(
-            self, work, lambda: [unpack(row) for row in everyone.view(self.world_size, mine.numel())], what
+            Op.GATHER, mine, lambda: call(everyone, mine, group=self.group, async_op=True), what, label
         )
 
-    def _start_scatter(self, request: Request) -> Pending:
+        def finish() -> Reply:
+            return [unpack(row) for row in everyone.view(self.world_size, mine.numel())]
+
+        return Pending(self, work, finish, what, label, Op.GATHER)
+
+    def _start_scatter(self, request: Request, label: Label) -> Pending:
         request.check_rows(self.world_size)
-        rows = [_pack(tuple(t[rank] for t in request.tensors)) for rank in range(self.world_size)]
+        rows = [pack(tuple(t[rank] for t in request.tensors)) for rank in range(self.world_size)]
         mine = torch.stack([packed for packed, _ in rows])  # (world size, bytes a row)
         theirs = mine.clone() if self.world_size == 1 else torch.empty_like(mine)
         what = f"all-to-all of {mine.numel()} bytes a rank"
         call = dist.all_to_all_single
         work = self._collective(
-            Op.SCATTER, mine, lambda: call(theirs, mine, group=self.group, async_op=True), what
+            Op.SCATTER, mine, lambda: call(theirs, mine, group=self.group, async_op=True), what, label
         )
         unpack = rows[0][1]
-        return Pending(self, work, lambda: [unpack(row) for row in theirs], what)
+        return Pending(self, work, lambda: [unpack(row) for row in theirs], what, label, Op.SCATTER)
 
-    def _start_exchange(self, request: Request) -> Pending:
+    def _start_exchange(self, request: Request, label: Label) -> Pending:
         peers = request.peers
         for peer in peers:
             if not 0 <= peer < self.world_size or peer == self.rank:
                 raise WireError(f"rank {self.rank} of {self.world_size} cannot exchange with rank {peer}")
-        mine, unpack = _pack(request.tensors)
+        mine, unpack = pack(request.tensors)
         theirs = mine.new_empty((len(peers), mine.numel()))
 
         def finish() -> Reply:
             return {peer: unpack(row) for peer, row in zip(peers, theirs, strict=True)}
 
         if not theirs.numel():
-            return Pending(self, None, finish, "")
+            return Pending(self, None, finish, "", label, Op.EXCHANGE)
         what = f"exchange of {mine.numel()} bytes with rank(s) {', '.join(map(str, peers))}"
-        self.traffic.count(Op.EXCHANGE, mine.numel(), self.world_size, len(peers))
+        framed = mine.device.type == "cpu"
+        self.traffic.count(Op.EXCHANGE, mine.numel(), self.world_size, peers, label=label, framed=framed)
         of = self._global_rank
         receives = [
             dist.P2POp(dist.irecv, row, of(peer), self.group) for peer, row in zip(peers, theirs, strict=True)
         ]
         sends = [dist.P2POp(dist.isend, mine, of(peer), self.group) for peer in peers]
         works = self._issue(lambda: dist.batch_isend_irecv(receives + sends), what)
-        return Pending(self, _All(works), finish, what)
+        return Pending(self, _All(works), finish, what, label, Op.EXCHANGE)
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def _collective(self, op: Op, handed: Tensor, call: Callable[[], Any], what: str) -> Any:
-        nbytes = handed.numel() * handed.element_size()
+    def _collective(self, op: Op, handed: Tensor, call: Callable[[], Any], what: str, label: Label) -> Any:
+        itemsize = handed.element_size()
+        nbytes = handed.numel() * itemsize
         if nbytes == 0:
             return None
-        self.traffic.count(op, nbytes, self.world_size)
+        framed = handed.device.type == "cpu"  # others go through NCCL, whose messages are not known
+        self.traffic.count(op, nbytes, self.world_size, label=label, itemsize=itemsize, framed=framed)
         return self._issue(call, what) if self.world_size > 1 else None
 
     def _lost(self, what: str, cause: RuntimeError) -> NoReturn:
-        members = dist.get_process_group_ranks(self.group)
-        missing = [rank for rank in roll_call(_ROLL_CALL_S) if rank in members]  # others may not know yet
-        who = f"rank(s) {', '.join(map(str, missing))} did not answer" if missing else "a peer did not answer"
-        raise PeerLost(
+        members = set(dist.get_process_group_ranks(self.group))
+        absent = roll_call(_ROLL_CALL_S, self._name)
+        lost, late = members.intersection(absent.lost), members.intersection(absent.late)
+        who = "a peer did not answer"
+        if lost or late:  # of a lost rank others may wait in vain, which makes them late
+            verb = "did not answer" if lost else "did not come, but run"
+            who = f"rank(s) {', '.join(map(str, sorted(lost or late)))} {verb}"
+        error = PeerLost(
             f"rank {self.rank} of {self.world_size}: {what} failed within {self.timeout_s:g} s, {who} "
             f"({_first_line(cause)}): look at that rank's log, and restart from the last checkpoint"
-        ) from cause
-
-
-class Pipeline(Generic[T]):
-    """Drives several coroutines at once, in an order that never depends on timing.
-
-    When one is added, its first request is issued; then every earlier one takes its reply and issues its
-    next request, oldest first. So rounds of neighbouring buckets overlap, and since the order depends on
-    counts alone, it is equal on all ranks.
-
-    Args:
-        driver: the way to the other ranks.
-        patient: whether adding one never waits for earlier ones; all then go on in `finish`.
-    """
-
-    def __init__(self, driver: Driver, *, patient: bool = False) -> None:
-        self._driver, self._patient = driver, patient
-        self._running: dict[int, tuple[Rounds[T], Pending]] = {}
-        self._results: dict[int, T] = {}
-        self._count = 0
-
-    def add(self, rounds: Rounds[T]) -> None:
-        """Start one more coroutine."""
-        earlier = [] if self._patient else sorted(self._running)
-        self._step(self._count, rounds, None)
-        self._count += 1
-        for index in earlier:
-            self._advance(index)
-
-    def finish(self) -> list[T]:
-        """Drive all to their ends and return what they returned, in the order in which they were added."""
-        while self._running:
-            for index in sorted(self._running):
-                self._advance(index)
-        return [self._results[i] for i in range(self._count)]
-
-    def _advance(self, index: int) -> None:
-        rounds, pending = self._running.pop(index)
-        self._step(index, rounds, pending.wait())
-
-    def _step(self, index: int, rounds: Rounds[T], reply: Reply) -> None:
-        try:
-            self._running[index] = (rounds, self._driver.start(rounds.send(reply)))
-        except StopIteration as stop:
-            self._results[index] = stop.value
-
-
-def _pack(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """Put tensors into one byte buffer, widest type first for alignment; also return the way back."""
-    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-    sizes = [tensors[i].numel() * tensors[i].element_size() for i in order]
-    widest = max((t.element_size() for t in tensors), default=1)
-    padding = -sum(sizes) % widest
-    raw = [_bytes(tensors[i]) for i in order]
-    if padding:
-        raw.append(raw[0].new_zeros(padding))
-    packed = raw[0] if len(raw) == 1 else torch.cat(raw)
-    if not packed.numel():  # nothing travels, and slices of nothing may be misaligned
-        return packed, lambda row: tensors
-
-    def unpack(row: Tensor) -> tuple[Tensor, ...]:
-        if row.numel() != packed.numel():
-            raise WireError(
-                f"expected {packed.numel()} bytes, got {row.numel()}: the ranks disagree on the payload"
-            )
-        pieces = row[: sum(sizes)].split(sizes)
-        back = {
-            i: piece.view(tensors[i].dtype).view(tensors[i].shape)
-            for i, piece in zip(order, pieces, strict=True)
-        }
-        return tuple(back[i] for i in range(len(tensors)))
-
-    return packed, unpack
-
-
-def _bytes(t: Tensor) -> Tensor:
-    flat = t.contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # one element can have any stride
-        flat = flat.new_empty(flat.shape).copy_(flat)
-    return flat.view(torch.uint8)
+        )
+        error.ranks = tuple(sorted(lost))
+        raise error from cause
 
 
 def _first_line(error: BaseException) -> str:

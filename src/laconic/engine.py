@@ -11,14 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.attach import broadcast_model, compare, synced_parameters
+from laconic.attach import broadcast_model, compare, refuse_taken, synced_parameters
 from laconic.bucket import assign
 from laconic.compressor import Compressor
 from laconic.drive import Driver
-from laconic.errors import LaconicError, TensorTypeError
+from laconic.errors import LaconicError
 from laconic.exchanger import Exchanger, Outcome
 from laconic.groups import init
+from laconic.guard import ReplicaGuard, check_interval
+from laconic.kernels.backend import wanted
 from laconic.parsing import Method, method
+from laconic.passes import Passes
+from laconic.tracing import MAX_EVENTS, Tracing
 from laconic.traffic import Traffic
 from laconic.version import __version__
 
@@ -35,6 +39,9 @@ def distribute(
     group: Any = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     timeout_s: float = 300.0,
+    check_every: int = 0,
+    repair: bool = False,
+    check_buffers: bool = False,
 ) -> GradientSync:
     """Make every `loss.backward()` leave gradients that are averaged over all ranks.
 
@@ -49,6 +56,9 @@ def distribute(
             found from the launcher's variables (torchrun, mpiexec, srun), or this process is alone.
         bucket_bytes: gradients travel in buckets of at most this size; a larger tensor is its own bucket.
         timeout_s: seconds after which a silent peer is an error.
+        check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
+        repair: overwrite parameters that differ by the majority's and warn, instead of raising.
+        check_buffers: compare and repair buffers too.
 
     Returns:
         The running synchronisation: `no_sync()`, `traffic`, `state_dict()`, `close()`, ...
@@ -59,6 +69,8 @@ def distribute(
         MismatchError: the ranks' models, methods or versions differ (raised on every rank).
         PeerLost: a rank did not answer within timeout_s.
 
+    `backward()` raises ReplicaDivergence, on all ranks, where a check finds a difference; see `ReplicaGuard`.
+
     Example:
         >>> import torch, laconic
         >>> model = torch.nn.Linear(4, 2)
@@ -68,7 +80,9 @@ def distribute(
         >>> optimizer.step()
         >>> sync.close()
     """
-    return GradientSync(model, optimizer, method, group=group, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
+    guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
+    return GradientSync(model, optimizer, method, **kept, **guard)
 
 
 class GradientSync:
@@ -94,12 +108,17 @@ class GradientSync:
         group: Any = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = 300.0,
+        check_every: int = 0,
+        repair: bool = False,
+        check_buffers: bool = False,
     ) -> None:
         self.method = method(how)
-        self._flats: list[Tensor] = []
+        self._flats: dict[int, Tensor] = {}
         self._views: dict[int, Tensor] = {}
         self._model = model
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        refuse_taken(model, self._optimizers)
+        check_interval(check_every, repair)
         synced_parameters(model, self._optimizers)  # complain before any connection is made
         assign({}, bucket_bytes)
         init(timeout_s=timeout_s)
@@ -107,10 +126,14 @@ class GradientSync:
         self._bucket_bytes = bucket_bytes
         self._enabled = True
         self._closed = False
+        self._check_every, self._checks = check_every, str((check_every, repair, check_buffers))
+        self._finite = True
         self._handles: list[Any] = []
         self._exchanger = Exchanger(self.method, self._driver, waits=self._shares_memory)
         self.refresh()
         broadcast_model(self._driver, model)
+        self._guard = ReplicaGuard(model, self._driver, repair=repair, check_buffers=check_buffers)
+        self._passes = Passes(local=any(p.grad is not None for p in self._parameters.values()))
         self._watch_optimizers()
 
     @property
@@ -127,6 +150,16 @@ class GradientSync:
     def skipped(self) -> int:
         """Number of exchanges that left the compressor's state alone because a gradient was not finite."""
         return self._exchanger.skipped
+
+    @property
+    def finite(self) -> bool:
+        """Whether the last backward pass left finite averages, alike on all ranks; step only then."""
+        return self._finite
+
+    @property
+    def repaired(self) -> int:
+        """Number of checks that found the ranks' parameters unequal, and repaired them."""
+        return self._guard.repaired
 
     @property
     def rank(self) -> int:
@@ -154,10 +187,12 @@ class GradientSync:
         Every rank must use it for the same passes.
         """
         before, self.enabled = self.enabled, False
+        passes = self._passes.count
         try:
             yield
         finally:
             self.enabled = before
+            self._passes.accumulated(passes)
 
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some.
@@ -172,11 +207,15 @@ class GradientSync:
         self._parameters = parameters
         self._by_bucket = [[parameters[name] for name in b.names] for b in buckets]
         self._place = {id(p): i for i, ps in enumerate(self._by_bucket) for p in ps}
-        self._flats, self._views = [], {}
+        self._flats, self._views = {}, {}
         self._pass_id = -1
         for handle in self._handles:
             handle.remove()
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters.values()]
+
+    def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
+        """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
+        return Tracing(path, self._driver, self._model, self._optimizers, max_events=max_events)
 
     def flush(self) -> None:
         """Finish what is under way. Gradient methods leave nothing under way between steps."""
@@ -224,7 +263,9 @@ class GradientSync:
         return {
             **versions,
             "method": self.method.text,
+            "kernels": wanted(),
             "bucket_bytes": self._bucket_bytes,
+            "check_every, repair, check_buffers": self._checks,
             "parameters": len(shapes),
             **shapes,
             **buffers,
@@ -237,26 +278,18 @@ class GradientSync:
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.requires_grad and id(p) not in self._place:
-                    raise LaconicError(
-                        f"a parameter of shape {tuple(p.shape)} has a gradient that was not averaged: after "
-                        "unfreezing parameters call sync.refresh() on every rank"
-                    )
+        self._passes.check_step(optimizer, self._place, self._pass_id != -1)
 
     def _add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         type(optimizer).add_param_group(optimizer, group)
         self.refresh()
 
     def _on_gradient(self, parameter: Tensor) -> None:
+        current = torch._C._current_graph_task_id()
+        self._passes.saw(current)
         if not self._enabled:
             return
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise TensorTypeError(
-                f"gradients must be dense, got {parameter.grad.layout}: use Embedding(sparse=False)"
-            )
-        current = torch._C._current_graph_task_id()
+        self._passes.check_gradient(parameter.grad)
         if self._pass_id != current:
             self._begin_pass(current)
         index = self._place[id(parameter)]
@@ -276,31 +309,46 @@ class GradientSync:
         self._pass_id = graph_task
         self._next = 0
         self._missing = [{id(p) for p in ps} for ps in self._by_bucket]
-        self._cut_flats()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
-
-    def _cut_flats(self) -> None:
-        """Find each parameter's place in this step's flat tensors."""
-        for index, (bucket, ps) in enumerate(zip(self._exchanger.buckets, self._by_bucket, strict=True)):
-            flat = self._exchanger.flat(index)
-            if index == len(self._flats) or self._flats[index] is not flat:
-                del self._flats[index:]
-                self._flats.append(flat)
-                self._views |= dict(zip(map(id, ps), bucket.views(flat), strict=True))
 
     @torch.no_grad()
     def _fill(self, parameter: Tensor) -> None:
-        """Copy a gradient to its place; if it may, it lives there from now on."""
-        view, grad, scale = self._views[id(parameter)], parameter.grad, self._exchanger.scale
+        """Put a gradient where it is exchanged; if it may, it lives there from now on."""
+        grad, scale, index = parameter.grad, self._exchanger.scale, self._place[id(parameter)]
         if grad is None:
-            view.zero_()  # a parameter without a gradient counts as zeros
-            return
-        if scale != 1.0:
-            torch.mul(grad, scale, out=view)
-        elif grad.data_ptr() != view.data_ptr():
-            view.copy_(grad)
-        if self._shares_memory and parameter.is_contiguous():
-            parameter.grad = view
+            self._view(parameter, index).zero_()  # a parameter without a gradient counts as zeros
+        elif self._alone(parameter, grad, index) and self._exchanger.lend(index, grad.view(-1)):
+            if scale != 1.0:
+                grad.mul_(scale)
+        else:
+            view = self._view(parameter, index)
+            if scale != 1.0:
+                torch.mul(grad, scale, out=view)
+            elif grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
+            if self._shares_memory and parameter.is_contiguous():
+                parameter.grad = view
+
+    def _alone(self, parameter: Tensor, grad: Tensor, index: int) -> bool:
+        """Return whether a gradient is a whole bucket in memory of its own, so that it need not be copied."""
+        return (
+            self._shares_memory
+            and len(self._by_bucket[index]) == 1
+            and parameter.is_contiguous()
+            and grad.is_contiguous()
+            and not grad.requires_grad
+            and (grad.dtype, grad.device) == (parameter.dtype, parameter.device)
+            and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size() > 0
+        )
+
+    def _view(self, parameter: Tensor, index: int) -> Tensor:
+        """Return a parameter's place in this step's flat tensor."""
+        flat = self._exchanger.flat(index)
+        if self._flats.get(index) is not flat:
+            self._flats[index] = flat
+            places = self._exchanger.buckets[index].views(flat)
+            self._views |= dict(zip(map(id, self._by_bucket[index]), places, strict=True))
+        return self._views[id(parameter)]
 
     def _submit_next(self) -> None:
         index = self._next
@@ -316,8 +364,10 @@ class GradientSync:
         while self._next < len(self._by_bucket):
             self._submit_next()
         flags = [p.grad is not None for ps in self._by_bucket for p in ps]
-        self._sent(self._exchanger.finish(flags))
+        self._sent(self._exchanger.finish(flags + self._passes.flags()))
         self._pass_id = -1
+        if self._check_every and (self.step + self.skipped) % self._check_every == 0:
+            self._guard.check(self.step)
 
     def _sent(self, outcome: Future[Outcome]) -> None:
         """Go on once all buckets are on their way: wait for the averages, which `.grad` then holds."""
@@ -325,6 +375,8 @@ class GradientSync:
 
     def _write_back(self, outcome: Outcome) -> None:
         self._exchanger.join_streams()
+        self._passes.exchanged(outcome.any_flags)
+        self._finite = outcome.applied
         used = iter(outcome.any_flags)
         for bucket, ps, average in zip(
             self._exchanger.buckets, self._by_bucket, outcome.averages, strict=True

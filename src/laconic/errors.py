@@ -9,11 +9,14 @@ LaconicError
 ├── CheckpointError                a checkpoint that is unreadable, foreign or of another run
 ├── LaunchError                    the ranks could not be started or could not find each other
 ├── MismatchError                  the ranks disagree on the model, the method or a version
+├── ReplicaDivergence              the ranks' parameters, which should be equal, are not
 ├── WireError                      a payload that does not have the form it should have
 └── PeerLost                       another rank died, went silent or was cut off
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 __all__ = [
     "CheckpointError",
@@ -25,6 +28,7 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "PeerLost",
+    "ReplicaDivergence",
     "TensorTypeError",
     "WireError",
     "bad_value",
@@ -67,12 +71,34 @@ class MismatchError(LaconicError):
     """The ranks disagree on something that must be equal everywhere."""
 
 
+class ReplicaDivergence(LaconicError):
+    """The ranks' parameters should be equal bit for bit, and are not.
+
+    Attributes:
+        step: when it was found, as the caller counts.
+        tensors: by name, the ranks that differ from the majority, ascending; none where there is no majority.
+    """
+
+    def __init__(
+        self, message: str, step: int = 0, tensors: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.tensors = dict(tensors or {})
+
+
 class WireError(LaconicError):
     """A payload does not have the form that both sides agreed on."""
 
 
 class PeerLost(LaconicError):
-    """Another rank died, went silent for longer than the timeout, or was cut off."""
+    """Another rank died, went silent for longer than the timeout, or was cut off.
+
+    Attributes:
+        ranks: the lost ones, ascending; empty where it is not known which.
+    """
+
+    ranks: tuple[int, ...] = ()
 
 
 def bad_value(

@@ -6,6 +6,7 @@ New states take effect only when every rank's every bucket was finite, so one ba
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from laconic.compressor import Exchange, Site, State
 from laconic.drive import Driver, Pipeline
 from laconic.parsing import Method
 from laconic.restore import check_state
+from laconic.streams import is_finite
+from laconic.traffic import CONTROL, Label
 from laconic.wire import Rounds, mean
 
 __all__ = ["Exchanger", "Outcome"]
@@ -65,6 +68,7 @@ class Exchanger:
         self.driver = driver
         self.step = 0
         self.skipped = 0
+        self._reported = False  # an overflow
         self._want_errors = want_errors
         self._waits = waits
         self._inline = waits and self.compressor.one_round(driver.world_size)
@@ -73,10 +77,12 @@ class Exchanger:
         # Where a non-finite input shows in the average by itself and there is no state to harm, no
         # agreement on finiteness is needed.
         self._detects = self.compressor.detects(driver.world_size)
+        self._settles = waits and self.compressor.settles(driver.world_size)
         self._guarded = not (self.compressor.propagates or self._detects)
         self.buckets: list[Bucket] = []
         self._sites: list[Site] = []
-        self._flats: list[Tensor] = []
+        self._flats: list[Tensor | None] = []
+        self._lent: set[int] = set()
         self._averages: dict[int, Tensor] = {}
         self._states: list[State] = []
         self._spare: dict[str, dict[str, Tensor]] = {}  # state of parameters that wait for their bucket
@@ -102,14 +108,20 @@ class Exchanger:
         self._drop_from(index)
         driver = self.driver
         rank, size = driver.rank, driver.world_size
-        site = Site(shapes=bucket.shapes, rank=rank, world_size=size, key=index, scaled=self._scaled)
-        flat = bucket.empty()
-        fresh = self.compressor.init(flat, site)
+        site = Site(
+            shapes=bucket.shapes,
+            rank=rank,
+            world_size=size,
+            key=index,
+            scaled=self._scaled,
+            settles=self._settles,
+        )
+        fresh = self.compressor.init(bucket.empty(), site)
         known = {name: self._spare.pop(name) for name in bucket.names if name in self._spare}
         state = join_state(fresh, bucket, {**split_state(fresh, bucket), **known}) if known else fresh
         self.buckets.append(bucket)
         self._sites.append(site)
-        self._flats.append(flat)
+        self._flats.append(None)
         self._states.append(state)
         if bucket.device.type == "cuda" and bucket.device not in self._streams:
             self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
@@ -119,11 +131,29 @@ class Exchanger:
 
         Ask again for each step: after a step, the memory may hold the bucket's new state.
         """
-        return self._flats[index]
+        flat = self._flats[index]
+        if flat is None:
+            flat = self._flats[index] = self.buckets[index].empty()
+        return flat
+
+    def lend(self, index: int, x: Tensor) -> bool:
+        """Take a tensor, flat and filled, as a bucket of this step instead of the bucket's own memory.
+
+        That saves a pass over memory. The tensor belongs to the exchange from then on, as `flat` does.
+
+        Returns:
+            False where it cannot be taken, since the bucket's average will be written to the same memory.
+        """
+        average = self._averages.get(index)
+        if average is not None and average.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            return False
+        self._flats[index] = x
+        self._lent.add(index)
+        return True
 
     def submit(self, index: int) -> None:
         """Hand over the next bucket, filled, in order; returns at once."""
-        x = self._flats[index]
+        x = self.flat(index)
         ready = _record(x.device)
         if self._inline:
             self._launch(index, x, ready)
@@ -195,6 +225,9 @@ class Exchanger:
 
     def _begin(self) -> None:
         self._jobs = []
+        for index in self._lent:
+            self._flats[index] = None
+        self._lent.clear()
         self._pipeline: Pipeline[Exchange] = Pipeline(self.driver, patient=self._inline)
         self._bad: dict[int, Tensor] = {}
 
@@ -207,12 +240,12 @@ class Exchanger:
                     x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
             site = replace(self._sites[index], step=self.step, spare=self._spare_memory(index, x))
             rounds = self.compressor.rounds(x, self._states[index], site, want_error=self._want_errors)
-            self._pipeline.add(rounds)
+            self._pipeline.add(rounds, Label(bucket=index, method=self.method.text))
 
     def _spare_memory(self, index: int, x: Tensor) -> Tensor | None:
         """Return last step's memory for the average of a bucket, if the caller is done with it by now."""
-        if not self._waits or self._scaled:
-            return None  # the average may still be in use, or takes x's own memory
+        if not self._waits or self._scaled or self._settles:
+            return None  # the average may still be in use, or takes x's own memory or the residual's
         if index not in self._averages:
             self._averages[index] = torch.empty_like(x)
         return self._averages[index]
@@ -233,12 +266,12 @@ class Exchanger:
         bad = [self._bad[i].to(device) for i in sorted(self._bad)]
         mine = torch.tensor([float(f) for f in flags], device=device)
         control = torch.cat([torch.stack(bad), mine]) if bad else mine
-        self._pipeline.add(_exchange_flags(control))
+        self._pipeline.add(_exchange_flags(control), Label(CONTROL, method=self.method.text))
         *exchanges, verdict = self._pipeline.finish()
         told = [value > 0 for value in verdict.average.tolist()]
-        harmed, any_flags = told[: len(bad)], told[len(bad) :]
-        found = [self._found(e) for e in exchanges]
-        harmed = [h or f for h, f in zip(harmed or [False] * len(exchanges), found, strict=True)]
+        entered, any_flags = told[: len(bad)] or [False] * len(exchanges), told[len(bad) :]
+        found = [not is_finite(e.average) or (e.finite is not None and not e.finite) for e in exchanges]
+        harmed = [e or f for e, f in zip(entered, found, strict=True)]
         applied = not any(harmed)
         if applied:
             self._commit(exchanges)
@@ -246,22 +279,33 @@ class Exchanger:
         else:
             self.skipped += 1
             for exchange, harm in zip(exchanges, harmed, strict=True):
-                if harm:
+                if harm and not self.compressor.propagates:
                     exchange.average.fill_(torch.nan)
+            known = [self._guarded or (e.finite is not None and bool(e.finite)) for e in exchanges]
+            over = [f and k and not e for f, k, e in zip(found, known, entered, strict=True)]
+            if any(over) or any(e.overflow for e in exchanges):
+                self._report_overflow()
         errors = [e.error for e in exchanges]
         return Outcome([e.average for e in exchanges], any_flags, applied, errors)
 
-    def _found(self, exchange: Exchange) -> bool:
-        """Return whether an exchange shows, alike on all ranks, that something was not finite."""
-        if exchange.finite is not None:
-            return not exchange.finite
-        return (self._guarded or self._detects) and bool(_not_finite(exchange.average))
+    def _report_overflow(self) -> None:
+        """Say once, on rank 0, that the method's numbers were too small for what the ranks gave it."""
+        if self.driver.rank == 0 and not self._reported:
+            warnings.warn(
+                f"{self.method.text}: an average overflowed after {self.step} steps, though every rank's "
+                "values were finite. Such a step changes no state and is counted as skipped; later ones are "
+                "only counted. Clip gradients (clip_norm=...), lower the loss scale, or use bf16 in place of "
+                "fp16",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._reported = True
 
     def _commit(self, exchanges: Sequence[Exchange]) -> None:
         """Take the new states; where one lives in a bucket's memory, the bucket gets the old one's."""
         for i, exchange in enumerate(exchanges):
             old, self._states[i] = self._states[i], exchange.state
-            mine = self._flats[i]
+            mine = self.flat(i)
             memory = mine.untyped_storage().data_ptr()
             for key, new in exchange.state.items():
                 if new is not old[key] and new.untyped_storage().data_ptr() == memory:

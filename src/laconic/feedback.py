@@ -69,6 +69,10 @@ class ErrorFeedback(Compressor):
         """As inside."""
         return self.inner.one_round(world_size)
 
+    def settles(self, world_size: int) -> bool:
+        """As inside; the residual's memory is what it gains."""
+        return self.inner.settles(world_size)
+
     @property
     def votes(self) -> bool:
         """As inside."""
@@ -91,7 +95,7 @@ class ErrorFeedback(Compressor):
             done = yield from self.inner.corrected(x, residual, state, site)
         else:
             done = yield from self.inner.rounds(residual + x, state, site, want_error=True)
-        average, inner_state, error, finite = done
+        average, inner_state, error, finite, overflow = done
         assert error is not None  # asked for
         lost = (error - residual).to(x.dtype) if want_error else None
-        return Exchange(average.to(x.dtype), {**inner_state, "residual": error}, lost, finite)
+        return Exchange(average.to(x.dtype), {**inner_state, "residual": error}, lost, finite, overflow)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,23 +12,35 @@ import torch
 from torch import Tensor
 
 from laconic.drive import Driver, Pipeline
-from laconic.errors import CheckpointError, TensorTypeError
+from laconic.errors import CheckpointError, ConfigError, PeerLost, TensorTypeError, bad_value
+from laconic.streams import is_finite
 from laconic.topology import Topology, check
-from laconic.wire import Rounds, exchange
+from laconic.traffic import Label
+from laconic.wire import Rounds, exchange, gather
 
 __all__ = ["Gossip", "mixing"]
 
+_LOST = ("raise", "drop")
 
-def mixing(tensors: Sequence[Tensor], weights: Mapping[int, float], rank: int) -> Rounds[None]:
+
+def mixing(tensors: Sequence[Tensor], weights: Mapping[int, float], rank: int) -> Rounds[bool]:
     """Mix tensors in place: `x_i <- sum_j W_ij x_j`, summed in rank order, in float32 or wider.
 
     Equal inputs give equal bits, whatever the order in which messages arrive. All tensors go in one message a
     neighbour.
 
+    A rank whose tensors are not all finite takes no part: what its neighbours would have taken from it they
+    take from themselves, so the mean over the other ranks is kept wherever it is otherwise. The rank itself
+    becomes the mean of its finite neighbours, with their weights; without any it stays as it is. Both ends of
+    an edge see both messages, so they decide alike.
+
     Args:
         tensors: real floating-point tensors, of the same shapes and dtypes on all ranks.
         weights: this rank's row W_i of the mixing matrix, its own weight included.
         rank: this rank.
+
+    Returns:
+        Whether this rank's tensors and its neighbours' were finite.
 
     Example:
         >>> from laconic.simulate import run
@@ -38,12 +53,16 @@ def mixing(tensors: Sequence[Tensor], weights: Mapping[int, float], rank: int) -
     groups = _by_dtype(tensors)
     mine = [torch.cat([t.detach().reshape(-1) for t in group]) for group in groups]
     theirs = yield from exchange([flat.clone() for flat in mine], [r for r in weights if r != rank])
+    rows = {r: mine if r == rank else theirs[r] for r in sorted(weights)}
+    fit = {r for r, flats in rows.items() if all(map(is_finite, flats))}
+    kept = _without(weights, fit, rank)
     with torch.no_grad():
         for i, (group, flat) in enumerate(zip(groups, mine, strict=True)):
-            rows = ((weights[r], flat if r == rank else theirs[r][i]) for r in sorted(weights))
-            mixed = _weighted_sum(rows, flat).split([t.numel() for t in group])
+            weighted = ((kept[r], rows[r][i]) for r in sorted(kept))
+            mixed = _weighted_sum(weighted, flat).split([t.numel() for t in group])
             for t, piece in zip(group, mixed, strict=True):
                 t.copy_(piece.view(t.shape))
+    return len(fit) == len(rows)
 
 
 class Gossip:
@@ -52,10 +71,25 @@ class Gossip:
     Args:
         driver: the way to the other ranks; its `traffic` counts what is sent.
         topology: who mixes with whom, the same on all ranks.
+        lost: what a lost rank means: "raise" a PeerLost, or "drop" it and go on; the same on all ranks.
+
+    With "drop", the survivors form a new group and the weight `W_ij` of a lost neighbour j goes to the rank's
+    own: `W_ii <- W_ii + W_ij`. So rows still sum to 1, and if the matrix was symmetric, what is left of it is
+    symmetric and keeps the mean over the survivors. It costs the timeout where nobody's connection broke, the
+    roll call of at most 2 s, and a new meeting. A rank that was a mixing behind when it noticed leaves that
+    one out, so that all are in step again; the mean may move by that one. PeerLost is raised all the same
+    where it is not known who was lost, or where the lost rank 0 hosted the store at which the survivors would
+    meet (with torchrun and `run_local` it does not).
+
+    Attributes:
+        step: number of mixings.
+        events: for each loss the step, the ranks that were lost and the seconds until training went on.
+        skipped: number of them in which this rank or a neighbour was not finite, and was left out; see
+            `mixing`. The first is told by a warning.
 
     Raises:
-        ConfigError: the topology does not fit the number of ranks, is not symmetric, or a row of weights does
-            not sum to 1.
+        ConfigError: the topology does not fit the number of ranks, is not symmetric, a row of weights does
+            not sum to 1, or `lost` is another word.
 
     Example:
         >>> from laconic.groups import init, shutdown
@@ -68,11 +102,19 @@ class Gossip:
         >>> shutdown()
     """
 
-    def __init__(self, driver: Driver, topology: Topology) -> None:
+    def __init__(self, driver: Driver, topology: Topology, *, lost: str = "raise") -> None:
         check(topology, driver.world_size)
+        if lost not in _LOST:
+            raise bad_value("lost", f"must be one of {', '.join(_LOST)}", lost, "use 'raise'")
+        self._drops = lost == "drop"
+        self._whole = driver.rank, driver.world_size
+        self._left = list(range(driver.world_size))  # those of the whole group that are left
+        self._skip_to = 0
+        self.events: list[dict[str, Any]] = []
         self.driver = driver
         self.topology = topology
         self.step = 0
+        self.skipped = 0
 
     def mix(self, tensors: Sequence[Tensor], *, separately: bool = False) -> None:
         """Mix tensors in place with the weights of this step.
@@ -84,20 +126,67 @@ class Gossip:
         Raises:
             TensorTypeError: a tensor is integer, boolean or complex.
             PeerLost: a neighbour did not answer in time; the tensors of that message are kept.
+            ConfigError: `separately`, and lost ranks are to be dropped: a mixing must fail or succeed as one.
         """
+        if separately and self._drops:
+            raise ConfigError("separately must be False where lost ranks are dropped: mix all in one message")
         for t in tensors:
             if not t.is_floating_point():
                 advice = "leave it out, or mix its real and imaginary parts"
                 raise TensorTypeError(
                     f"only real floating-point tensors can be mixed, got {t.dtype}: {advice}"
                 )
-        driver = self.driver
-        weights = self.topology.weights(driver.rank, driver.world_size, self.step)
-        pipeline: Pipeline[None] = Pipeline(driver)
-        for part in ([t] for t in tensors) if separately else [tensors]:
-            pipeline.add(mixing(part, weights, driver.rank))
-        pipeline.finish()
+        while self.step >= self._skip_to:
+            try:
+                self._mix([[t] for t in tensors] if separately else [tensors])
+                break
+            except PeerLost as error:
+                if not (self._drops and error.ranks):
+                    raise
+                self._drop(error)
         self.step += 1
+
+    def _mix(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        weights, driver = self._weights(), self.driver
+        pipeline: Pipeline[bool] = Pipeline(driver)
+        for part in parts:
+            pipeline.add(mixing(part, weights, driver.rank), Label(method="gossip"))
+        if not all(pipeline.finish()):
+            self._left_out()
+
+    def _weights(self) -> dict[int, float]:
+        """Return this rank's weights of those that are left, by their ranks in the driver's group."""
+        rank, size = self._whole
+        row = dict(self.topology.weights(rank, size, self.step))
+        row[rank] += math.fsum(row.pop(other) for other in list(row) if other not in self._left)
+        return {self._left.index(other): weight for other, weight in row.items()}
+
+    def _drop(self, error: PeerLost) -> None:
+        """Go on without the lost ranks, all survivors from the same step."""
+        start, before = time.monotonic(), self.driver
+        self.driver = before.without(error.ranks)
+        self._left = [rank for i, rank in enumerate(self._left) if before.name_of(i) not in error.ranks]
+        steps = self.driver.run(gather(torch.tensor([self.step])), Label(method="gossip"))
+        self._skip_to = max(int(step) for (step,) in steps)
+        seconds = time.monotonic() - start
+        self.events.append({"step": self.step, "lost": list(error.ranks), "seconds": seconds})
+        warnings.warn(
+            f"rank {self._whole[0]}: rank(s) {', '.join(map(str, error.ranks))} were lost after {self.step} "
+            f"mixings; {len(self._left)} of {self._whole[1]} ranks go on without them",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _left_out(self) -> None:
+        self.skipped += 1
+        if self.skipped == 1:
+            warnings.warn(
+                f"rank {self.driver.rank}: its own tensors or a neighbour's were not finite after "
+                f"{self.step} mixings and were left out; later ones are only counted. Skip "
+                "steps whose gradients are not finite",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the next mixing: the number of those before it."""
@@ -112,6 +201,17 @@ class Gossip:
         if not isinstance(state.get("step"), int):
             raise CheckpointError(f"a gossip state holds the number of its step, got {state!r}")
         self.step = state["step"]
+
+
+def _without(weights: Mapping[int, float], fit: set[int], rank: int) -> Mapping[int, float]:
+    """Return a row of weights in which only finite ranks are left, still summing to 1."""
+    kept = {r: w for r, w in weights.items() if r in fit and w}
+    if len(fit) == len(weights):
+        return weights
+    if rank in fit:
+        return {**kept, rank: weights[rank] + math.fsum(w for r, w in weights.items() if r not in fit)}
+    total = math.fsum(kept.values())
+    return {r: w / total for r, w in kept.items()} if total > 0 else {rank: 1.0}
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -24,15 +25,35 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from .errors import LaunchError, bad_value
+from .gathering import gather_ranks, introduce, store_errors
 from .launchers import World, bad_variable, detect
 from .meeting import Meeting, meeting_point
-from .network import GLOO_INTERFACE, await_port, bounded, own_address, use_loopback
+from .network import (
+    GLOO_INTERFACE,
+    address_towards,
+    await_port,
+    bounded,
+    own_address,
+    use_loopback,
+)
+from .presence import Absent, Presence, attend
+from .rejoining import agree_on_start
 from .workers import TIMEOUT_VARIABLE, run_local
 
-__all__ = ["World", "backends", "detect", "init", "roll_call", "run_local", "shutdown"]
+__all__ = [
+    "Absent",
+    "World",
+    "backends",
+    "came",
+    "detect",
+    "go_on_without",
+    "init",
+    "roll_call",
+    "run_local",
+    "shutdown",
+]
 
 _DEFAULT_TIMEOUT_S = 300.0
-_POLL_S = 0.01
 _ROLL_CALL_POLL_S = 0.1
 
 
@@ -45,6 +66,7 @@ class _Place:
     store: Store
     pid: int = field(default_factory=os.getpid)
     inits: int = 0
+    start: str | None = None  # name of this start among those that share the store
     rank_0_lost: bool = False
 
 
@@ -55,7 +77,7 @@ class _Session:
     place: _Place
     store: Store
     chose_interface: bool
-    roll_calls: int = 0
+    presence: Presence | None
 
 
 _place: _Place | None = None
@@ -102,16 +124,23 @@ def init(
     deadline = time.monotonic() + limit_s
     world = detect(os.environ)
     place = _meet(meeting_point(world, os.environ), world, deadline)
-    # Torch's agent keeps one store over restarts of the workers, so their keys must differ.
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"laconic/{restart}/{place.inits}", place.store)
+    if place.start is None:  # torch's agents keep one store over restarts, so keys must differ
+        place.start = agree_on_start(place.store, world, limit_s, deadline) if _agent_has_store() else "0"
+    store = PrefixStore(f"laconic/{place.start}/{place.inits}", place.store)
     place.inits += 1
-    _gather(store, world, "came", limit_s, deadline)
-    chose_interface = world.one_host and use_loopback()
-    _join(backend, store, world, limit_s, device_id)
-    # Only when all are connected may the host of the store leave: connecting reads addresses from it.
-    _gather(store, world, "connected", limit_s, time.monotonic() + limit_s)
-    _session = _Session(place, store, chose_interface)
+    presence = _present(store, world, place.meeting)
+    try:
+        gather_ranks(store, world, "came", limit_s, deadline)
+        introduce(presence, store, world)
+        chose_interface = world.one_host and use_loopback()
+        _join(backend, store, world, limit_s, device_id)
+        # Only when all are connected may the host of the store leave: connecting reads addresses from it.
+        gather_ranks(store, world, "connected", limit_s, time.monotonic() + limit_s)
+    except BaseException:
+        if presence is not None:
+            presence.close()
+        raise
+    _session = _Session(place, store, chose_interface, presence)
     return world
 
 
@@ -124,45 +153,54 @@ def shutdown() -> None:
     session, _session = _own_session(), None
     if session is None:
         return
+    if session.presence is not None:  # first: from now on this rank comes to nothing any more
+        session.presence.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     if session.chose_interface:
         os.environ.pop(GLOO_INTERFACE, None)
 
 
-def roll_call(grace_s: float) -> list[int]:
-    """After a failed collective, find out which ranks are gone.
+def roll_call(grace_s: float, group: str = "") -> Absent:
+    """After a failed collective, find out which ranks are to blame.
 
-    Every survivor calls it; each leaves a mark in the meeting store and waits for the others' marks. It
-    never raises, and returns within about a second of `grace_s`.
+    It never raises, and returns within about two seconds of `grace_s`. In a group that `init` made, each
+    rank that failed asks all others (see `laconic.presence`). In a group of the user's own, each leaves a
+    mark in that group's store and waits for the others' marks.
 
     Args:
-        grace_s: seconds to wait for ranks that have not noticed the failure yet, >= 0.
+        grace_s: seconds that a rank has to answer, >= 0.
+        group: name of the group in which it failed, as given to `came`.
 
     Returns:
-        The ranks that did not answer, ascending; [0] where rank 0 hosts the store and that is gone; []
+        The ranks that are lost, and those that are alive but had not come to the collective. Both are empty
         where all answered, or where it cannot be known.
     """
     session = _own_session()
-    try:
-        if session is not None:
-            session.roll_calls += 1
-            store = PrefixStore(f"roll-call/{session.roll_calls}", _roll_call_store(session))
-        else:
-            store = PrefixStore("laconic/roll-call", dist.distributed_c10d._get_default_store())
-        rank, size = dist.get_rank(), dist.get_world_size()
-    except Exception:  # no group, or a version of PyTorch that keeps its store elsewhere
-        return []
-    server = _server_of_rank_0(session) if rank != 0 else None
-    try:
-        if server is not None:  # asking a store that is gone prints pages of C++ frames
-            await_port(server.host, server.port, time.monotonic())
-        lost = bounded(lambda: _absent(store, rank, size, grace_s), grace_s + 1.0)
-    except Exception:  # the store does not answer, or its connection broke
-        lost = [0] if server is not None else []
     if session is not None:
-        session.place.rank_0_lost |= 0 in lost
-    return lost
+        found = session.presence.absent(group, grace_s) if session.presence is not None else Absent()
+        session.place.rank_0_lost |= 0 in found.lost
+        return found
+    try:
+        store = PrefixStore("laconic/roll-call", dist.distributed_c10d._get_default_store())
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return Absent(bounded(lambda: _unmarked(store, rank, size, grace_s), grace_s + 1.0))
+    except Exception:  # no group, a PyTorch that keeps its store elsewhere, or a store that is gone
+        return Absent()
+
+
+def came(group: str) -> None:
+    """Count that this rank came to a collective of a group, by which `roll_call` tells who is late."""
+    session = _own_session()
+    if session is not None and session.presence is not None:
+        session.presence.came[group] += 1
+
+
+def go_on_without(lost: Sequence[int]) -> None:
+    """Forget a loss that training survives, so that the next `roll_call` finds the next one."""
+    session = _own_session()
+    if session is not None and session.presence is not None:
+        session.presence.go_on_without(lost)
 
 
 def backends() -> dict[str, bool]:
@@ -176,7 +214,7 @@ def backends() -> dict[str, bool]:
     return {"gloo": built and dist.is_gloo_available(), "nccl": built and dist.is_nccl_available()}
 
 
-def _absent(store: Store, rank: int, size: int, grace_s: float) -> list[int]:
+def _unmarked(store: Store, rank: int, size: int, grace_s: float) -> list[int]:
     deadline = time.monotonic() + grace_s
     store.set(str(rank), "here")
     missing = [other for other in range(size) if other != rank]
@@ -187,16 +225,20 @@ def _absent(store: Store, rank: int, size: int, grace_s: float) -> list[int]:
         time.sleep(_ROLL_CALL_POLL_S)
 
 
-def _roll_call_store(session: _Session) -> Store:
-    """Open a file anew: rank 0 may have removed it at its end, and an open store keeps its old offset."""
-    if session.place.meeting.kind == "file":
-        return FileStore(session.place.meeting.path, -1)
-    return session.store
+def _present(store: Store, world: World, meeting: Meeting) -> Presence | None:
+    """Start to answer roll calls, and leave in the store how to ask this rank."""
+    if world.world_size == 1:
+        return None
 
+    def host() -> str:
+        if world.one_host:
+            return "127.0.0.1"
+        return address_towards(meeting.host, meeting.port) if meeting.kind == "tcp" else own_address()
 
-def _server_of_rank_0(session: _Session | None) -> TCPStore | None:
-    store = session.place.store if session is not None else None
-    return store if isinstance(store, TCPStore) and not _agent_has_store() else None
+    presence = attend(world.rank, host)
+    with store_errors():
+        store.set(f"presence/{world.rank}", presence.card if presence is not None else "")
+    return presence
 
 
 def _agent_has_store() -> bool:
@@ -301,40 +343,6 @@ def _agree_through_mpi(world: World, deadline: float) -> Store:
     store = TCPStore("localhost", 0, world.world_size, True, timeout, False)
     comm.bcast((own_address(), store.port), root=0)
     return store
-
-
-def _gather(store: Store, world: World, verb: str, limit_s: float, deadline: float) -> None:
-    """Wait until every rank did what the verb says; rank 0, which may host the store, returns last."""
-
-    def mark(prefix: str) -> None:
-        store.set(f"{prefix}/{world.rank}", "1")
-
-    def wait(keys: list[str], prefix: str) -> None:
-        while not store.check(keys):
-            if time.monotonic() > deadline:
-                absent = [rank for rank in range(world.world_size) if not store.check([f"{prefix}/{rank}"])]
-                raise _absentees(absent or [0], world.world_size, verb, limit_s)
-            time.sleep(_POLL_S)
-
-    try:
-        mark(verb)
-        if world.rank == 0:
-            wait([f"{verb}/{rank}" for rank in range(world.world_size)], verb)
-            mark(f"{verb}/seen")
-            wait([f"{verb}/seen/{rank}" for rank in range(world.world_size)], f"{verb}/seen")
-        else:
-            wait([f"{verb}/seen/0"], verb)
-            mark(f"{verb}/seen")
-    except RuntimeError as error:
-        raise LaunchError(f"rank 0 left while the ranks met: {str(error).splitlines()[0]}") from None
-
-
-def _absentees(absent: list[int], size: int, verb: str, limit_s: float) -> LaunchError:
-    names = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
-    return LaunchError(
-        f"{size - len(absent)} of {size} ranks {verb} within {limit_s:g} s, missing: {names}; "
-        f"look for errors of those ranks, or wait longer with timeout_s"
-    )
 
 
 def _join(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError
+from laconic.kernels.dispatch_lowrank import orthonormal
 
 __all__ = ["orthogonalize"]
 
 # A column is degenerate if this share of it, or less, is left once the earlier columns are taken out. Far
 # above float64's rounding (2e-16), far below any direction that float32 input can hold on purpose (6e-8).
 _DEGENERATE = 1e-12
-# Rows that one torch reduction adds: longer ones may be split by the number of threads, which changes bits.
-_ROWS = 1024
 
 
 def orthogonalize(p: Tensor) -> Tensor:
@@ -46,17 +46,7 @@ def orthogonalize(p: Tensor) -> Tensor:
     *batch, n, r = p.shape
     columns = _scaled(p.reshape(math.prod(batch), n, r).mT.double().contiguous())  # (b, r, n)
     spare = _pseudo_random(r, n).to(p.device)
-    q = torch.empty_like(columns)
-    for j in range(r):
-        pair = torch.stack([columns[:, j], spare[j].expand_as(columns[:, j])], 1)  # (b, 2, n)
-        before = _norm(pair)
-        for _ in range(2 if j else 0):
-            shares = _sum(pair[:, :, None] * q[:, None, :j])  # (b, 2, j)
-            pair = pair - (shares[..., None] * q[:, None, :j]).sum(2)
-        after = _norm(pair)
-        good = after[:, :1] > _DEGENERATE * before[:, :1]
-        chosen = torch.where(good, pair[:, 0], pair[:, 1])
-        q[:, j] = chosen / torch.where(good, after[:, :1], after[:, 1:])
+    q = orthonormal(columns, spare, _DEGENERATE)
     return q.mT.reshape(*batch, n, r).to(p.dtype)
 
 
@@ -68,20 +58,7 @@ def _scaled(columns: Tensor) -> Tensor:
     return columns / torch.where(largest > 0, largest, 1.0)
 
 
-def _norm(rows: Tensor) -> Tensor:
-    return _sum(rows * rows).sqrt()
-
-
-def _sum(rows: Tensor) -> Tensor:
-    """Sum over the last dimension in an order that depends on its length only."""
-    n = rows.shape[-1]
-    if n <= _ROWS:
-        return rows.sum(-1)
-    whole = n // _ROWS * _ROWS
-    parts = rows[..., :whole].unflatten(-1, (-1, _ROWS)).sum(-1)
-    return _sum(parts) + rows[..., whole:].sum(-1)
-
-
+@lru_cache(maxsize=64)
 def _pseudo_random(r: int, n: int) -> Tensor:
     """Return r rows of n uniform numbers from a generator of its own."""
     generator = torch.Generator().manual_seed(0x6C61636F)

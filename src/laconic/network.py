@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["GLOO_INTERFACE", "await_port", "bounded", "own_address", "use_loopback"]
+__all__ = ["GLOO_INTERFACE", "address_towards", "await_port", "bounded", "own_address", "use_loopback"]
 
 T = TypeVar("T")
 
@@ -75,6 +75,26 @@ def await_port(host: str, port: int, deadline: float) -> None:
             if time.monotonic() > deadline:
                 raise
         time.sleep(_POLL_S)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this machine from which another one is reached; nothing is sent.
+
+    Args:
+        host: name or address of the other machine, or of this one.
+        port: 1 to 65535.
+
+    Raises:
+        OSError: there is no way to it.
+
+    Example:
+        >>> address_towards("127.0.0.1", 29500)
+        '127.0.0.1'
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 def own_address() -> str:

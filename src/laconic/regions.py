@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laconic.compressor import Exchange, Payload, Site, State
 from laconic.kernels.dispatch import pack_places, select, unpack_places
+from laconic.sparse import check_places
 from laconic.wire import Rounds, gather, scatter
 
 __all__ = ["Regions", "regions_for", "sparse_all_reduce"]
@@ -138,9 +139,11 @@ class _Rows:
 
     def read(self, row: Payload) -> tuple[Tensor, Tensor]:
         """Return places and values of one row."""
-        if not self.compact:
-            return row[0].long(), row[1]
-        return unpack_places(row[0], self.length + self.count, self.count).long(), row[1]
+        universe = self.length + self.count
+        if self.compact:
+            return unpack_places(row[0], universe, self.count).long(), row[1]
+        check_places(row[0], universe)
+        return row[0].long(), row[1]
 
 
 def regions_for(numel: int, k: int, site: Site, *, forced: bool = False) -> Regions | None:
@@ -259,5 +262,7 @@ def _assembled(received: list[tuple[Tensor, Tensor]], regions: Regions, like: Te
     average = torch.zeros_like(like)
     for rank, (local, values) in enumerate(received):
         real = (local < regions.length) & (values != 0)
-        average[regions.join(rank, local[real])] = values[real]
+        places = regions.join(rank, local[real])
+        check_places(places, regions.numel)
+        average[places] = values[real]
     return average

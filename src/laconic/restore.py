@@ -29,9 +29,10 @@ def check_state(
     for key, want in expected.items():
         got = state.get(key, "nothing")
         if got != want:
-            raise CheckpointError(
-                f"the checkpoint's {key} must be {want!r}, got {got!r}: load it where it was saved"
-            )
+            advice = "load it where it was saved"
+            if key in ("rank", "world_size"):
+                advice += ", or re-shard it with laconic.load_checkpoint or laconic.reshard"
+            raise CheckpointError(f"the checkpoint's {key} must be {want!r}, got {got!r}: {advice}")
     saved = state.get("parameters", {})
     if not parameters:
         return

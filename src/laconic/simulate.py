@@ -105,6 +105,8 @@ def _answer(asked: list[Request]) -> list[Reply]:
     if asked[0].op is Op.SCATTER:
         asked[0].check_rows(len(asked))
         return [[tuple(t[rank].clone() for t in r.tensors) for r in asked] for rank in range(len(asked))]
+    if asked[0].op is Op.SETTLE:
+        return [all(bool(t) for r in asked for t in r.tensors)] * len(asked)
     if asked[0].op is Op.EXCHANGE:
         _check_peers(asked)
         return [{p: tuple(t.clone() for t in asked[p].tensors) for p in r.peers} for r in asked]

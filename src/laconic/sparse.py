@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from laconic.compact import pack_floats, unpack_floats
+from laconic.errors import WireError
 from laconic.kernels.dispatch import pack_places, pack_values, unpack_places, unpack_values
 
-__all__ = ["VALUES", "Message", "largest_places", "mean_of_sparse"]
+__all__ = ["VALUES", "Message", "check_places", "largest_places", "mean_of_sparse"]
 
 # How float32 values may travel.
 VALUES = ("float32", "float30", "bfloat16", "int8")
@@ -36,8 +37,26 @@ def mean_of_sparse(vectors: Sequence[tuple[Tensor, ...]], like: Tensor) -> Tenso
     """
     total = torch.zeros_like(like)
     for places, values in vectors:
+        check_places(places, like.numel())
         total.index_add_(0, places, values.to(like.dtype))
     return total.div_(len(vectors))
+
+
+def check_places(places: Tensor, n: int) -> None:
+    """Refuse places that lie outside a vector of n elements.
+
+    Raises:
+        WireError: naming the least and the greatest place.
+
+    Example:
+        >>> check_places(torch.tensor([0, 4]), 4)
+        Traceback (most recent call last):
+        laconic.errors.WireError: places lie in [0, 4), got 0 to 4: the message is damaged
+    """
+    if places.numel():
+        lowest, highest = map(int, places.aminmax())
+        if lowest < 0 or highest >= n:
+            raise WireError(f"places lie in [0, {n}), got {lowest} to {highest}: the message is damaged")
 
 
 def largest_places(x: Tensor, k: int) -> Tensor:

@@ -28,6 +28,7 @@ __all__ = [
     "mean",
     "means",
     "scatter",
+    "settle",
     "together",
 ]
 
@@ -39,6 +40,7 @@ class Op(Enum):
     GATHER = "all-gather"
     EXCHANGE = "exchange"
     SCATTER = "all-to-all"
+    SETTLE = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ class Request:
         op: `MEAN` averages over the ranks (floating tensors of one dtype); `GATHER` brings every rank's
             tensors to every rank (any dtypes, equal shapes on all ranks); `EXCHANGE` sends the tensors to
             the peers and brings theirs here (likewise); `SCATTER` sends row j of every tensor to rank j and
-            brings every rank's row for this one here (likewise, the first dimension is the world size).
+            brings every rank's row for this one here (likewise, the first dimension is the world size);
+            `SETTLE` sends nothing: it waits until all else of this step has come, and tells whether all the
+            flags handed over in it are true.
         tensors: what this rank hands over. The driver may overwrite them: use the reply instead. The reply
             belongs to the compressor, and may be the very tensors handed over.
         peers: for `EXCHANGE`, other ranks, ascending; whoever is a peer has this rank among its own.
@@ -83,13 +87,14 @@ class Request:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank hands to the collective."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        return 0 if self.op is Op.SETTLE else sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 # For MEAN the averaged tensors, for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank order;
-# for EXCHANGE a dict with one tuple of tensors per peer, in rank order.
+# for EXCHANGE a dict with one tuple of tensors per peer, in rank order; for SETTLE a bool.
 Reply: TypeAlias = Any
 T = TypeVar("T")
+_MOST_RAGGED = (1 << 31) - 1  # an int32 tells lengths
 Rounds: TypeAlias = Generator[Request, Reply, T]
 
 
@@ -140,11 +145,35 @@ def exchange(tensors: Sequence[Tensor], peers: Iterable[int]) -> Rounds[dict[int
     return reply
 
 
-def gather_ragged(*tensors: Tensor) -> Rounds[list[tuple[Tensor, ...]]]:
+def settle(finite: Tensor) -> Rounds[bool]:
+    """Wait until this step is past all communication, and tell whether all its exchanges were finite.
+
+    Then the step will not be taken back, so the memory of old state is free. Only where `Site.settles`.
+
+    Args:
+        finite: a 0-d bool tensor, equal on all ranks.
+
+    Example:
+        >>> from laconic.simulate import run
+        >>> run([settle(torch.tensor(True))])
+        [True]
+    """
+    reply: bool = yield Request(Op.SETTLE, (finite,))
+    return reply
+
+
+def gather_ragged(*tensors: Tensor, most: int = _MOST_RAGGED) -> Rounds[list[tuple[Tensor, ...]]]:
     """Like `gather`, for 1-D tensors whose common length differs from rank to rank.
 
     One int32 per rank tells the lengths; then every payload is padded to the longest, so a rank sends
     `4 + max_r(length_r) * (bytes per entry)` bytes. When no rank has anything, the second round is empty.
+
+    Args:
+        tensors: 1-D and equally long on this rank.
+        most: the greatest length that a rank may have; a damaged one would ask for as much memory.
+
+    Raises:
+        WireError: tensors of other forms, or a rank's length outside 0 to `most`.
     """
     length = tensors[0].numel()
     if any(t.ndim != 1 or t.numel() != length for t in tensors):
@@ -152,6 +181,8 @@ def gather_ragged(*tensors: Tensor) -> Rounds[list[tuple[Tensor, ...]]]:
     counts = yield from gather(torch.tensor([length], dtype=torch.int32, device=tensors[0].device))
     lengths = [int(count) for (count,) in counts]
     longest = max(lengths)
+    if min(lengths) < 0 or longest > most:
+        raise WireError(f"a rank may send 0 to {most} entries, got {lengths}: the message is damaged")
     padded = tuple(torch.nn.functional.pad(t, (0, longest - length)) for t in tensors)
     everyone = yield from gather(*padded)
     return [tuple(t[:n] for t in theirs) for theirs, n in zip(everyone, lengths, strict=True)]
@@ -196,6 +227,8 @@ def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
 def _part(op: Op, reply: Reply, part: slice) -> Reply:
     if op is Op.MEAN:
         return reply[part]
+    if op is Op.SETTLE:
+        return reply
     if op in (Op.GATHER, Op.SCATTER):
         return [theirs[part] for theirs in reply]
     return {peer: theirs[part] for peer, theirs in reply.items()}

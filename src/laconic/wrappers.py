@@ -226,7 +226,8 @@ class PerSize(_Wrapper):
                 _put_back(done.error, error, site, chosen)
         new = _renumbered(exchanges[-1].state, large) if large else state
         told = [done.average.isfinite().all() if done.finite is None else done.finite for done in exchanges]
-        return Exchange(average, new, error, torch.stack(told).all())
+        overflow = any(done.overflow for done in exchanges)
+        return Exchange(average, new, error, torch.stack(told).all(), overflow)
 
     def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
         """Leave the sum to the compressor inside where it gets all of x."""

@@ -1,5 +1,9 @@
 """Checkpoint files and agreement between ranks, below the command line."""
 
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,24 +15,48 @@ from laconic.totals import agree, everyone, sum_over_ranks
 IDENTITY = {"task": "digits", "recipe": {"lr": 0.1, "betas": (0.9, 0.99)}}
 
 
+def save(folder, step, ranks=1, set_id="ab12", **content):
+    files = [checkpoint.write_rank(folder, step, set_id, rank, content) for rank in range(ranks)]
+    manifest = checkpoint.Manifest(
+        step=step, set_id=set_id, world_size=ranks, identity=IDENTITY, versions={}, files=tuple(files)
+    )
+    checkpoint.write_manifest(folder, manifest)
+    return manifest
+
+
 def test_round_trip(tmp_path):
-    path = checkpoint.checkpoint_path(tmp_path, 3, 1)
     content = {"w": torch.arange(3.0), "rows": [{"loss": None, "epoch": 1}]}
-    checkpoint.save(path, IDENTITY, content)
-    loaded = checkpoint.load(path, IDENTITY)
+    manifest = save(tmp_path, 3, ranks=2, **content)
+    loaded = checkpoint.read_rank(tmp_path, checkpoint.read_manifest(tmp_path, 3), 1)
     assert torch.equal(loaded["w"], content["w"])
     assert loaded["rows"] == content["rows"]
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-epoch3-rank1.pt"]
+    names = [*(f"checkpoint-step3-ab12-rank{rank}.pt" for rank in range(2)), "checkpoint-step3.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert [file.nbytes for file in manifest.files] == [
+        (tmp_path / name).stat().st_size for name in names[:2]
+    ]
 
 
-def test_epochs_and_cleaning(tmp_path):
-    for epoch, rank in ((9, 0), (10, 0), (9, 1)):
-        checkpoint.save(checkpoint.checkpoint_path(tmp_path, epoch, rank), IDENTITY, {})
-    (tmp_path / "checkpoint-epochX-rank0.pt").touch()
-    assert checkpoint.saved_epochs(tmp_path, 0) == [9, 10]
-    assert checkpoint.saved_epochs(tmp_path / "nowhere", 0) == []
-    checkpoint.drop_others(tmp_path, 10, 0)
-    assert (checkpoint.saved_epochs(tmp_path, 0), checkpoint.saved_epochs(tmp_path, 1)) == ([10], [9])
+def test_cleaning(tmp_path):
+    """The newest sets stay, a truncated one is not counted, and a crash's leftovers go with their rank."""
+    for step in (1, 2, 4, 8, 16):
+        save(tmp_path, step, ranks=3)
+    assert checkpoint.saved_steps(tmp_path) == [1, 2, 4, 8, 16]
+    assert checkpoint.saved_steps(tmp_path / "nowhere") == []
+    (tmp_path / "checkpoint-step4-ab12-rank1.pt").write_bytes(b"short")
+    left = [
+        "checkpoint-step9-cd-rank0.pt",
+        ".checkpoint-step9-cd-rank1.pt.part",
+        "checkpoint-step9-cd-rank3.pt",
+    ]
+    for name in [*left, "checkpoint-stepX.json", "notes.txt"]:
+        (tmp_path / name).touch()
+    for rank in range(3):
+        checkpoint.drop_others(tmp_path, 8, rank, keep=2)
+    assert checkpoint.saved_steps(tmp_path) == [2, 8]
+    kept = [f"checkpoint-step{step}-ab12-rank{rank}.pt" for step in (2, 8) for rank in range(3)]
+    kept += ["checkpoint-step2.json", "checkpoint-step8.json", "checkpoint-stepX.json", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -37,30 +65,51 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.os, "fsync", lambda number: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         checkpoint.write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"not a checkpoint"])
-def test_damaged(tmp_path, damage):
-    path = tmp_path / "x.pt"
-    checkpoint.save(path, IDENTITY, {"w": torch.zeros(1000)})
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"x\.pt: cannot be read"):
-        checkpoint.load(path, IDENTITY)
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "Expecting value"),
+        ("[]", "its format must be 2, got no object"),
+        ('{"format": 1}', "its format must be 2, got 1"),
+        ('{"format": 2}', "'files'"),
+        ('{"format": 2, "step": 9, "set_id": "a", "world_size": 1, "files": []}', "step 9 and 0 files of 1"),
+    ],
+)
+def test_damaged_manifests(tmp_path, text, says):
+    (tmp_path / "checkpoint-step3.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"checkpoint-step3\.json: cannot be read .*({says})"):
+        checkpoint.read_manifest(tmp_path, 3)
 
 
-def test_missing_and_foreign(tmp_path):
-    path = tmp_path / "x.pt"
-    with pytest.raises(CheckpointError, match="No such file"):
-        checkpoint.load(path, IDENTITY)
-    torch.save({"w": torch.zeros(1)}, path)
-    with pytest.raises(CheckpointError, match="format must be 1, got nothing"):
-        checkpoint.load(path, IDENTITY)
-    checkpoint.save(path, IDENTITY, {})
-    with pytest.raises(CheckpointError, match=r"x\.pt: task is digits there and text now"):
-        checkpoint.load(path, IDENTITY | {"task": "text"})
+def test_code_in_a_file_is_not_run(tmp_path):
+    """Even with the right digest: only tensors and plain values are read."""
+    manifest = save(tmp_path, 3)
+    path = tmp_path / manifest.files[0].name
+    torch.save({"set_id": "ab12", "rank": 0, "content": {"bad": Trap()}}, path)
+    data = path.read_bytes()
+    file = checkpoint.RankFile(name=path.name, nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.read_rank(tmp_path, replace(manifest, files=(file,)), 0)
+    assert not Trap.sprung
+
+
+class Trap:
+    sprung = False
+
+    def __reduce__(self):
+        return setattr, (Trap, "sprung", True)
+
+
+def test_foreign():
+    path = Path("run.json")
+    checkpoint.check_identity(path, {"n": 1, "seed": 2}, {"n": 3, "seed": 2}, except_for=("n",))
+    with pytest.raises(CheckpointError, match=r"run\.json: task is digits there and text now"):
+        checkpoint.check_identity(path, IDENTITY, IDENTITY | {"task": "text"})
     with pytest.raises(CheckpointError, match="seed is nothing there and 1 now"):
-        checkpoint.load(path, IDENTITY | {"seed": 1})
+        checkpoint.check_identity(path, IDENTITY, IDENTITY | {"seed": 1})
 
 
 def _fails_on_1(rank, everywhere):

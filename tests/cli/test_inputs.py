@@ -36,6 +36,8 @@ CASES = {
     "more workers than samples": (["train", "--workers", "2000"], "1437 samples for 2000 ranks"),
     "resume without a folder": (["train", "--resume"], "--resume needs --out"),
     "bad save interval": (["train", "--save-every", "0"], "--save-every must be"),
+    "bad step interval": (["train", "--save-steps", "0"], "--save-steps must be"),
+    "steps without a folder": (["train", "--save-steps", "5"], "--save-steps needs --out"),
     "out is a file": (["train", "--out", __file__], "--out must be a folder"),
     "compare nothing": (["compare", "--methods", ","], "--methods must name"),
     "compare no epochs": (["compare", "--epochs", "0"], "--epochs must be at least 1"),
@@ -88,7 +90,6 @@ def test_a_run_is_not_written_over(here, trained):
         (("--seed", "4"), "seed is 3 there and 4 now"),
         (("--method", "sign"), "method is topk:ratio=0.05 there and sign now"),
         (("--lr", "0.01"), "recipe.lr is 0.05 there and 0.01 now"),
-        (("--workers", "3"), "world_size is 2 there and 3 now"),
         (("--task", "text"), "task is digits there and text now"),
     ],
 )

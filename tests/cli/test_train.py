@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,8 +12,11 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-import torch
 from cli_process import QUICK, clean_env, execute, laconic_command
+
+import laconic
+from laconic.checkpoint import read_manifest, read_rank, saved_steps
+from laconic.resharding import alike
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the mpiexec packages")
 
@@ -44,32 +48,84 @@ def test_two_workers(trained):
     assert second["train_loss"] < first["train_loss"]
     assert second["eval_loss"] == result(folder)["eval_loss"]
     assert result(folder)["fingerprint"] in lines[-1]
-    names = sorted(path.name for path in folder.iterdir())
-    checkpoints = ["checkpoint-epoch2-rank0.pt", "checkpoint-epoch2-rank1.pt"]
+    names = sorted(re.sub("-[0-9a-f]{8}", "", path.name) for path in folder.iterdir())
+    sets = [["-rank0.pt", "-rank1.pt", ".json"], ["-rank0.pt", "-rank1.pt", ".json"]]
+    checkpoints = [
+        f"checkpoint-step{step}{e}" for step, ends in zip((12, 24), sets, strict=True) for e in ends
+    ]
     assert names == [*checkpoints, "metrics.jsonl", "result.json", "run.json"]
 
 
+def newest(folder):
+    """The ranks' training states of the newest checkpoint."""
+    manifest = read_manifest(folder, saved_steps(folder)[-1])
+    return [read_rank(folder, manifest, rank)["trainer"] for rank in range(manifest.world_size)]
+
+
 def test_resumed_equals_uninterrupted(command, trained, tmp_path):
-    """The first part died in epoch 3 between the ranks' writes: epoch 2 is the newest that both have."""
+    """The first part died in epoch 3: the checkpoint of its 5th step is the newest that is whole."""
     resumed = shutil.copytree(trained[0], tmp_path / "resumed")
-    (resumed / "checkpoint-epoch3-rank0.pt").write_bytes(b"of no use without rank 1's")
+    (resumed / "checkpoint-step29-0badcafe-rank0.pt").write_bytes(
+        b"of no use without rank 1's and a manifest"
+    )
     with (resumed / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 3}\n')
     done = command("train", *QUICK, "--workers", 2, "--epochs", 3, "--out", resumed, "--resume")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "resumed after epoch 2" in done.stdout
+    assert "resumed after epoch 2 (step 24)" in done.stdout
     straight = tmp_path / "straight"
-    command("train", *QUICK, "--workers", 2, "--epochs", 3, "--save-every", 2, "--out", straight)
+    command(
+        "train",
+        *QUICK,
+        "--workers",
+        2,
+        "--epochs",
+        3,
+        "--save-steps",
+        31,
+        "--save-every",
+        9,
+        "--out",
+        straight,
+    )
+    assert saved_steps(straight) == [31, 36]
     assert rows(resumed) == rows(straight)
     assert result(resumed)["fingerprint"] == result(straight)["fingerprint"]
-    for rank in (0, 1):
-        a, b = (
-            torch.load(folder / f"checkpoint-epoch3-rank{rank}.pt", weights_only=True)["content"]["trainer"]
-            for folder in (resumed, straight)
-        )
-        assert all(torch.equal(a["model"][name], b["model"][name]) for name in b["model"])
-        for name, state in b["sync"]["parameters"].items():
-            assert all(torch.equal(a["sync"]["parameters"][name][key], t) for key, t in state.items())
+    for a, b in zip(newest(resumed), newest(straight), strict=True):
+        assert alike(a["model"], b["model"])
+        assert alike(a["sync"], b["sync"])
+    _cut(straight, 36)
+    done = command("train", *QUICK, "--workers", 2, "--epochs", 3, "--out", straight, "--resume")
+    assert "resumed after epoch 2 and 7 steps (step 31)" in done.stdout
+    assert rows(resumed) == rows(straight)
+    assert result(resumed)["fingerprint"] == result(straight)["fingerprint"]
+
+
+def _cut(folder, step):
+    """Leave a checkpoint as a crash before its manifest would, and the result out."""
+    (folder / f"checkpoint-step{step}.json").unlink()
+    (folder / "result.json").unlink()
+
+
+@pytest.fixture
+def alone():
+    yield
+    laconic.shutdown()
+
+
+def test_resumed_by_one_worker(here, alone, trained, tmp_path, monkeypatch):
+    """Under torchrun's restarts it resumes unasked, with the workers there are: here this process alone."""
+    folder = shutil.copytree(trained[0], tmp_path / "run")
+    before = [state["sync"]["parameters"] for state in newest(folder)]
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    status, out, err = here("train", *QUICK, "--epochs", 2, "--out", folder)
+    assert (status, err) == (0, "")
+    assert "resumed at step 24 of 2 workers with 1 worker, after epoch 2: residuals re-sharded" in out
+    assert result(folder)["fingerprint"] == result(trained[0])["fingerprint"]
+    status, out, err = here("train", *QUICK, "--epochs", 3, "--out", folder)
+    assert (status, len(rows(folder)), rows(folder)[2]["steps"]) == (0, 3, 23)
+    assert rows(folder)[2]["train_loss"] < rows(folder)[1]["train_loss"]
+    assert before[0].keys() == newest(folder)[0]["sync"]["parameters"].keys()
 
 
 @linux_only
@@ -106,7 +162,7 @@ def test_alone_then_damaged(command, tmp_path):
     done = command("train", "--epochs", 1, "--lr", 0.01, "--out", folder)
     assert (done.returncode, "1 worker," in done.stdout) == (0, True)
     assert (result(folder)["moved_bytes"], result(folder)["payload_bytes"] >= 45 * 4 * 71_754) == (0, True)
-    checkpoint = folder / "checkpoint-epoch1-rank0.pt"
+    (checkpoint,) = folder.glob("checkpoint-step*-rank0.pt")
     checkpoint.write_bytes(checkpoint.read_bytes()[:100_000])
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     done = command("train", "--epochs", 2, "--lr", 0.01, "--out", folder, "--resume")

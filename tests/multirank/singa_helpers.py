@@ -19,10 +19,10 @@ def spied(opt):
     """Record the payload bytes of each non-empty collective that an optimizer starts."""
     log, start = [], opt._driver.start
 
-    def spy(request):
+    def spy(request, *label):
         if request.nbytes:
             log.append(request.nbytes)
-        return start(request)
+        return start(request, *label)
 
     opt._driver.start = spy
     return log

@@ -132,7 +132,7 @@ def _ordered(rank):
 
     driver, issued = Driver(timeout_s=30), []
     start = driver.start
-    driver.start = lambda request: (issued.append(request.tensors[0].numel()), start(request))[1]
+    driver.start = lambda request, *label: (issued.append(request.tensors[0].numel()), start(request))[1]
 
     def bucket(number, rounds):
         for i in range(rounds):

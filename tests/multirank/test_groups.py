@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from laconic import groups, workers
 from laconic.errors import ConfigError, LaunchError
-from laconic.groups import init, roll_call, run_local, shutdown
+from laconic.groups import Absent, init, roll_call, run_local, shutdown
 
 PYTHON = sys.executable
 SOURCE = str(Path(groups.__file__).parents[1])
@@ -47,7 +47,7 @@ if rank == int(sys.argv[1]):
 try:
     dist.all_reduce(torch.ones(1))
 except RuntimeError:
-    print("lost", roll_call(1.0), flush=True)
+    print("lost", roll_call(1.0).lost, flush=True)
     sys.exit(5)
 """
 
@@ -210,11 +210,11 @@ def test_alone_needs_no_network(outside):
     world = init()
     assert (world.rank, world.world_size, world.launcher) == (0, 1, "alone")
     assert init() is world
-    assert roll_call(0.0) == []
+    assert roll_call(0.0) == Absent()
     shutdown()
     shutdown()
     assert not dist.is_initialized()
-    assert roll_call(0.0) == []
+    assert roll_call(0.0) == Absent()
 
 
 def test_a_group_of_the_user_is_left_alone(outside):
@@ -223,7 +223,7 @@ def test_a_group_of_the_user_is_left_alone(outside):
         assert init().launcher == "alone"
         shutdown()
         assert dist.is_initialized()
-        assert roll_call(0.0) == []
+        assert roll_call(0.0) == Absent()
     finally:
         dist.destroy_process_group()
 

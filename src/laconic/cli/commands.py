@@ -70,12 +70,20 @@ def train(
         int,
         typer.Option("--save-every", metavar="N", help="Epochs per checkpoint.", rich_help_panel="Files"),
     ] = 1,
+    save_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--save-steps", metavar="N", help="Steps per checkpoint, besides.", rich_help_panel="Files"
+        ),
+    ] = None,
+    trace: opt.Trace = None,
 ) -> int:
     """Train a model on N workers, with the gradients compressed by one method.
 
     Without --workers it takes the ranks of torchrun, mpiexec or srun, or trains alone. Prints one line per
     epoch: losses and accuracies over all workers, seconds, megabytes that each worker sent, and how many
-    times less that is than dense training sends. --epochs 0 only evaluates.
+    times less that is than dense training sends. --epochs 0 only evaluates. --resume may be given more or
+    fewer workers than before; under torchrun with --max-restarts a run in --out resumes by itself.
 
     Example: laconic train --task digits --method topk:ratio=0.05 --workers 2 --out run
     """
@@ -97,7 +105,16 @@ def train(
         threads=threads,
         device=device,
     )
-    return run(Job(options=options, method=method, out=out, resume=resume, save_every=save_every))
+    job = Job(
+        options=options,
+        method=method,
+        out=out,
+        resume=resume,
+        save_every=save_every,
+        save_steps=save_steps,
+        trace=trace,
+    )
+    return run(job)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The folder of one run: run.json, metrics.jsonl, result.json and the ranks' checkpoints."""
+"""The folder of one run: run.json, metrics.jsonl, result.json and the checkpoints."""
 
 from __future__ import annotations
 
@@ -13,20 +13,12 @@ from typing import Any
 import torch
 
 import laconic
-from laconic.checkpoint import (
-    check_identity,
-    checkpoint_path,
-    drop_others,
-    load,
-    save,
-    saved_epochs,
-    write_atomically,
-)
+from laconic.checkpoint import Manifest, check_identity, manifest_path, saved_steps, write_atomically
 from laconic.cli.loop import Trainer
 from laconic.cli.rows import Row
 from laconic.drive import Driver
 from laconic.errors import CheckpointError, ConfigError
-from laconic.totals import agree, everyone
+from laconic.sets import Found, read_set, write_set
 
 __all__ = ["RunFolder", "make_folder", "versions", "write_json"]
 
@@ -36,7 +28,7 @@ class RunFolder:
 
     Args:
         path: the folder; need not exist yet.
-        identity: what must be equal for the run to be continued, JSON-able.
+        identity: what must be equal for the run to be continued, JSON-able; all but the number of workers.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
@@ -52,14 +44,18 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"--out must be a folder, got the file {self.path}: give another name")
         if not resume:
-            used = [*self.path.glob("checkpoint-epoch*"), *map(self._file, ("run", "result"))]
+            used = [*self.path.glob("checkpoint-step*"), *map(self._file, ("run", "result"))]
             taken = next((file for file in [*used, self.path / "metrics.jsonl"] if file.exists()), None)
             if taken is not None:
                 raise ConfigError(
                     f"--out must not hold a run, got {taken}: --resume continues it, or give another folder"
                 )
         elif self._file("run").exists():
-            check_identity(self._file("run"), self._saved_identity(), self._comparable())
+            self._check(self._file("run"), self._saved_identity())
+
+    def holds_run(self) -> bool:
+        """Return whether a run began here."""
+        return self._file("run").exists() or bool(saved_steps(self.path))
 
     def begin(self, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
         """Write run.json, and metrics.jsonl with the epochs that a checkpoint holds; on rank 0."""
@@ -68,39 +64,42 @@ class RunFolder:
         write_atomically(self.path / "metrics.jsonl", lines.encode())
 
     def append(self, row: Row) -> None:
-        """Add an epoch to metrics.jsonl, at once."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(_line(asdict(row)))
+        """Add an epoch to metrics.jsonl, at once; on a full disk no part of its line stays."""
+        with (self.path / "metrics.jsonl").open("ab", buffering=0) as file:
+            before, line = file.tell(), _line(asdict(row)).encode()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(before)
+                raise
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write result.json."""
         write_json(self._file("result"), result)
 
     def save(self, trainer: Trainer, rows: Sequence[Row]) -> None:
-        """Write all ranks' checkpoints of this epoch, and delete older ones when all are written."""
-        driver, epoch = trainer.driver, rows[-1].epoch
+        """Write all ranks' checkpoints after the steps taken so far, and delete all but the last two."""
         content = {"trainer": trainer.state(), "rows": [asdict(row) for row in rows]}
-        path = checkpoint_path(self.path, epoch, driver.rank)
-        agree(driver, lambda: save(path, self.identity, content))
-        drop_others(self.path, epoch, driver.rank)
+        method = trainer.sync.method.text
+        write_set(
+            trainer.driver, self.path, trainer.taken, content, method=method, identity=self.identity, keep=2
+        )
 
-    def load(self, driver: Driver) -> dict[str, Any] | None:
-        """Read this rank's checkpoint of the newest epoch that all ranks have; None where no rank has any.
+    def load(self, driver: Driver) -> Found | None:
+        """Read the newest whole checkpoint; None where there is none.
 
         Raises:
-            CheckpointError: there is no such epoch, or a rank's file is damaged or of another run.
+            CheckpointError: none is whole, or it is of another run.
         """
-        told = [json.loads(t) for t in everyone(driver, json.dumps(saved_epochs(self.path, driver.rank)))]
-        if not any(told):
-            return None
-        common = set.intersection(*map(set, told))
-        if not common:
-            lists = ", ".join(f"rank {rank} has {epochs or 'none'}" for rank, epochs in enumerate(told))
-            raise CheckpointError(
-                f"{self.path}: no epoch has a checkpoint of every rank ({lists}): restore the missing files"
-            )
-        path = checkpoint_path(self.path, max(common), driver.rank)
-        return agree(driver, lambda: load(path, self.identity))
+
+        def check(manifest: Manifest) -> None:
+            self._check(manifest_path(self.path, manifest.step), manifest.identity)
+
+        return read_set(driver, self.path, check=check)
+
+    def _check(self, path: Path, saved: Mapping[str, Any]) -> None:
+        check_identity(path, saved, self._comparable(), except_for=("world_size",))
 
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.json"

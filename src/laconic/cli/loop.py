@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from laconic import tasks
+from laconic.cli.epoch import Progress, merged
 from laconic.cli.plan import Plan
 from laconic.cli.rows import Row, Score, fingerprint
 from laconic.drive import Driver
 from laconic.engine import distribute
 from laconic.errors import CheckpointError, MismatchError
 from laconic.parsing import Method
+from laconic.resharding import reshard_rank
 from laconic.totals import everyone, sum_over_ranks
 from laconic.traffic import moved_bytes
 from laconic.wire import Op
@@ -37,24 +40,33 @@ class Trainer:
 
     Attributes:
         step_s: seconds of each training step of this rank, without evaluation.
+        taken: number of steps taken, skipped ones included.
+        progress: of the epoch under way.
     """
 
     def __init__(self, plan: Plan, method: Method, driver: Driver) -> None:
         self.plan, self.driver = plan, driver
         self.model = plan.task.model(plan.options.seed).to(plan.device)
         self.optimizer = plan.recipe.make_optimizer(self.model)
-        total_steps = plan.recipe.epochs * plan.steps
-        self.scheduler = plan.recipe.make_scheduler(self.optimizer, total_steps)
+        self._total_steps = plan.recipe.epochs * plan.steps
+        self.scheduler = plan.recipe.make_scheduler(self.optimizer, self._total_steps)
         self.step_s: list[float] = []
-        opt, size = plan.options, plan.task.train_size
-        shuffle = opt.shards == "shuffled"
-        self._shard = tasks.shard(size, driver.rank, driver.world_size, shuffle=shuffle, seed=opt.seed)
+        self.taken = 0
+        self.progress = Progress(epoch=0)
+        opt = plan.options
         self.sync = distribute(
             self.model, self.optimizer, method, bucket_bytes=opt.bucket_bytes, timeout_s=opt.timeout_s
         )
 
+    def begin_epoch(self, epoch: int) -> int:
+        """Begin an epoch, or go on with it where `restore` found it begun; return the steps to go."""
+        if self.progress.epoch != epoch:
+            self.progress = Progress(epoch=epoch)
+        self.progress.join(self.driver.world_size)
+        return self.progress.steps_left(self.plan)
+
     def run_epoch(self, epoch: int, on_step: Callable[[], None] = lambda: None) -> Row:
-        """Train for one epoch and evaluate.
+        """Train for one epoch, or what is left of it, and evaluate.
 
         Args:
             epoch: its number, from 1.
@@ -63,27 +75,27 @@ class Trainer:
         Raises:
             MismatchError: the ranks' parameters are no longer equal.
         """
-        start, traffic = time.perf_counter(), self.sync.traffic
-        payload_before, moved_before = traffic.payload_bytes, traffic.moved_bytes
-        trained, skipped = self._train(epoch, on_step)
-        payload, moved = traffic.payload_bytes - payload_before, traffic.moved_bytes - moved_before
+        self.begin_epoch(epoch)
+        now = self.progress
+        self._train(now, on_step)
+        start = time.perf_counter()
+        trained = self._score([now.loss, now.correct, now.count])
         evaluated = self.evaluate()
         self.check_equal()
-        dense = self._dense_bytes_per_step() * self.plan.steps
-        sent = moved if self.driver.world_size > 1 else payload
+        sent = now.moved_bytes if self.driver.world_size > 1 else now.payload_bytes
         return Row(
             epoch=epoch,
             train_loss=trained.loss,
             train_accuracy=trained.accuracy,
             eval_loss=evaluated.loss,
             eval_accuracy=evaluated.accuracy,
-            seconds=time.perf_counter() - start,
-            payload_bytes=payload,
-            moved_bytes=moved,
-            dense_bytes=dense,
-            compression=dense / max(sent, 1),
-            steps=self.plan.steps,
-            skipped=skipped,
+            seconds=now.seconds + time.perf_counter() - start,
+            payload_bytes=now.payload_bytes,
+            moved_bytes=now.moved_bytes,
+            dense_bytes=now.dense_bytes,
+            compression=now.dense_bytes / max(sent, 1),
+            steps=now.steps,
+            skipped=now.skipped,
         )
 
     @torch.no_grad()
@@ -122,40 +134,68 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "sync": self.sync.state_dict(),
+            "taken": self.taken,
+            "total_steps": self._total_steps,
+            "progress": asdict(self.progress),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:
         """Continue from what `state` returned.
+
+        Args:
+            states: this rank's alone, or those of all ranks of another world in rank order. Then residuals
+                are re-sharded (`laconic.reshard`), model and optimizer are rank 0's, the learning rate's
+                schedule goes on at the same share of all its steps, and `Progress.batches` says who trains
+                on what is left of the epoch.
 
         Raises:
             CheckpointError: it is not this model's, optimizer's or method's.
         """
+        rank, world_size = self.driver.rank, self.driver.world_size
+        state = states[0]
         try:
+            if len(states) > 1 or state["sync"]["world_size"] != world_size:
+                sync = reshard_rank([other["sync"] for other in states], rank, world_size)
+                progress = merged([other["progress"] for other in states], rank)
+                state = {**state, "sync": sync, "progress": progress}
             self.sync.load_state_dict(state["sync"])
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
+                self._restore_scheduler(state)
+            self.taken = state["taken"]
+            self.progress = Progress(**state["progress"])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as cause:
-            if isinstance(cause, CheckpointError):
-                raise
             reason = " ".join(str(cause).split())[:200]
             raise CheckpointError(
                 f"the checkpoint does not fit: {reason}: remove it, or restore a copy"
             ) from cause
 
-    def _train(self, epoch: int, on_step: Callable[[], None]) -> tuple[Score, int]:
-        sums, skipped = [0.0, 0.0, 0.0], 0
-        for indices in self._batches(epoch):
+    def _restore_scheduler(self, state: dict[str, Any]) -> None:
+        assert self.scheduler is not None
+        self.scheduler.load_state_dict(state["scheduler"])
+        if state["total_steps"] != self._total_steps and self.scheduler.last_epoch > 0:
+            share = self.scheduler.last_epoch / state["total_steps"]
+            self.scheduler.last_epoch = round(share * self._total_steps) - 1
+            self.scheduler.step()  # sets the rates that belong to the place
+
+    def _train(self, now: Progress, on_step: Callable[[], None]) -> None:
+        """Take the epoch's remaining steps, and keep account of them."""
+        traffic, dense = self.sync.traffic, self._dense_bytes_per_step()
+        for indices in now.batches(self.plan, self.driver.rank):
             start = time.perf_counter()
+            payload_before, moved_before = traffic.payload_bytes, traffic.moved_bytes
             loss, correct, count = self._step(indices)
             self.step_s.append(time.perf_counter() - start)
-            if count:
-                sums = [sums[0] + loss * count, sums[1] + correct, sums[2] + count]
-            else:
-                skipped += 1
+            now.seconds += self.step_s[-1]
+            now.loss, now.correct = now.loss + loss * count, now.correct + correct
+            now.count, now.skipped = now.count + count, now.skipped + (not count)
+            now.payload_bytes += traffic.payload_bytes - payload_before
+            now.moved_bytes += traffic.moved_bytes - moved_before
+            now.dense_bytes += dense
+            now.legs[-1][1] += 1
+            self.taken += 1
             on_step()
-        return self._score(sums), skipped
 
     def _step(self, indices: torch.Tensor) -> tuple[float, int, int]:
         """Take one step; a count of 0 says that it was skipped, on every rank."""
@@ -171,11 +211,6 @@ class Trainer:
         if self.scheduler is not None:
             self.scheduler.step()
         return loss.item(), correct, count
-
-    def _batches(self, epoch: int) -> Iterator[torch.Tensor]:
-        size, steps = self.plan.recipe.batch_size, self.plan.steps
-        seed = self.plan.options.seed
-        return tasks.batches(self._shard, size, epoch=epoch, seed=seed, shuffle=True, steps=steps)
 
     def _score(self, sums: list[float]) -> Score:
         loss, correct, count = sum_over_ranks(self.driver, sums)

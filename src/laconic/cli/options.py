@@ -23,6 +23,7 @@ __all__ = [
     "TaskName",
     "Threads",
     "TimeoutS",
+    "Trace",
     "WeightDecay",
     "Workers",
 ]
@@ -112,6 +113,15 @@ Device = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="Folder for the results.", rich_help_panel="Files"),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="File for what each worker did when; open it with ui.perfetto.dev.",
+        rich_help_panel="Files",
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laconic.compressor import Codec, Exchange, Payload, Site, State
 from laconic.errors import MethodError, bad_value
+from laconic.streams import is_finite
 from laconic.wire import Rounds, means
 
 __all__ = ["Cast"]
@@ -84,8 +85,18 @@ class Cast(Codec):
         else:
             payload = self.encode(x, site)
         (mean,) = yield from means(payload, scaled=site.scaled)
-        return Exchange(mean if mean.dtype == x.dtype else x.copy_(mean), state, error)
+        if mean.dtype == x.dtype:
+            return Exchange(mean, state, error)
+        # only float16 overflows where float32 does not; all ranks have the same mean, so all ask or none
+        overflow = mean.dtype is torch.float16 and not is_finite(mean) and not (yield from _any_bad(x))
+        return Exchange(x.copy_(mean), state, error, overflow=overflow)
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
         """Widen again."""
         return payload[0].to(like.dtype)
+
+
+def _any_bad(x: Tensor) -> Rounds[bool]:
+    """Return whether any rank's x is not finite."""
+    (share,) = yield from means((torch.full((1,), float(not is_finite(x)), device=x.device),))
+    return bool(share.item() > 0)

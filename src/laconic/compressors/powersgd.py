@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from laconic.compressor import Compressor, Exchange, Site, State, require_floating
 from laconic.errors import MethodError, bad_value
+from laconic.kernels.dispatch_lowrank import Place, expand, project_columns, project_rows
 from laconic.linalg import orthogonalize
-from laconic.wire import Rounds, means
+from laconic.wire import Rounds, means, settle
 
 __all__ = ["PowerSGD"]
 
@@ -83,6 +84,10 @@ class PowerSGD(Compressor):
         """What is not finite makes the mean of M Q so."""
         return True
 
+    def settles(self, world_size: int) -> bool:
+        """The first round tells what is finite."""
+        return True
+
     def init(self, like: Tensor, site: Site) -> State:
         """Draw the first Q of every compressed tensor, equal on all ranks."""
         require_floating(like)
@@ -90,25 +95,40 @@ class PowerSGD(Compressor):
 
     def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
         """Project on both sides in two rounds; see `Compressor.rounds`."""
+        return (yield from self._exchange(x, None, state, site, want_error))
+
+    def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
+        """Add the residual while projecting; see `Compressor.corrected`."""
+        return (yield from self._exchange(x, residual, state, site, True))
+
+    def _exchange(
+        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
         batches, dense = _plan(site.shapes, self.rank)
         work = x.to(torch.promote_types(x.dtype, torch.float32))
         queries = state if self.warm_start else self._random_queries(x, site)
-        qs = [torch.stack([queries[f"q/{i}"] for i in b.tensors]) for b in batches]  # (b, m, r)
-        thin = [q.mT @ b.view(work).mT for b, q in zip(batches, qs, strict=True)]  # (b, r, n)
+        if residual is not None:
+            for start, stop in dense:
+                work[start:stop] += residual[start:stop]
+        qts = [torch.stack([queries[f"q/{i}"].mT for i in b.tensors]) for b in batches]  # (count, r, m)
+        thin = [project_rows(work, residual, b.place, qt) for b, qt in zip(batches, qts, strict=True)]
         reply = yield from means([*thin, *(work[start:stop] for start, stop in dense)])
         finite = torch.stack([t.isfinite().all() for t in reply]).all()
-        ps = [orthogonalize(p.mT) for p in reply[: len(batches)]]  # (b, n, r)
-        qts = [p.mT @ b.view(work) for p, b in zip(ps, batches, strict=True)]  # (b, r, m): faster than M^T P
+        pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
+        mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
+        # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
+        qts = list((yield from means([qt.clone() for qt in mine]))) if batches else []
+        if site.settles and (yield from settle(finite)):
+            site = replace(site, spare=residual)
         average = site.memory(work) if want_error else work
         for (start, stop), exact in zip(dense, reply[len(batches) :], strict=True):
-            average[start:stop] = exact  # first: the reply may lie in work
-        error = _error(work, batches, ps, qts, dense).to(x.dtype) if want_error else None
-        if batches:
-            qts = list((yield from means(qts)))
-        for b, p, qt in zip(batches, ps, qts, strict=True):
-            torch.bmm(p, qt, out=b.view(average))
+            average[start:stop] = exact  # before work changes: the reply may lie in it
+            if want_error:
+                work[start:stop] = 0
+        for b, *thins in zip(batches, pts, mine, qts, strict=True):
+            expand(work if want_error else None, average, b.place, *thins)
         state = _next_queries(batches, qts) if self.warm_start else state
-        return Exchange(average.to(x.dtype), state, error, finite)
+        return Exchange(average.to(x.dtype), state, work.to(x.dtype) if want_error else None, finite)
 
     def _random_queries(self, like: Tensor, site: Site) -> State:
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -122,7 +142,7 @@ class PowerSGD(Compressor):
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Matrices of one shape at equal distances in the flat x, so that one view holds them all.
+    """Matrices of one shape at equal distances in the flat x, so that one place tells them all.
 
     tensors: their places in `Site.shapes`. start, stride: in elements of x.
     """
@@ -134,9 +154,9 @@ class _Batch:
     columns: int
     rank: int
 
-    def view(self, flat: Tensor) -> Tensor:
-        shape = (len(self.tensors), self.rows, self.columns)
-        return flat.as_strided(shape, (self.stride, self.columns, 1), flat.storage_offset() + self.start)
+    @property
+    def place(self) -> Place:
+        return self.start, self.stride, len(self.tensors), self.rows, self.columns
 
 
 @lru_cache(maxsize=1024)
@@ -174,17 +194,6 @@ def _even_runs(found: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int
             run = []
         run.append(place)
     yield run
-
-
-def _error(
-    work: Tensor, batches: list[_Batch], ps: list[Tensor], qts: list[Tensor], dense: list[tuple[int, int]]
-) -> Tensor:
-    """Turn each M into `M - P Q_r^T`, in place, and what was sent exactly into zeros."""
-    for b, p, qt in zip(batches, ps, qts, strict=True):
-        b.view(work).baddbmm_(p, qt, alpha=-1)
-    for start, stop in dense:
-        work[start:stop] = 0
-    return work
 
 
 def _next_queries(batches: list[_Batch], qts: list[Tensor]) -> State:

@@ -70,7 +70,7 @@ class Threshold(Codec):
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
         """Scatter into zeros."""
-        return torch.zeros_like(like).index_copy_(0, payload[0].long(), payload[1])
+        return self.combine([payload], like, site)
 
     def error(self, x: Tensor, payload: Payload, site: Site) -> Tensor:
         """Return x with zeros where it was sent; overwrites x."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from laconic.compressor import Codec, Exchange, Payload, Site, State
 from laconic.errors import MethodError, bad_value
 from laconic.kernels.dispatch import scatter_mean, select, select_feedback
+from laconic.kernels.dispatch_dense import not_finite
 from laconic.regions import Regions, regions_for, sparse_all_reduce
 from laconic.sparse import VALUES, Message
 from laconic.wire import Rounds
@@ -143,13 +144,19 @@ class TopK(Codec):
         """Whatever is not finite counts as largest, so each rank's message holds it."""
         return self.reduce == "gather" or (self.reduce == "auto" and world_size < _FEWEST_RANKS)
 
+    def settles(self, world_size: int) -> bool:
+        """Where the messages tell what is finite."""
+        return self.detects(world_size)
+
     def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
         """Look at the values, their scales or their largest exponent."""
         at = 2 if self.values == "int8" and len(payloads[0]) > 2 else 1
         numbers = [p[at] for p in payloads]
-        if numbers[0].is_floating_point():
-            return torch.stack([n.isfinite().all() for n in numbers]).all()
-        return torch.stack([(n != 255).all() for n in numbers]).all()
+        if not numbers[0].is_floating_point():
+            return torch.stack([(n != 255).all() for n in numbers]).all()
+        if numbers[0].device.type == "cpu":
+            return torch.tensor(not any(not_finite(n) for n in numbers))
+        return torch.stack([n.isfinite().all() for n in numbers]).all()
 
     def _message(self, x: Tensor) -> Message:
         kind = self.values if x.dtype is torch.float32 else None

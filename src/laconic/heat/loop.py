@@ -14,6 +14,7 @@ from laconic.errors import LaconicError, bad_value
 from laconic.heat.across import AcrossNodes
 from laconic.heat.cycle import Plan, Skips
 from laconic.heat.scaling import step_together
+from laconic.streams import is_finite
 
 __all__ = ["Loop"]
 
@@ -25,6 +26,7 @@ class Loop:
         epoch, current_batch: finished epochs, and finished batches of this one.
         last_batch: index of an epoch's last batch.
         events: (epoch, batch, kind, group) of what happened, if recorded.
+        skipped: batches in which this rank did not step, since a gradient was not finite.
     """
 
     epoch: int
@@ -49,6 +51,7 @@ class Loop:
         self.record_events, self.average_buffers = record_events, average_buffers
         self.amp = False
         self.scaler: Any = None
+        self.skipped = 0
         self.last_batch: int | None = None
         self._model: nn.Module | None = None
         self._begin()
@@ -118,14 +121,25 @@ class Loop:
         return last
 
     def _step_optimizer(self) -> None:
-        """Step the optimizer, and the scheduler if it did."""
+        """Step the optimizer, and the scheduler if it did; a gradient that is not finite costs this step.
+
+        Without a GradScaler the scheduler steps in any case: in between exchanges other ranks do not know.
+        """
         stepped = True
         if self.scaler is not None:
             stepped = step_together(self.scaler, self.local_optimizer, self._driver)
-        else:
+        elif self._is_finite():
             self.local_optimizer.step()
+        else:
+            self.skipped += 1
         if stepped and self.scheduler is not None:
             self.scheduler.step()
+
+    def _is_finite(self) -> bool:
+        if self._sync.enabled:
+            return self._sync.finite
+        params = (p for group in self.local_optimizer.param_groups for p in group["params"])
+        return all(is_finite(p.grad) for p in params if p.grad is not None)
 
     def _exchange(self, batch: int, last: int) -> None:
         """Do what is due after a batch that is not the last: send, merge, or average exactly."""

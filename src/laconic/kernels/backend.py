@@ -6,6 +6,7 @@ The environment variable LACONIC_KERNELS forces one: `reference`, `numba`, or `t
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from laconic.errors import ConfigError, TensorTypeError
 
-__all__ = ["check_out", "matching", "pick", "present"]
+__all__ = ["check_out", "matching", "pick", "present", "wanted"]
 
 _CHOICES = ("reference", "numba", "triton")
 _MOST = 1 << 31  # elements, whose places an int32 holds
@@ -68,6 +69,19 @@ def _triton(family: str, name: str) -> Callable[..., Any]:
     if cuda.triton is None:
         raise ConfigError("LACONIC_KERNELS is 'triton', which is not installed: pip install triton")
     return getattr(cuda, name, None) or _load("reference", family, name)
+
+
+def wanted() -> str:
+    """Return which kernels this process will use on the CPU, without importing any.
+
+    Ranks that differ in it would differ in the last bits of an average.
+
+    Example:
+        >>> wanted() in ("reference", "numba", "triton")
+        True
+    """
+    asked = os.environ.get("LACONIC_KERNELS", "")
+    return asked or ("numba" if importlib.util.find_spec("numba") else "reference")
 
 
 @cache

@@ -14,6 +14,7 @@ from laconic.errors import bad_value
 from laconic.gossip import Gossip
 from laconic.mlbench.neighbors import DecentralizedAggregation
 from laconic.mlbench.tracker import Tracker
+from laconic.streams import is_finite
 from laconic.traffic import Traffic
 
 __all__ = ["DecentralizedAggregation", "DecentralizedSGD"]
@@ -43,11 +44,15 @@ class DecentralizedSGD(torch.optim.Optimizer):
         weights: "uniform" or "metropolis"; see `DecentralizedAggregation`.
         timeout_s: seconds to wait for a neighbour, above 0.
 
+    Attributes:
+        skipped: number of this rank's steps that did not move it, because a gradient was not finite.
+
     Raises:
         ConfigError: an argument breaks its rule; for rank and neighbors on all ranks.
         MismatchError: on all ranks: their parameters or settings differ.
 
-    Departs from MLBench: rank 0 may use it, the neighbours are checked, Metropolis weights are offered.
+    Departs from MLBench: rank 0 may use it, the neighbours are checked, Metropolis weights are offered, and a
+    gradient that is not finite costs this rank's own step and nothing else.
 
     Example:
         >>> from laconic.groups import init, shutdown
@@ -89,6 +94,7 @@ class DecentralizedSGD(torch.optim.Optimizer):
         self._inner = torch.optim.SGD(params, lr, momentum, dampening, weight_decay, nesterov=nesterov)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.by_layer = by_layer
+        self.skipped = 0
         self._aggregation = DecentralizedAggregation(
             rank, neighbors, use_cuda, weights=weights, timeout_s=timeout_s
         )
@@ -102,6 +108,8 @@ class DecentralizedSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, tracker: Tracker | None = None) -> Any:
         """Move this rank's parameters, then average them with the neighbours'.
+
+        Where a gradient of this rank is not finite, its parameters and momenta do not move, and are averaged.
 
         Args:
             closure: recomputes the loss and its gradients.
@@ -119,7 +127,10 @@ class DecentralizedSGD(torch.optim.Optimizer):
                 loss = closure()
         # load_state_dict and unpickling replace them, so they are handed over anew each time.
         self._inner.param_groups, self._inner.state = self.param_groups, self.state
-        self._inner.step()
+        if all(p.grad is None or is_finite(p.grad) for p in self._parameters()):
+            self._inner.step()
+        else:
+            self.skipped += 1
         if tracker is not None:
             tracker.record_batch_opt_step()
         self._gossip.mix(self._parameters(), separately=self.by_layer)
@@ -129,7 +140,7 @@ class DecentralizedSGD(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what torch's own method, which knows three attributes, would drop from copies and pickles."""
-        mine = {name: self.__dict__[name] for name in ("_inner", "by_layer", "_aggregation")}
+        mine = {name: self.__dict__[name] for name in ("_inner", "by_layer", "_aggregation", "skipped")}
         return {**super().__getstate__(), **mine}
 
     @property

@@ -14,6 +14,7 @@ from laconic.attach import compare
 from laconic.compressor import Compressor, Exchange, Site, State
 from laconic.drive import Driver, Pipeline
 from laconic.errors import ConfigError, TensorTypeError, bad_value
+from laconic.traffic import Label
 from laconic.version import __version__
 from laconic.wire import Rounds, mean, together
 
@@ -162,8 +163,8 @@ def _run(jobs: list[Rounds[list[Exchange]]], driver: Driver | None) -> list[list
     if driver is None:
         return [simulate.run([job])[0] for job in jobs]
     pipeline: Pipeline[list[Exchange]] = Pipeline(driver)
-    for job in jobs:
-        pipeline.add(job)
+    for number, job in enumerate(jobs):
+        pipeline.add(job, Label(bucket=number))
     return pipeline.finish()
 
 

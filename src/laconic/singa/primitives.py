@@ -14,7 +14,7 @@ from laconic.errors import bad_value
 from laconic.feedback import ErrorFeedback
 from laconic.groups import World
 from laconic.singa.methods import plain, rounded, sparse
-from laconic.traffic import Traffic
+from laconic.traffic import Label, Traffic
 
 __all__ = ["Primitives"]
 
@@ -162,7 +162,7 @@ class Primitives:
                 raise bad_value("accumulation", rule, accumulation.numel(), "make one for each group")
             compressor = ErrorFeedback(inner=compressor)
             state = {"residual": accumulation.reshape(-1)}
-        done = self._driver.run(compressor.rounds(flat, state, site))
+        done = self._driver.run(compressor.rounds(flat, state, site), Label(method=type(compressor).__name__))
         total = done.average if mean else done.average.mul_(self.world_size)
         for target, piece in zip(targets, total.split(site.numels), strict=True):
             target.copy_(piece.view(target.shape))

@@ -111,7 +111,7 @@ class _Member:
     def receive(self) -> tuple[bool, Any]:
         try:
             ok, value = pickle.loads(self.pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join(5)
             return False, f"died with exit code {self._process.exitcode}"
         return ok, value

@@ -1,0 +1,74 @@
+"""The two projections of a low-rank approximation in plain torch: what the CPU's version must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["expand", "orthonormal", "project_columns", "project_rows"]
+
+Place = tuple[int, int, int, int, int]
+
+
+def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor) -> Tensor:
+    """Add in place, then multiply the matrices by thin ones; see `dispatch_lowrank`."""
+    m = _matrices(x, place)
+    if addend is not None:
+        m.add_(_matrices(addend, place))
+    return queries @ m.mT  # (count, r, rows): several times as fast as M Q
+
+
+def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
+    """Multiply thin matrices by the matrices; see `dispatch_lowrank`."""
+    return factors @ _matrices(x, place)
+
+
+def expand(
+    x: Tensor | None, average: Tensor, place: Place, factors: Tensor, mine: Tensor, mean: Tensor
+) -> None:
+    """Take one product of thin matrices from x and write the other; see `dispatch_lowrank`."""
+    left = factors.mT
+    if x is not None:
+        _matrices(x, place).baddbmm_(left, mine, alpha=-1)
+    torch.bmm(left, mean, out=_matrices(average, place))
+
+
+def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
+    """Make rows orthonormal in order; see `linalg.orthogonalize`."""
+    q = torch.empty_like(rows)
+    for j in range(rows.shape[1]):
+        pair = torch.stack([rows[:, j], spare[j].expand_as(rows[:, j])], 1)  # (count, 2, n)
+        before = _norm(pair)
+        for _ in range(2 if j else 0):
+            shares = _sum(pair[:, :, None] * q[:, None, :j])  # (count, 2, j)
+            pair = pair - (shares[..., None] * q[:, None, :j]).sum(2)
+        after = _norm(pair)
+        good = after[:, :1] > degenerate * before[:, :1]
+        chosen = torch.where(good, pair[:, 0], pair[:, 1])
+        q[:, j] = chosen / torch.where(good, after[:, :1], after[:, 1:])
+    return q
+
+
+def _matrices(flat: Tensor, place: Sequence[int]) -> Tensor:
+    start, stride, count, rows, columns = place
+    return flat.as_strided((count, rows, columns), (stride, columns, 1), flat.storage_offset() + start)
+
+
+# Rows that one torch reduction adds: longer ones may be split by the number of threads, which changes bits.
+_ROWS = 1024
+
+
+def _norm(rows: Tensor) -> Tensor:
+    return _sum(rows * rows).sqrt()
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """Sum over the last dimension in an order that depends on its length only."""
+    n = rows.shape[-1]
+    if n <= _ROWS:
+        return rows.sum(-1)
+    whole = n // _ROWS * _ROWS
+    parts = rows[..., :whole].unflatten(-1, (-1, _ROWS)).sum(-1)
+    return _sum(parts) + rows[..., whole:].sum(-1)

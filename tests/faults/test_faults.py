@@ -1,0 +1,45 @@
+"""Broken trainings, with real processes: one run of the drill for each important kind of fault."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import why_not
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("kill", "kill-rank0", "stop-rank0", "exception", "one-port")
+DISKS = ("disk-full", "read-only")  # mount a disk of their own
+LINKS = ("link-down",)
+TIMEOUT_S = 3
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the drill mounts and looks into /proc")
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    """Run all kinds in one process, so that Python and torch start once."""
+    kinds = [*KINDS, *(DISKS if os.geteuid() == 0 else ()), *(LINKS if why_not() is None else ())]
+    command = [sys.executable, str(ROOT / "drills" / "faults.py"), "--json", "--seeds", "1", "--jobs", "2"]
+    command += ["--kinds", ",".join(kinds), "--ranks", "3", "--timeout-s", str(TIMEOUT_S)]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["kind"] for line in lines] == kinds, done.stderr
+    return {line["kind"]: line for line in lines}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *DISKS, *LINKS])
+def test_survivors_say_so_in_time_and_leave_nothing(verdicts, kind):
+    """The named error on every survivor within timeout_s + 5 s, and no process or half file left."""
+    if kind not in verdicts:
+        pytest.skip(why_not() or "mounting a disk needs root")
+    wrong = [line for line in verdicts[kind]["wrong"] if not (_is_busy() and line.startswith("took"))]
+    assert not wrong, "\n".join(verdicts[kind]["wrong"])
+
+
+def _is_busy():
+    """Whether so many processes share the cores that times mean nothing."""
+    return os.getloadavg()[0] > 4 * len(os.sched_getaffinity(0))

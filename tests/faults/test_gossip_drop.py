@@ -1,0 +1,65 @@
+"""Gossip that goes on without a lost neighbour."""
+
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from laconic.drive import Driver
+from laconic.errors import ConfigError
+from laconic.gossip import Gossip
+from laconic.testing.pool import RanksFailed
+from laconic.topology import Ring
+
+MIXINGS = 6
+DIES_AT = 2
+
+
+def _rank(rank, folder):
+    gossip = Gossip(Driver(timeout_s=10), Ring(), lost="drop")
+    x = torch.tensor([float(rank)], dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(MIXINGS):
+            if rank == 2 and step == DIES_AT:
+                os._exit(9)
+            if step == DIES_AT + 1:  # rank 0, no neighbour of 2, may have mixed once more than 1 and 3
+                before = x.clone()
+            gossip.mix([x])
+    told = [str(w.message) for w in caught if "were lost" in str(w.message)]
+    (folder / f"{rank}").write_bytes(pickle.dumps((before, x, gossip.step, gossip.events, told)))
+
+
+def test_survivors_go_on_and_keep_their_mean(pool, tmp_path):
+    """On a ring of 4 rank 2 dies: 1 - 0 - 3 is left, with weights 1/3 and the rest for the rank itself.
+
+    The ring's matrix is symmetric, so what is left of it keeps the mean of the survivors.
+    """
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(4, _rank, tmp_path)
+    assert list(failed.value.errors) == [2], failed.value
+    told = {rank: pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in (0, 1, 3)}
+    for _, _, step, events, words in told.values():
+        assert step == MIXINGS
+        assert len(words) == 1
+        assert "rank(s) 2 were lost" in words[0]
+        assert "3 of 4 ranks go on" in words[0]
+        assert [event["lost"] for event in events] == [[2]]
+        assert events[0]["seconds"] < 25
+    before, after = ([float(t[i]) for t in told.values()] for i in (0, 1))
+    assert sum(after) == pytest.approx(sum(before), rel=1e-12)
+    assert max(after) - min(after) < 0.7 * (max(before) - min(before))
+
+
+def _refused(rank):
+    driver = Driver(timeout_s=20)
+    with pytest.raises(ConfigError, match="lost must be one of raise, drop, got 'ignore'"):
+        Gossip(driver, Ring(), lost="ignore")
+    with pytest.raises(ConfigError, match="separately must be False"):
+        Gossip(driver, Ring(), lost="drop").mix([torch.ones(1)], separately=True)
+
+
+def test_what_cannot_be_had_is_refused(pool):
+    pool.run(1, _refused)

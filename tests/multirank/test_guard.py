@@ -1,0 +1,103 @@
+"""The replica guard on real ranks: what differs is found, named and, if asked, repaired."""
+
+import warnings
+
+import pytest
+import torch
+from models import SMALL_BUCKETS, flat, mlp, shards, step
+from torch import nn
+
+import laconic
+from laconic.guard import ReplicaGuard
+
+NARROW = (torch.float16, torch.bfloat16, torch.float64)
+
+
+def _flip(model, name, bit=20):
+    dict(model.named_parameters())[name].data.view(torch.int32).view(-1)[3] ^= 1 << bit
+
+
+def _trained(rank, world_size, method, repair):
+    """A bit of rank 1 flips after step 5, and one of rank 2 after step 11; checks are due every 4 steps."""
+    model = mlp(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    options = {"check_every": 4, "repair": repair, "bucket_bytes": SMALL_BUCKETS, "timeout_s": 30}
+    sync = laconic.distribute(model, optimizer, method, **options)
+    error = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for s in range(16):
+            xs, ys = shards(s, world_size)
+            try:
+                step(model, optimizer, xs[rank], ys[rank])
+            except laconic.ReplicaDivergence as raised:
+                error = (str(raised), raised.step, raised.tensors)
+                break
+            if (s, rank) in ((5, 1), (11, 2)):
+                _flip(model, "2.weight" if s == 5 else "4.bias")
+    sync.close()
+    return flat(model), error, sync.repaired, [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("method", ["dense", "powersgd:rank=2"])
+def test_a_flipped_bit_is_found_at_the_next_check_and_named(pool, method):
+    for _, error, *_ in pool.run(3, _trained, 3, method, False):
+        message, at, tensors = error
+        assert (at, tensors) == (8, {"2.weight": (1,)})
+        assert "replicas differ at step 8 (equal at step 4): 2.weight on rank(s) 1" in message
+
+
+def test_repair_takes_the_majority_s_tensors_and_says_so_once_an_event(pool):
+    ranks = pool.run(3, _trained, 3, "topk:ratio=0.1", True)
+    for parameters, error, repaired, told in ranks:
+        assert error is None
+        assert repaired == 2
+        assert torch.equal(parameters, ranks[0][0])
+        assert len(told) == len(set(told))
+    assert [len(told) for *_, told in ranks] == [2, 1, 1]  # rank 0, and who was repaired
+    assert "2.weight on rank(s) 1: repaired with the tensors of rank(s) 0" in ranks[0][3][0]
+
+
+def test_two_ranks_have_no_majority(pool):
+    for _, error, *_ in pool.run(2, _trained, 2, "dense", True):
+        assert "2.weight, rank(s) 0 against rank(s) 1 without a majority" in error[0]
+        assert error[2] == {"2.weight": ()}
+
+
+def _by_itself(rank):
+    """Buffers are each rank's own, unless asked for; so is the optimizer's state. All dtypes are repaired."""
+    model = nn.BatchNorm1d(3)
+    model.odd = nn.ParameterDict(
+        {f"p{i}": nn.Parameter(torch.ones(5, dtype=d)) for i, d in enumerate(NARROW)}
+    )
+    model.scalar, model.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0))
+    model.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sum(p.double().sum() for p in model.parameters()).backward()
+    optimizer.step()
+    model.running_mean += rank
+    optimizer.state[model.weight]["momentum_buffer"] += rank == 2
+    assert ReplicaGuard(model).check() == []
+    with pytest.raises(laconic.ReplicaDivergence, match=r"buffer running_mean, rank\(s\) 0 against"):
+        ReplicaGuard(model, check_buffers=True).check(7)
+    with pytest.raises(
+        laconic.ReplicaDivergence, match=r"momentum_buffer of weight in optimizer 0 on rank\(s\) 2"
+    ):
+        ReplicaGuard(model, optimizers=[optimizer]).check()
+    if rank == 2:
+        for p in model.parameters():
+            p.data.add_(1)
+    guard = ReplicaGuard(model, repair=True)
+    names = [n for n, p in model.named_parameters() if p.numel()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert guard.check() == names
+    assert guard.check() == []
+    assert not model.turned.is_contiguous()
+    with pytest.raises(laconic.ReplicaDivergence, match="at different steps"):
+        guard.check(rank)
+    return guard.checks, guard.repaired
+
+
+def test_by_itself(pool):
+    assert pool.run(3, _by_itself) == [(3, 1)] * 3

@@ -1,0 +1,279 @@
+"""`save_checkpoint` and `load_checkpoint` on real ranks: whole, damaged, mixed up, on more or fewer ranks."""
+
+import json
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import laconic
+from laconic.errors import LaconicError
+
+
+class Counter:
+    """A sampler of the simplest kind: samples seen by all ranks together."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Run:
+    """A rank's training, with noise from PyTorch's own generator and from two of its own."""
+
+    def __init__(self, rank, method):
+        torch.manual_seed(rank)
+        net = [nn.Linear(8, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.2), nn.Linear(20, 3)]
+        self.model = nn.Sequential(*net)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
+        self.sync = laconic.distribute(self.model, self.optimizer, method, bucket_bytes=400, timeout_s=60)
+        own, common = torch.Generator().manual_seed(100 + rank), torch.Generator().manual_seed(7)
+        self.generators, self.sampler = {"own": own, "common": common}, Counter()
+
+    def steps(self, count):
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            x = torch.randn(4, 8, generator=self.generators["own"])
+            x = x + torch.randn(1, generator=self.generators["common"])
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.sampler.seen += 4 * self.sync.world_size
+        return self
+
+    @property
+    def parts(self):
+        names = ("model", "optimizer", "sync", "scheduler", "sampler", "generators")
+        return {name: getattr(self, name) for name in names}
+
+    def save(self, folder, step, **more):
+        return laconic.save_checkpoint(folder, step=step, **self.parts, **more)
+
+    def load(self, folder, **more):
+        return laconic.load_checkpoint(folder, **self.parts, **more)
+
+    def flat(self):
+        residuals = [t["residual"] for t in self.sync.state_dict()["parameters"].values() if "residual" in t]
+        tensors = [*self.model.state_dict().values(), *residuals]
+        return torch.cat([t.reshape(-1).double() for t in tensors]).tolist()
+
+    def residual(self):
+        parameters = self.sync.state_dict()["parameters"].values()
+        return torch.cat([tensors["residual"].view(-1) for tensors in parameters]).tolist()
+
+
+def _told(action):
+    try:
+        return action()
+    except LaconicError as error:
+        return type(error).__name__, str(error)
+
+
+def _continued(rank, folder, method):
+    """5 + 4 steps in one go, and from a checkpoint into a fresh run."""
+    run = Run(rank, method).steps(5)
+    run.save(folder, 5, extra={"note": rank})
+    straight = (run.steps(4).flat(), run.sampler.seen)
+    run.sync.close()
+    other = Run(rank, method)
+    torch.manual_seed(99)
+    loaded = other.load(folder)
+    resumed = (other.steps(4).flat(), other.sampler.seen)
+    other.sync.close()
+    about = (loaded.step, loaded.extra, loaded.world_size, loaded.resharded, loaded.refused)
+    return straight == resumed and about == (5, {"note": rank}, 3, False, ())
+
+
+@pytest.mark.parametrize("method", ["topk:ratio=0.2", "powersgd:rank=1"])
+def test_continued_equals_uninterrupted(pool, tmp_path, method):
+    assert pool.run(3, _continued, tmp_path / "new" / "folder", method) == [True] * 3
+
+
+def _saved_twice(rank, folder):
+    run = Run(rank, "topk:ratio=0.2")
+    for step in (1, 2, 3):
+        run.steps(1).save(folder, step)
+    run.sync.close()
+    return run.residual(), run.generators["own"].get_state(), torch.get_rng_state()
+
+
+def _loaded(rank, folder, step=None):
+    run = Run(rank, "topk:ratio=0.2")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded = _told(lambda: run.load(folder, step=step))
+    run.sync.close()
+    text = " ".join(str(warning.message) for warning in caught)
+    if isinstance(loaded, laconic.Loaded):
+        states = (
+            run.generators["own"].get_state(),
+            run.generators["common"].get_state(),
+            torch.get_rng_state(),
+        )
+        return loaded.step, run.residual(), states, run.sampler.seen, text
+    return loaded
+
+
+def _files(folder, step):
+    return sorted(folder.glob(f"checkpoint-step{step}-*.pt"))
+
+
+def test_more_and_fewer_ranks_and_damage(pool, tmp_path):
+    """Two checkpoints are kept. On 4 and 2 ranks the residuals' sum is kept; what is damaged is refused."""
+    saved = pool.run(3, _saved_twice, tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert [name for name in names if name.endswith(".json")] == [
+        "checkpoint-step2.json",
+        "checkpoint-step3.json",
+    ]
+    assert len(names) == 2 + 2 * 3
+    total = torch.tensor([residual for residual, *_ in saved], dtype=torch.float64).sum(0)
+    assert total.abs().sum() > 0
+    for world_size in (4, 2):
+        ranks = pool.run(world_size, _loaded, tmp_path)
+        kept = torch.tensor([residual for _, residual, *_ in ranks], dtype=torch.float64).sum(0)
+        torch.testing.assert_close(kept, total, rtol=1e-6, atol=0)
+        assert {(step, seen, text) for step, *_, seen, text in ranks} == {(3, 36, "")}
+        own, common, random = zip(*(states for _, _, states, *_ in ranks), strict=True)
+        assert all(torch.equal(own[rank], saved[rank][1]) for rank in range(min(3, world_size)))
+        assert all(torch.equal(common[0], state) for state in common)
+        for states in (own, random):
+            assert not any(torch.equal(a, b) for i, a in enumerate(states) for b in states[:i])
+    _damage(pool, tmp_path)
+
+
+def _damage(pool, folder):
+    newest, older = _files(folder, 3)[1], _files(folder, 2)[1]
+    whole = newest.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for harm, says in [
+        (whole[:1000], f"it has 1000 bytes and the manifest says {len(whole)}"),
+        (bytes(flipped), "its SHA-256 is not the manifest's"),
+        (older.read_bytes().ljust(len(whole), b"\0")[: len(whole)], "is not the manifest's"),
+        (None, "No such file"),
+    ]:
+        newest.unlink() if harm is None else newest.write_bytes(harm)
+        first, second, _ = pool.run(3, _loaded, folder)
+        assert (first[0], second[0]) == (2, 2)
+        assert "going on from step 2, since" in first[-1]
+        assert newest.name in first[-1]
+        assert says in first[-1]
+        assert second[-1] == ""
+    exact = pool.run(2, _loaded, folder, 3)
+    assert exact[0] == exact[1]
+    assert exact[0][0] == "CheckpointError"
+    assert newest.name in exact[0][1]
+    newest.write_bytes(whole)
+    _forged(pool, folder, newest, older)
+
+
+def _forged(pool, folder, newest, older):
+    """A manifest that names another save's file with the right digest is still found out."""
+    path = folder / "checkpoint-step3.json"
+    manifest, other = json.loads(path.read_text()), json.loads((folder / "checkpoint-step2.json").read_text())
+    manifest["files"][1] = other["files"][1]
+    path.write_text(json.dumps(manifest))
+    assert "files of two checkpoints are mixed up" in pool.run(2, _loaded, folder)[0][-1]
+    for file in folder.glob("*.json"):
+        file.write_text("{")
+    told = pool.run(2, _loaded, folder)
+    assert told[0] == told[1]
+    assert told[0][1].startswith("no whole checkpoint: ")
+    assert "no checkpoint of step 7; it holds those of steps: 2, 3" in pool.run(2, _loaded, folder, 7)[0][1]
+
+
+def _cannot_write(rank, folder):
+    """Rank 1's disk is full in the second save; the first stays, and nothing of the second."""
+    run = Run(rank, "topk:ratio=0.2").steps(1)
+    run.save(folder, 1)
+    real = os.fsync
+    if rank == 1:
+        os.fsync = lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    told = _told(lambda: run.steps(1).save(folder, 2))
+    os.fsync = real
+    again = _told(lambda: run.save(folder / "file", 3))
+    run.sync.close()
+    return told, again
+
+
+def test_a_full_disk(pool, tmp_path):
+    (tmp_path / "file").touch()
+    told = pool.run(2, _cannot_write, tmp_path)
+    assert told[0] == told[1]
+    (name, text), again = told[0]
+    assert name == "CheckpointError"
+    assert text.startswith("rank 1: ")
+    assert "cannot be written (No space left on device)" in text
+    assert again[1].endswith("cannot be made (File exists): give a folder that can be written")
+    assert sorted(path.name.partition("-")[2][:5] for path in tmp_path.glob("*step*")) == ["step1"] * 3
+    assert [first for first, *_ in pool.run(2, _loaded, tmp_path)] == [1, 1]
+
+
+def _misfits(rank, folder):
+    run = Run(rank, "topk:ratio=0.2").steps(1)
+    nothing = run.load(folder)
+    run.save(folder, 1)
+    parts = run.parts
+    told = [_told(partial(laconic.load_checkpoint, folder, **{**parts, **change})) for change in _CHANGES]
+    told += [_told(lambda: run.save(folder, -1)), _told(lambda: run.save(folder, 1, keep=0))]
+    run.sync.close()
+    return nothing, told
+
+
+_CHANGES = [{"sync": None}, {"optimizer": None}, {"generators": {}}, {"model": nn.Linear(2, 2)}]
+
+
+def test_what_does_not_fit(pool, tmp_path):
+    (nothing, told), other = pool.run(2, _misfits, tmp_path)
+    assert nothing is None
+    assert told == other[1]
+    wanted = ["sync was saved and is not given", "1 optimizers", "generators ['common', 'own']"]
+    wanted += ["does not fit: Error(s) in loading", "step must be", "keep must be at least 1"]
+    assert [text for (_, message), text in zip(told, wanted, strict=True) if text not in message] == []
+
+
+def _through_dcp(rank, folder, load):
+    run = Run(rank, "topk:ratio=0.2")
+    if not load:
+        run.steps(3)
+    saved_by = 3 if load else None
+    state = {
+        "model": run.model.state_dict(),
+        "optimizer": get_optimizer_state_dict(run.model, run.optimizer),
+        "sync": laconic.PerRank(run.sync, saved_by),
+    }
+    if load:
+        dcp.load(state, checkpoint_id=folder)
+        run.model.load_state_dict(state["model"])
+        set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
+    else:
+        dcp.save(state, checkpoint_id=folder)
+    run.sync.close()
+    momentum = [s["momentum_buffer"].tolist() for s in run.optimizer.state_dict()["state"].values()]
+    return run.residual(), run.sync.step, [p.tolist() for p in run.model.parameters()], momentum
+
+
+def test_through_torch_distributed_checkpoint(pool, tmp_path):
+    """Each rank has its own residual back; two ranks get halves of the sum of three."""
+    folder = str(Path(tmp_path) / "dcp")
+    saved = pool.run(3, _through_dcp, folder, False)
+    assert saved[0][0] != saved[1][0]
+    assert pool.run(3, _through_dcp, folder, True) == saved
+    total = torch.tensor([residual for residual, *_ in saved], dtype=torch.float64).sum(0)
+    fewer = pool.run(2, _through_dcp, folder, True)
+    for residual, *rest in fewer:
+        torch.testing.assert_close(torch.tensor(residual).double(), total / 2, rtol=1e-6, atol=1e-12)
+        assert rest == list(saved[0][1:])

@@ -1,0 +1,138 @@
+"""Traces of real ranks: one file that Perfetto reads, with all that happened on every rank."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic.drive import Driver
+from laconic.errors import ConfigError
+from laconic.timeline import Tracer, as_json
+from laconic.tracing import clock_offsets
+
+STEPS = 3
+KINDS = {"forward", "backward", "wait", "encode", "collective", "decode", "step"}
+
+
+def _train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 30)).square().mean().backward()
+        optimizer.step()
+
+
+def _sync(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, laconic.distribute(model, optimizer, "topk:ratio=0.1", bucket_bytes=1000)
+
+
+def _traced(rank, path):
+    model, optimizer, sync = _sync()
+    with sync:
+        _train(model, optimizer, 1)
+        with sync.trace(path):
+            _train(model, optimizer, STEPS)
+        _train(model, optimizer, 1)
+        return sync._driver.tracer, len(model._forward_hooks), len(sync._exchanger.buckets)
+
+
+def test_a_trace_of_two_ranks(pool, tmp_path):
+    path = tmp_path / "trace.json"
+    (tracer, hooks, buckets), _ = pool.run(2, _traced, str(path))
+    assert tracer is None
+    assert hooks == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+    trace = json.loads(path.read_text())
+    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    names = [e for e in trace["traceEvents"] if e["ph"] == "M"]
+    assert [e["args"]["name"] for e in names if e["name"] == "process_name"] == ["rank 0", "rank 1"]
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(events) + len(names) == len(trace["traceEvents"])
+    for rank in (0, 1):
+        mine = [e for e in events if e["pid"] == rank]
+        assert {e["name"] for e in mine} == KINDS
+        count = {kind: sum(e["name"] == kind for e in mine) for kind in KINDS}
+        assert {count[kind] for kind in ("forward", "backward", "wait", "step")} == {STEPS}
+        assert count["collective"] == STEPS * (buckets + 1)
+        _check_rows(mine, {(e["pid"], e["tid"]) for e in names if e["name"] == "thread_name"})
+    assert min(e["ts"] for e in events) == 0
+    assert trace["otherData"]["dropped_events"] == [0, 0]
+
+
+def _check_rows(events, named):
+    """In a row events follow each other; only the wait lies inside its backward pass."""
+    rows = {}
+    for e in events:
+        assert e["dur"] >= 0
+        assert (e["pid"], e["tid"]) in named
+        rows.setdefault(e["tid"], []).append(e)
+    for row in rows.values():
+        last = 0.0
+        for e in sorted((e for e in row if e["name"] != "wait"), key=lambda e: e["ts"]):
+            assert e["ts"] >= last - 0.01
+            last = e["ts"] + e["dur"]
+    backward = [e for e in events if e["name"] == "backward"]
+    for wait in (e for e in events if e["name"] == "wait"):
+        assert any(b["ts"] <= wait["ts"] <= wait["ts"] + wait["dur"] <= b["ts"] + b["dur"] for b in backward)
+
+
+def _failing(rank, path):
+    model, optimizer, sync = _sync()
+    with sync:
+        for bad in (0, -1, True, 1.5):
+            with pytest.raises(ConfigError, match="max_events must be"):
+                sync.trace(path, max_events=bad)
+        nowhere = path + "/nowhere/t"
+        with pytest.raises(ConfigError, match=r"trace must be a file.*nowhere"), sync.trace(nowhere):
+            pass
+        with pytest.warns(UserWarning, match="full with 5 events"), sync.trace(path, max_events=5):
+            _train(model, optimizer, 2)
+        with pytest.raises(ZeroDivisionError), sync.trace(path + ".error"):
+            _train(model, optimizer, 1 // (rank - rank))
+        _train(model, optimizer, 1)
+
+
+def test_what_goes_wrong(pool, tmp_path):
+    """A bad path fails on both ranks; a full trace says so; after an error each rank leaves its own."""
+    pool.run(2, _failing, str(tmp_path / "t"))
+    full = json.loads((tmp_path / "t").read_text())
+    assert sum(e["ph"] == "X" for e in full["traceEvents"]) == 10
+    assert all(dropped > 0 for dropped in full["otherData"]["dropped_events"])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["t", "t.error.rank0", "t.error.rank1"]
+
+
+def _offsets(rank):
+    shift = 100.0 * rank
+    clock = time.perf_counter
+    time.perf_counter = lambda: clock() + shift
+    try:
+        return clock_offsets(Driver(timeout_s=30))
+    finally:
+        time.perf_counter = clock
+
+
+def test_clocks_that_differ_are_aligned(pool):
+    """Ranks of one machine share a clock; shifted by 100 s a rank, offsets are that, within the bound."""
+    for offsets in pool.run(3, _offsets):
+        for rank, (offset, error) in enumerate(offsets):
+            assert abs(offset - 100.0 * rank) <= error + 1e-9
+            assert error < 1.0
+
+
+def test_aligned_events_begin_together():
+    trace = as_json([(0.0, [("step", 5.0, 6.0, {})]), (100.0, [("step", 105.0, 105.5, {})])])
+    steps = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert [(e["pid"], e["ts"], e["dur"]) for e in steps] == [(0, 0.0, 1e6), (1, 0.0, 5e5)]
+
+
+def test_overlapping_collectives_take_rows_of_their_own():
+    tracer = Tracer()
+    for start, end in [(0.0, 2.0), (1.0, 3.0), (2.0, 4.0)]:
+        tracer.add("collective", start, end)
+    steps = [e for e in as_json([(0.0, tracer.events)])["traceEvents"] if e["ph"] == "X"]
+    assert [e["tid"] for e in steps] == [2, 3, 2]

@@ -1,0 +1,174 @@
+"""The ledger on real ranks: what is counted under which label, and that nothing is left out."""
+
+import io
+import json
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic.drive import Driver, Pipeline
+from laconic.traffic import ATTACH, CONTROL, TRAINING, Entry, Label, Traffic
+from laconic.wire import Op, exchange, gather, mean, scatter
+
+STEPS = 3
+_BYTES = ("payload_bytes", "moved_bytes", "inside_bytes", "across_bytes", "header_bytes")
+TOTALS = {"collectives": "count", **{name: name for name in (*_BYTES, "wait_s", "encode_s", "decode_s")}}
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+
+
+def _trained(rank, method):
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.distribute(model, optimizer, method, bucket_bytes=1000) as sync:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(4, 30)).square().mean().backward()
+            optimizer.step()
+        return sync.traffic, sync.method.text, len(sync._exchanger.buckets)
+
+
+def _check_sums(traffic):
+    counted = [e for e in traffic.entries() if e.kind != ATTACH]
+    for total, field in TOTALS.items():
+        assert getattr(traffic, total) == sum(getattr(e, field) for e in counted), total
+    for e in traffic.entries():
+        assert min(e.wait_s, e.encode_s, e.decode_s) >= 0
+        assert e.inside_bytes + e.across_bytes in (0, e.moved_bytes)
+
+
+@pytest.mark.parametrize("method", ["dense", "topk:ratio=0.1", "powersgd:rank=1", "qsgd"])
+def test_every_bucket_and_round_has_its_entry(pool, method):
+    """A step has one collective for each bucket and round, and control flags of their own."""
+    for traffic, text, buckets in pool.run(3, _trained, method):
+        _check_sums(traffic)
+        training = [e for e in traffic.entries() if e.kind == TRAINING]
+        assert buckets > 1
+        assert {e.bucket for e in training} == set(range(buckets))
+        assert {e.method for e in training} == {text}
+        assert all(e.count == STEPS for e in training)
+        for bucket in range(buckets):
+            rounds = [e.round for e in training if e.bucket == bucket]
+            assert rounds == list(range(len(rounds)))
+        (control,) = (e for e in traffic.entries() if e.kind == CONTROL)
+        assert (control.bucket, control.count, control.op) == (None, STEPS, "all-reduce")
+        # All ranks of the pool share a host and know it since attaching.
+        assert traffic.inside_bytes == traffic.moved_bytes > 0
+        assert traffic.wait_s > 0
+        assert traffic.encode_s > 0
+        assert traffic.decode_s > 0
+
+
+def test_dense_training_by_hand(pool):
+    """830 parameters in float32 on 3 ranks, 3 steps: 4/3 of 3,320 bytes each, and some flags."""
+    for traffic, _, _ in pool.run(3, _trained, "dense"):
+        sums = Counter()
+        for e in traffic.entries():
+            sums[e.kind] += e.payload_bytes
+        assert sums[TRAINING] == STEPS * 4 * (30 * 20 + 20 + 20 * 10 + 10)
+        assert sums[CONTROL] % (4 * STEPS) == 0 < sums[CONTROL]
+        assert traffic.payload_bytes == sums[TRAINING] + sums[CONTROL]
+        attach = {e.op: e for e in traffic.entries() if e.kind == ATTACH}
+        assert attach["broadcast"].count == 4
+        assert attach["all-gather"].payload_bytes > 0
+
+
+def _every_op(rank, world_size):
+    driver = Driver(timeout_s=30)
+    driver.traffic.hosts = ["a", "a", "b"][:world_size]
+    others = [r for r in range(world_size) if r != rank]
+    asked = {
+        "mean": mean(torch.ones(300)),
+        "gather": gather(torch.ones(5)),
+        "scatter": scatter(torch.ones(world_size, 2)),
+        "exchange": exchange([torch.ones(7)], others),
+    }
+    pipeline = Pipeline(driver)
+    for bucket, (name, rounds) in enumerate(asked.items()):
+        pipeline.add(rounds, Label(bucket=bucket, method=name))
+    pipeline.finish()
+    driver.broadcast(torch.ones(10), world_size - 1, counted=True)
+    return driver.traffic
+
+
+def test_every_operation_with_two_hosts(pool):
+    """Ranks 0 and 1 share a host. The all-reduce sends to the rank before, the all-gather to the one after.
+
+    Broadcasting from rank 2: it sends to 0 and then to 1, each 40 bytes.
+    """
+    moved = {"mean": 1600, "gather": 40, "scatter": 16, "exchange": 56}
+    across = [
+        {"mean": 1600, "gather": 0, "scatter": 8, "exchange": 28, "": 0},
+        {"mean": 0, "gather": 40, "scatter": 8, "exchange": 28, "": 0},
+        {"mean": 1600, "gather": 40, "scatter": 16, "exchange": 56, "": 80},
+    ]
+    for rank, traffic in enumerate(pool.run(3, _every_op, 3)):
+        _check_sums(traffic)
+        entries = {e.method: e for e in traffic.entries()}
+        assert {name: entries[name].moved_bytes for name in moved} == moved
+        assert {name: e.across_bytes for name, e in entries.items()} == across[rank]
+        assert [e.op for e in traffic.entries()] == [*(op.value for op in _order()), "broadcast"]
+        assert all(e.messages > 0 and e.header_bytes > 0 for name, e in entries.items() if name)
+
+
+def _order():
+    return [Op.MEAN, Op.GATHER, Op.SCATTER, Op.EXCHANGE]
+
+
+def test_two_ranks_count_every_operation(pool):
+    for traffic in pool.run(2, _every_op, 2):
+        _check_sums(traffic)
+        assert traffic.collectives == 5
+        assert traffic.payload_bytes == 1200 + 20 + 16 + 28 + (40 if traffic.rank == 1 else 0)
+
+
+def _ledger():
+    traffic = Traffic(rank=1)
+    for step in range(4):
+        traffic.count(Op.GATHER, 100 + step, 2, label=Label(bucket=0, method="topk"))
+        traffic.count(Op.MEAN, 8, 2, label=Label(CONTROL))
+    traffic.count(Op.GATHER, 1000, 2, label=Label(ATTACH))
+    return traffic
+
+
+def test_json_lines_come_back(tmp_path):
+    traffic, path = _ledger(), tmp_path / "traffic.jsonl"
+    traffic.write_jsonl(path, step=1)
+    traffic.write_jsonl(str(path), step=2)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r.pop("step") for r in records] == [1, 1, 1, 2, 2, 2]
+    assert {r.pop("rank") for r in records} == {1}
+    assert [Entry(**r) for r in records] == 2 * traffic.entries()
+    stream = io.StringIO()
+    traffic.write_jsonl(stream)
+    assert len(stream.getvalue().splitlines()) == 3
+
+
+def test_scalars_for_tensorboard():
+    class Writer:
+        def __init__(self):
+            self.seen = {}
+
+        def add_scalar(self, tag, value, step):
+            self.seen[tag] = (value, step)
+
+    writer = Writer()
+    _ledger().to_tensorboard(writer, 7)
+    assert writer.seen["traffic/payload_bytes"] == (406 + 32, 7)
+    assert writer.seen["traffic/count"] == (8, 7)
+    assert writer.seen["traffic/bucket0/moved_bytes"] == (406, 7)
+    assert not any("bucket1" in tag for tag in writer.seen)
+
+
+def test_ledgers_add_up_and_do_not_grow():
+    one, two = _ledger(), _ledger()
+    both = one + two
+    assert both.payload_bytes == 2 * one.payload_bytes
+    assert len(both.entries()) == len(one.entries()) == 3
+    assert sum(e.moved_bytes for e in both.entries() if e.kind == ATTACH) == 2000
