@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic.compressor import Compressor, Exchange, Site, State
 from laconic.compressors.identity import Identity
 from laconic.errors import MethodError, bad_value
-from laconic.wire import Rounds, together
+from laconic.wire import Rounds, settle, together
 
 __all__ = ["Clip", "PerSize", "Warmup"]
 
@@ -192,6 +192,10 @@ class PerSize(_Wrapper):
         """Small and large tensors travel in collectives of their own."""
         return False
 
+    def settles(self, world_size: int) -> bool:
+        """As inside; here it also asks for what travels densely."""
+        return self.inner.settles(world_size)
+
     def init(self, like: Tensor, site: Site) -> State:
         """Create the inner state for the large tensors, named by their places in the whole x."""
         large = self._large(site)
@@ -205,7 +209,10 @@ class PerSize(_Wrapper):
         small = [i for i in range(len(site.shapes)) if i not in large]
         if not small or not large:  # one part is the whole
             whole = self.inner if large else self.dense
-            return (yield from whole.rounds(x, state, site, want_error=want_error))
+            done = yield from whole.rounds(x, state, site, want_error=want_error)
+            if site.settles and not large:
+                yield from settle(done.average.isfinite().all())
+            return done
         pieces = x.split(site.numels)
         parts = [(self.dense, small, {}), (self.inner, large, _unnumbered(state, large))]
         exchanges = yield from together(
@@ -227,7 +234,10 @@ class PerSize(_Wrapper):
         new = _renumbered(exchanges[-1].state, large) if large else state
         told = [done.average.isfinite().all() if done.finite is None else done.finite for done in exchanges]
         overflow = any(done.overflow for done in exchanges)
-        return Exchange(average, new, error, torch.stack(told).all(), overflow)
+        finite = torch.stack(told).all()
+        if site.settles:  # others of the step must hear of it
+            yield from settle(finite)
+        return Exchange(average, new, error, finite, overflow)
 
     def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
         """Leave the sum to the compressor inside where it gets all of x."""

@@ -118,6 +118,10 @@ class Sign(Codec):
         """A block that is not finite has such a scale."""
         return True
 
+    def settles(self, world_size: int) -> bool:
+        """Not in two phases."""
+        return self.majority or self.one_round(world_size)
+
     def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
         """Look at the scales."""
         return torch.stack([scales.isfinite().all() for _, scales in payloads]).all()

@@ -1,0 +1,84 @@
+"""Bytes and processor time of one rank against the number of ranks, simulated in one process.
+
+    python benchmarks/scaling.py --elements 1000000 --out scaling.json
+
+For `sign` and `qsgd` bytes are told as a multiple of one coded vector, for `topk` of k words of 4 bytes, k being
+the elements that a rank selects. Milliseconds are a rank's own, encoding and decoding, the processor time of the
+simulated exchange divided by the number of ranks; the median of some exchanges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+import laconic
+from laconic.compressor import Site
+from laconic.simulate import run
+from laconic.traffic import moved_bytes
+from laconic.wire import Request
+
+METHODS = ("sign:dense_below=0", "qsgd:bits=4", "topk:ratio=0.01")
+RANKS = (2, 3, 4, 8, 16, 32, 64)
+
+
+def coded_bytes(name: str, n: int) -> float:
+    """Return the bytes of one vector in the method's code; for top-k, those of k words."""
+    return {"sign": n / 8 + 4 * n / 1024, "qsgd": n / 2 + 4 * n / 512, "topk": 4 * n / 100}[name.split(":")[0]]
+
+
+def measure(name: str, ranks: int, n: int, rounds: int) -> tuple[float, float]:
+    """Return the bytes that a rank sends and the milliseconds it computes, in one exchange."""
+    compressor = laconic.method(name).compressor
+    shapes = (torch.Size((n,)),)
+    xs = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+    states = None
+    sent: list[int] = []
+    taken_ms: list[float] = []
+
+    def spy(request: Request) -> None:
+        sent[-1] += moved_bytes(request.op, request.nbytes, ranks)
+
+    for step in range(rounds):
+        sites = [
+            Site(shapes=shapes, rank=r, world_size=ranks, step=step, spare=torch.empty(n)) for r in range(ranks)
+        ]
+        flats = [x.clone() for x in xs]
+        states = states or [compressor.init(x, s) for x, s in zip(flats, sites, strict=True)]
+        sent.append(0)
+        start = time.process_time()
+        todo = zip(flats, states, sites, strict=True)
+        done = run([compressor.rounds(x, state, site) for x, state, site in todo], spy=spy)
+        taken_ms.append((time.process_time() - start) * 1e3 / ranks)
+        states = [exchange.state for exchange in done]
+    return statistics.median(sent[1:]), statistics.median(taken_ms[1:])
+
+
+def main() -> None:
+    """Measure all and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--elements", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for name in METHODS:
+        for ranks in RANKS:
+            nbytes, ms = measure(name, ranks, args.elements, args.rounds)
+            share = nbytes / coded_bytes(name, args.elements)
+            rows.append({"method": name, "ranks": ranks, "bytes": nbytes, "x coded": share, "ms": ms})
+            print(f"{name:20s} {ranks:3d} ranks {nbytes:12,.0f} bytes = {share:5.2f} x  {ms:7.2f} ms a rank")
+    if args.out:
+        args.out.write_text(json.dumps({"elements": args.elements, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
