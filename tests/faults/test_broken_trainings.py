@@ -10,8 +10,8 @@ import pytest
 from hosts import why_not
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("kill", "kill-rank0", "stop-rank0", "exception", "one-port")
-DISKS = ("disk-full", "read-only")  # mount a disk of their own
+KINDS = ("kill", "stop-rank0", "one-port")
+DISKS = ("disk-full",)  # mounts a disk of its own
 LINKS = ("link-down",)
 TIMEOUT_S = 3
 
