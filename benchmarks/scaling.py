@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py --elements 1000000 --out scaling.json
 
-For `sign` and `qsgd` bytes are told as a multiple of one coded vector, for `topk` of k words of 4 bytes, k being
-the elements that a rank selects. Milliseconds are a rank's own, encoding and decoding, the processor time of the
-simulated exchange divided by the number of ranks; the median of some exchanges.
+For `sign` and `qsgd` bytes are told as a multiple of one coded vector, for `topk` of k words of 4 bytes, k
+being the elements that a rank selects. Milliseconds are a rank's own, encoding and decoding: the processor time
+of the simulated exchange divided by the number of ranks; the median of some exchanges.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ RANKS = (2, 3, 4, 8, 16, 32, 64)
 
 def coded_bytes(name: str, n: int) -> float:
     """Return the bytes of one vector in the method's code; for top-k, those of k words."""
-    return {"sign": n / 8 + 4 * n / 1024, "qsgd": n / 2 + 4 * n / 512, "topk": 4 * n / 100}[name.split(":")[0]]
+    sizes = {"sign": n / 8 + 4 * n / 1024, "qsgd": n / 2 + 4 * n / 512, "topk": 4 * n / 100}
+    return sizes[name.split(":")[0]]
 
 
 def measure(name: str, ranks: int, n: int, rounds: int) -> tuple[float, float]:
@@ -45,9 +46,8 @@ def measure(name: str, ranks: int, n: int, rounds: int) -> tuple[float, float]:
         sent[-1] += moved_bytes(request.op, request.nbytes, ranks)
 
     for step in range(rounds):
-        sites = [
-            Site(shapes=shapes, rank=r, world_size=ranks, step=step, spare=torch.empty(n)) for r in range(ranks)
-        ]
+        common = {"shapes": shapes, "world_size": ranks, "step": step}
+        sites = [Site(**common, rank=r, spare=torch.empty(n)) for r in range(ranks)]
         flats = [x.clone() for x in xs]
         states = states or [compressor.init(x, s) for x, s in zip(flats, sites, strict=True)]
         sent.append(0)
