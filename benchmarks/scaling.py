@@ -3,7 +3,7 @@
     python benchmarks/scaling.py --elements 1000000 --out scaling.json
 
 For `sign` and `qsgd` bytes are told as a multiple of one coded vector, for `topk` of k words of 4 bytes, k
-being the elements that a rank selects. Milliseconds are a rank's own, encoding and decoding: the processor time
+being the elements that a rank selects. Milliseconds are its own, encoding and decoding: the processor time
 of the simulated exchange divided by the number of ranks; the median of some exchanges.
 """
 

@@ -9,7 +9,7 @@ __all__ = ["BUCKET_BYTES", "METHODS", "data", "flat", "mlp", "table"]
 
 BUCKET_BYTES = 600  # six buckets; the two larger matrices are one each
 
-# Random sparsification holds gradients back for 1/ratio steps: with a ratio of 0.1 and this rate the training diverges.
+# Random sparsification holds gradients back for 1/ratio steps: with a ratio of 0.1 the training diverges.
 METHODS = {
     "dense": "dense",
     "fp16": "fp16",
