@@ -44,21 +44,23 @@ def _train(rank, method, bucket_bytes, trouble):
 TROUBLES = ["none", "in place", "accumulate", "no_sync", "hooks", "graph", "clip"]
 
 
+def _all(rank, method, bucket_sizes):
+    return [[_train(rank, method, nbytes, trouble) for nbytes in bucket_sizes] for trouble in TROUBLES]
+
+
 @pytest.mark.parametrize("method", ["dense", "fp16", "sign:block=64"])
 def test_each_in_a_bucket_of_its_own_equals_all_in_one(pool, method):
     """In one bucket gradients are copied; these methods' averages do not depend on the buckets."""
-    for trouble in TROUBLES:
-        alone = pool.run(2, _train, method, 1, trouble)
-        together = pool.run(2, _train, method, 1 << 20, trouble)
-        for (ours, untouched), (theirs, _) in zip(alone, together, strict=True):
+    for rank in pool.run(2, _all, method, (1, 1 << 20)):
+        for (alone, untouched), (together, _) in rank:
             assert untouched
-            for a, b in zip(ours, theirs, strict=True):
+            for a, b in zip(alone, together, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["topk:ratio=0.2", "qsgd", "powersgd:rank=2"])
 def test_ranks_stay_equal(pool, method):
-    for trouble in TROUBLES:
-        (first, untouched), (second, _) = pool.run(2, _train, method, 1, trouble)
+    first, second = pool.run(2, _all, method, (1,))
+    for [(ours, untouched)], [(theirs, _)] in zip(first, second, strict=True):
         assert untouched
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
