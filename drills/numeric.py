@@ -34,7 +34,10 @@ DDP = ["dense", "fp16", "topk", "sign", "powersgd"]
 
 
 def harm(values: Tensor, kind: str, rank: int, method: str) -> Tensor:
-    """Return a copy with one bad element: on rank 1, or on all ranks where only their sum overflows."""
+    """Return a copy with one bad element: on rank 1, or on all ranks where only their sum overflows.
+
+    PowerSGD sums over a matrix, so all its elements are as large as can be.
+    """
     half = method.startswith("fp16")
     if kind != "overflow":
         bad: float | None = float(kind) if rank == BAD_RANK else None
@@ -43,7 +46,9 @@ def harm(values: Tensor, kind: str, rank: int, method: str) -> Tensor:
     else:
         bad = LARGEST
     out = values.clone()
-    if bad is not None:
+    if bad == LARGEST and method.startswith("powersgd"):
+        out.fill_(bad)
+    elif bad is not None:
         out.view(-1)[3] = bad
     return out
 

@@ -19,11 +19,22 @@ from torch import Tensor
 from laconic.errors import TensorTypeError
 from laconic.wire import Rounds, gather, gather_ragged, means, settle
 
-__all__ = ["Codec", "Compressor", "Exchange", "Payload", "Site", "State", "average_of", "require_floating"]
+__all__ = [
+    "Codec",
+    "Compressor",
+    "Exchange",
+    "Payload",
+    "Site",
+    "State",
+    "all_bounded",
+    "average_of",
+    "require_floating",
+]
 
 # Tensors that decide the next exchange. A tensor is either flat like x, element for element (a residual),
 # or belongs to the i-th tensor of x and is called "NAME/i" (PowerSGD's "q/3"). Keys are equal on all ranks.
 State: TypeAlias = Mapping[str, Tensor]
+_BOUND = 1e30
 Payload: TypeAlias = tuple[Tensor, ...]
 
 
@@ -241,6 +252,10 @@ class Codec(Compressor):
         """Tell from all ranks' messages whether all they hold was finite; None if that is not known."""
         return None
 
+    def bounded(self, payloads: Sequence[Payload]) -> Tensor:
+        """Tell from all ranks' messages whether their mean is surely finite; False if that is not known."""
+        return torch.tensor(False)
+
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Return the mean of all ranks' decoded payloads, summed in rank order."""
         return average_of(self.decode(p, like, site) for p in payloads)
@@ -266,10 +281,20 @@ class Codec(Compressor):
             average = self.decode((yield from means(payload, scaled=site.scaled)), x, site)
             return Exchange(average, state, error)
         everyone = yield from (gather_ragged(*payload, most=x.numel()) if self.ragged else gather(*payload))
-        finite = self.finite(everyone)
-        if site.settles and finite is not None and (yield from settle(finite)):
+        if site.settles and (yield from settle(self.bounded(everyone))):
             site = replace(site, spare=x if error is None else residual)
-        return Exchange(self.combine(everyone, x, site), state, error, finite)
+        return Exchange(self.combine(everyone, x, site), state, error, self.finite(everyone))
+
+
+def all_bounded(tensors: Iterable[Tensor]) -> Tensor:
+    """Tell whether no magnitude exceeds 1e30 (NaN does): then no sum over ranks leaves the range of float32.
+
+    Example:
+        >>> bool(all_bounded([torch.ones(2), torch.empty(0)])), bool(all_bounded([torch.tensor([2e38])]))
+        (True, False)
+    """
+    ends = [torch.stack(torch.aminmax(t)).abs().amax() for t in tensors if t.numel()]
+    return torch.stack([end <= _BOUND for end in ends]).all() if ends else torch.tensor(True)
 
 
 def average_of(tensors: Iterable[Tensor]) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from laconic.compressor import Compressor, Exchange, Site, State
 from laconic.errors import MethodError
-from laconic.wire import Rounds
+from laconic.wire import Rounds, settle
 
 __all__ = ["ErrorFeedback"]
 
@@ -94,7 +94,11 @@ class ErrorFeedback(Compressor):
         if x.dtype == residual.dtype:
             done = yield from self.inner.corrected(x, residual, state, site)
         else:
-            done = yield from self.inner.rounds(residual + x, state, site, want_error=True)
+            inside = replace(site, settles=False)  # only the narrowed average tells what is finite
+            done = yield from self.inner.rounds(residual + x, state, inside, want_error=True)
+            done = done._replace(average=done.average.to(x.dtype))
+            if site.settles:
+                yield from settle(done.average.isfinite().all())
         average, inner_state, error, finite, overflow = done
         assert error is not None  # asked for
         lost = (error - residual).to(x.dtype) if want_error else None

@@ -146,12 +146,12 @@ def exchange(tensors: Sequence[Tensor], peers: Iterable[int]) -> Rounds[dict[int
 
 
 def settle(finite: Tensor) -> Rounds[bool]:
-    """Wait until this step is past all communication, and tell whether all its exchanges were finite.
+    """Wait until this step is past all communication, and tell whether all its averages are finite.
 
     Then the step will not be taken back, so the memory of old state is free. Only where `Site.settles`.
 
     Args:
-        finite: a 0-d bool tensor, equal on all ranks.
+        finite: whether this one is or surely will be: a 0-d bool tensor, equal on all ranks.
 
     Example:
         >>> from laconic.simulate import run

@@ -236,7 +236,7 @@ class PerSize(_Wrapper):
         overflow = any(done.overflow for done in exchanges)
         finite = torch.stack(told).all()
         if site.settles:  # others of the step must hear of it
-            yield from settle(finite)
+            yield from settle(finite & average.isfinite().all())
         return Exchange(average, new, error, finite, overflow)
 
     def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:

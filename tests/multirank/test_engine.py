@@ -121,6 +121,49 @@ def test_one_bad_step_on_one_rank_costs_exactly_that_step(pool, method, bad):
         assert torch.equal(parameters, ranks[0][2])
 
 
+def _overflow(rank, method):
+    """In step 3 every rank's gradient is finite, and their sum is not."""
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    kept = None
+    for s in range(6):
+        xs, ys = shards(s, 2)
+        optimizer.zero_grad()
+        largest = model[0].weight.register_hook(lambda g: g.fill_(torch.finfo(g.dtype).max))
+        if s != 3:
+            largest.remove()
+        before = sync.state_dict()["parameters"]
+        nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
+        largest.remove()
+        if s == 3:
+            after = sync.state_dict()["parameters"]
+            kept = all(torch.equal(t, after[n][k]) for n, state in before.items() for k, t in state.items())
+        assert sync.finite == (s != 3) == all(torch.isfinite(p.grad).all() for p in model.parameters())
+        if sync.finite:
+            optimizer.step()
+    sync.close()
+    return kept, sync.skipped, flat(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*an average overflowed")
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("topk:ratio=0.1", "topk:ratio=0.1,values=float30", "topk:ratio=0.1,values=bfloat16"),
+        *("threshold", "qsgd:feedback=true", "powersgd:rank=1"),
+    ],
+)
+def test_a_sum_that_overflows_costs_exactly_that_step(pool, method):
+    """Some averages are written over old residuals, but not in a step that is taken back."""
+    ranks = pool.run(2, _overflow, method)
+    for kept, skipped, parameters in ranks:
+        assert kept, "the compressor's state changed in the bad step"
+        assert skipped == 1
+        assert torch.isfinite(parameters).all()
+        assert torch.equal(parameters, ranks[0][2])
+
+
 class _Odd(nn.Module):
     """Frozen, tied, unused, sometimes used, half-precision and empty parameters."""
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from laconic.compressor import Compressor, Exchange, Site, State, require_floating
+from laconic.compressor import Compressor, Exchange, Site, State, all_bounded, require_floating
 from laconic.errors import MethodError, bad_value
 from laconic.kernels.dispatch_lowrank import Place, expand, project_columns, project_rows
 from laconic.linalg import orthogonalize
@@ -118,7 +118,7 @@ class PowerSGD(Compressor):
         mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
         # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
         qts = list((yield from means([qt.clone() for qt in mine]))) if batches else []
-        if site.settles and (yield from settle(finite)):
+        if site.settles and (yield from settle(finite & all_bounded([*qts, *reply[len(batches) :]]))):
             site = replace(site, spare=residual)
         average = site.memory(work) if want_error else work
         for (start, stop), exact in zip(dense, reply[len(batches) :], strict=True):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from laconic.compressor import Codec, Exchange, Payload, Site, State
+from laconic.compressor import Codec, Exchange, Payload, Site, State, all_bounded
 from laconic.errors import MethodError, bad_value
 from laconic.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
 from laconic.twophase import FEWEST_RANKS, chunks_for, two_phase
@@ -109,6 +109,10 @@ class QSGD(Codec):
     def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
         """Look at the scales."""
         return torch.stack([scales.isfinite().all() for _, scales in payloads]).all()
+
+    def bounded(self, payloads: Sequence[Payload]) -> Tensor:
+        """Likewise."""
+        return all_bounded(scales for _, scales in payloads)
 
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Average the messages in rank order."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from laconic.compressor import Codec, Exchange, Payload, Site, State, average_of
+from laconic.compressor import Codec, Exchange, Payload, Site, State, all_bounded, average_of
 from laconic.errors import MethodError, bad_value
 from laconic.kernels.dispatch import sign_decode_mean, sign_encode_feedback
 from laconic.kernels.reference import block_views, unpack_bits
@@ -125,6 +125,10 @@ class Sign(Codec):
     def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
         """Look at the scales."""
         return torch.stack([scales.isfinite().all() for _, scales in payloads]).all()
+
+    def bounded(self, payloads: Sequence[Payload]) -> Tensor:
+        """Likewise."""
+        return all_bounded(scales for _, scales in payloads)
 
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Average the messages, or vote."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from laconic.compressor import Codec, Exchange, Payload, Site, State
+from laconic.compressor import Codec, Exchange, Payload, Site, State, all_bounded
 from laconic.errors import MethodError, bad_value
 from laconic.kernels.dispatch import scatter_mean, select, select_feedback
 from laconic.kernels.dispatch_dense import not_finite
@@ -22,6 +22,7 @@ __all__ = ["TopK"]
 
 _REDUCE = ("auto", "gather", "regions")
 _FEWEST_RANKS = 4  # for a sparse all-reduce to move less
+_BOUNDED_EXPONENT = 226  # of a float32 below 2**100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +151,23 @@ class TopK(Codec):
 
     def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
         """Look at the values, their scales or their largest exponent."""
-        at = 2 if self.values == "int8" and len(payloads[0]) > 2 else 1
-        numbers = [p[at] for p in payloads]
+        numbers = self._numbers(payloads)
         if not numbers[0].is_floating_point():
             return torch.stack([(n != 255).all() for n in numbers]).all()
         if numbers[0].device.type == "cpu":
             return torch.tensor(not any(not_finite(n) for n in numbers))
         return torch.stack([n.isfinite().all() for n in numbers]).all()
+
+    def bounded(self, payloads: Sequence[Payload]) -> Tensor:
+        """Likewise."""
+        numbers = self._numbers(payloads)
+        if numbers[0].is_floating_point():
+            return all_bounded(numbers)
+        return torch.stack([(n <= _BOUNDED_EXPONENT).all() for n in numbers]).all()
+
+    def _numbers(self, payloads: Sequence[Payload]) -> list[Tensor]:
+        at = 2 if self.values == "int8" and len(payloads[0]) > 2 else 1
+        return [p[at] for p in payloads]
 
     def _message(self, x: Tensor) -> Message:
         kind = self.values if x.dtype is torch.float32 else None
