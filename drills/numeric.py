@@ -29,7 +29,8 @@ WORLD, STEPS = 3, 33
 BAD = {7: "nan", 17: "inf", 25: "overflow"}
 BAD_RANK = 1
 LARGEST = torch.finfo(torch.float32).max
-_SILENT = ("bf16",)  # overflows where float32 all but does, and cannot be told from a bad gradient for free
+# Overflows where float32 all but does, and cannot be told from a bad gradient for free.
+_SILENT = ("bf16", "powersgd")  # how their texts begin
 DDP = ["dense", "fp16", "topk", "sign", "powersgd"]
 
 
@@ -206,7 +207,7 @@ def drill(pool: RankPool, kind: str, method: str) -> tuple[bool, list[object]]:
     own = kind == "gossip" or (kind == "averaging" and method != "dense")  # parameters of each rank's own
     alike = own or all(torch.equal(row["flat"], first["flat"]) for row in ranks)
     reports = sum(row["reports"] for row in ranks)
-    told = reports == (kind != "gossip" and bad.get(25) == "overflow" and method not in _SILENT)
+    told = reports == (kind != "gossip" and bad.get(25) == "overflow" and not method.startswith(_SILENT))
     others = f"{first['applied']} of {STEPS - len(bad)}"
     overflow = (
         bad.get(25, "none possible") if kind != "averaging" or method.startswith("fp16") else "a second inf"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,12 +12,11 @@ from laconic.compact import pack_floats, unpack_floats
 from laconic.errors import WireError
 from laconic.kernels.dispatch import pack_places, pack_values, unpack_places, unpack_values
 
-__all__ = ["VALUES", "Message", "check_places", "largest_places", "mean_of_sparse"]
+__all__ = ["VALUES", "Message", "check_places", "mean_of_sparse"]
 
 # How float32 values may travel.
 VALUES = ("float32", "float30", "bfloat16", "int8")
 
-_SAMPLE = 32768  # magnitudes from which a bound for the k-th largest is guessed
 
 
 def mean_of_sparse(vectors: Sequence[tuple[Tensor, ...]], like: Tensor) -> Tensor:
@@ -57,34 +55,6 @@ def check_places(places: Tensor, n: int) -> None:
         lowest, highest = map(int, places.aminmax())
         if lowest < 0 or highest >= n:
             raise WireError(f"places lie in [0, {n}), got {lowest} to {highest}: the message is damaged")
-
-
-def largest_places(x: Tensor, k: int) -> Tensor:
-    """Return the places of the k elements of largest magnitude, in no order; exact.
-
-    For small shares of large tensors a bound below the k-th largest magnitude is guessed from a regular
-    sample: whatever reaches it is a candidate, and if at least k do, all of the k largest are among them. So
-    only candidates are sorted. A wrong guess costs the time of the plain way.
-
-    Args:
-        x: flat tensor; NaN counts as largest or as nothing.
-        k: 0 to the number of elements.
-
-    Example:
-        >>> import torch
-        >>> largest_places(torch.tensor([0.1, -0.9, 0.3, 0.2]), 2).sort().values
-        tensor([1, 2])
-    """
-    magnitude, n = x.abs(), x.numel()
-    if n >= 2 * _SAMPLE and 0 < k <= n // 16:
-        sample = magnitude[:: (n // _SAMPLE) | 1]
-        reach = math.ceil(1.5 * k / n * sample.numel()) + 8  # 1.5 k candidates, and some for small k
-        bound = torch.topk(sample, reach, sorted=False).values.min()
-        candidates = (magnitude >= bound).nonzero().view(-1)
-        if k <= candidates.numel() <= n // 4:
-            chosen = torch.topk(magnitude.index_select(0, candidates), k, sorted=False).indices
-            return candidates.index_select(0, chosen)
-    return torch.topk(magnitude, k, sorted=False).indices
 
 
 @dataclass(frozen=True, slots=True)
