@@ -270,7 +270,7 @@ class Exchanger:
         *exchanges, verdict = self._pipeline.finish()
         told = [value > 0 for value in verdict.average.tolist()]
         entered, any_flags = told[: len(bad)] or [False] * len(exchanges), told[len(bad) :]
-        found = [not is_finite(e.average) or (e.finite is not None and not e.finite) for e in exchanges]
+        found = [not (self._pipeline.verdict or _finite(e)) for e in exchanges]
         harmed = [e or f for e, f in zip(entered, found, strict=True)]
         applied = not any(harmed)
         if applied:
@@ -311,6 +311,11 @@ class Exchanger:
                 if new is not old[key] and new.untyped_storage().data_ptr() == memory:
                     same = old[key].dtype == mine.dtype and old[key].numel() == mine.numel()
                     self._flats[i] = old[key] if same else torch.empty_like(mine)
+
+
+def _finite(exchange: Exchange) -> bool:
+    """Return whether an exchange shows, alike on all ranks, that all was finite."""
+    return is_finite(exchange.average) and (exchange.finite is None or bool(exchange.finite))
 
 
 def _exchange_flags(control: Tensor) -> Rounds[Exchange]:

@@ -29,14 +29,18 @@ class Pipeline(Generic[T]):
     Args:
         driver: the way to the other ranks.
         patient: whether adding one never waits for earlier ones; all then go on in `finish`.
+
+    Attributes:
+        verdict: after `finish`, whether coroutines asked by `Op.SETTLE`, and all with a true flag.
     """
 
     def __init__(self, driver: Driver, *, patient: bool = False) -> None:
         self._driver, self._patient = driver, patient
         self._running: dict[int, tuple[Rounds[T], Pending, Label]] = {}
-        self._settling: dict[int, tuple[Rounds[T], Pending, Label]] = {}
+        self._settling: dict[int, tuple[Rounds[T], Pending | None, Label]] = {}
         self._finite: list[Tensor] = []
         self._results: dict[int, T] = {}
+        self.verdict = False
         self._count = 0
 
     def add(self, rounds: Rounds[T], label: Label = PLAIN) -> None:
@@ -61,10 +65,10 @@ class Pipeline(Generic[T]):
 
     def _settle(self) -> None:
         """Go on with those that waited until no communication was left, and so no failure of it."""
-        verdict = all(bool(finite) for finite in self._finite)
+        self.verdict = bool(self._finite) and all(map(bool, self._finite))
         for index in sorted(self._settling):
             rounds, last, label = self._settling[index]
-            self._send(index, rounds, last, label, verdict)
+            self._send(index, rounds, last, label, self.verdict)
         if self._running:
             raise WireError("a coroutine asked for a collective after Op.SETTLE, which ends communication")
 
@@ -80,7 +84,7 @@ class Pipeline(Generic[T]):
             if last is not None:
                 self._driver.spent("decode", last.tally, start, label)
             return
-        if request.op is Op.SETTLE and last is not None:
+        if request.op is Op.SETTLE:
             self._finite += request.tensors
             self._settling[index] = (rounds, last, label)
             return

@@ -18,7 +18,6 @@ __all__ = ["VALUES", "Message", "check_places", "mean_of_sparse"]
 VALUES = ("float32", "float30", "bfloat16", "int8")
 
 
-
 def mean_of_sparse(vectors: Sequence[tuple[Tensor, ...]], like: Tensor) -> Tensor:
     """Return the dense mean of sparse vectors, added in rank order.
 
