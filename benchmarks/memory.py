@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -66,8 +67,13 @@ def child(name: str, steps: int, out: Path) -> None:
         out.write_text(json.dumps(status_bytes("VmHWM") - before))
 
 
-def measure(name: str, steps: int) -> int:
-    """Return the growth of the peak in bytes."""
+def measure(name: str, steps: int, rounds: int) -> float:
+    """Return the growth of the peak in bytes, the median of some runs: the allocator's luck varies."""
+    return statistics.median(measure_once(name, steps) for _ in range(rounds))
+
+
+def measure_once(name: str, steps: int) -> int:
+    """Return it for one run."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bytes"
         argv = [sys.executable, __file__, "--rivals", name, "--steps", str(steps), "--out", str(out)]
@@ -83,6 +89,7 @@ def main() -> None:
     )
     parser.add_argument("--rivals", nargs="+", default=RIVALS)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if _CHILD in os.environ:
@@ -90,11 +97,11 @@ def main() -> None:
             raise SystemExit(run_local([sys.executable, *sys.argv], 2))
         return child(args.rivals[0], args.steps, args.out)
     parameters = sum(p.numel() for p in WORKS["mlp"].build().parameters())
-    alone = measure(FLOOR, args.steps)
+    alone = measure(FLOOR, args.steps, args.rounds)
     print(f"{FLOOR:24s} {alone / parameters:6.1f} bytes a parameter: weights, gradients, activations")
     rows = {FLOOR: alone}
     for name in args.rivals:
-        rows[name] = measure(name, args.steps)
+        rows[name] = measure(name, args.steps, args.rounds)
         print(f"{name:24s} {(rows[name] - alone) / parameters:6.1f} bytes a parameter above that", flush=True)
     if args.out:
         args.out.write_text(json.dumps({"parameters": parameters, "peak_bytes": rows}, indent=2) + "\n")
