@@ -53,7 +53,7 @@ class Trainee:
         self, name: str, task: tasks.Task, world: laconic.World, seed: int, steps: int | None = None
     ) -> None:
         self.name, self.task, self._world, self._seed = name, task, world, seed
-        self.model = task.model(seed)
+        self.model = task.model(seed).to(memory_format=torch.channels_last)  # faster convolutions on CPU
         self.optimizer: Any = task.recipe.make_optimizer(self.model)
         self.attached = Attached(name, self.model, self.optimizer)
         size, ranks = task.train_size, world.world_size

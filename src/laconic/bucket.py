@@ -44,17 +44,17 @@ class Bucket:
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
 
-def assign(tensors: Mapping[str, Tensor], bucket_bytes: int) -> list[Bucket]:
+def assign(tensors: Mapping[str, Tensor], bucket_bytes: int, *, tail: bool = True) -> list[Bucket]:
     """Put named tensors into buckets, in the order given; a tensor larger than a bucket is a bucket.
 
-    A bucket holds one dtype on one device. It is closed as soon as the next tensor would overfill it,
-    and before the last tensors that fill a quarter of it together: what is ready last is sent when nothing is
-    left to compute meanwhile, so it should be little. A tensor larger than a bucket leaves a bucket open that
-    is less than a quarter full.
+    A bucket holds one dtype on one device. It is closed as soon as the next tensor would overfill it. A
+    tensor larger than a bucket leaves a bucket open that is less than a quarter full.
 
     Args:
         tensors: in the order in which they will become ready (backward order).
         bucket_bytes: largest size of a bucket of several tensors, at least 1.
+        tail: whether to close one also before the last tensors that fill a quarter of it together: what is
+            ready last is sent when nothing is left to compute meanwhile, so it should be little.
 
     Example:
         >>> import torch
@@ -65,7 +65,7 @@ def assign(tensors: Mapping[str, Tensor], bucket_bytes: int) -> list[Bucket]:
     if bucket_bytes < 1:
         raise bad_value("bucket_bytes", "must be at least 1", bucket_bytes, "4194304 is the default")
     full: list[list[str]] = []
-    tail = _tail(tensors, bucket_bytes // 4)
+    last = _tail(tensors, bucket_bytes // 4) if tail else set()
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
     for name, t in tensors.items():
         kind, nbytes = (t.dtype, t.device), t.numel() * t.element_size()
@@ -73,7 +73,7 @@ def assign(tensors: Mapping[str, Tensor], bucket_bytes: int) -> list[Bucket]:
         if names and nbytes > bucket_bytes > 4 * used:
             full.append([name])
             continue
-        if names and (used + nbytes > bucket_bytes or (name in tail and names[-1] not in tail)):
+        if names and (used + nbytes > bucket_bytes or (name in last and names[-1] not in last)):
             full.append(names)
             names, used = [], 0
         open_groups[kind] = ([*names, name], used + nbytes)

@@ -173,6 +173,14 @@ class Compressor(ABC):
         """Whether x may come divided by the world size (`Site.scaled`), which saves a pass over it."""
         return False
 
+    @property
+    def bulky(self) -> bool:
+        """Whether it sends so much that the last gradients of a pass are better sent by themselves.
+
+        Then only they are on the wire when there is nothing left to compute; a collective is the price.
+        """
+        return False
+
     def one_round(self, world_size: int) -> bool:
         """Whether it asks for one collective only, so that nobody need wait between two of them."""
         return False

@@ -201,7 +201,7 @@ class GradientSync:
         """
         parameters = synced_parameters(self._model, self._optimizers)
         ready_order = dict(reversed(parameters.items()))
-        buckets = assign(ready_order, self._bucket_bytes)
+        buckets = assign(ready_order, self._bucket_bytes, tail=self.method.compressor.bulky)
         compare(self._driver, self._description(parameters), buckets[0].device)
         self._exchanger.arrange(buckets)
         self._parameters = parameters

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,13 +20,17 @@ from laconic.compressor import Exchange, Site, State
 from laconic.drive import Driver, Pipeline
 from laconic.parsing import Method
 from laconic.restore import check_state
+from laconic.riding import Flags
 from laconic.streams import is_finite
 from laconic.traffic import CONTROL, Label
-from laconic.wire import Rounds, mean
 
 __all__ = ["Exchanger", "Outcome"]
 
 _FORMAT = 1  # of state_dict(); a reader refuses others
+_RIDE_BYTES = 1 << 20  # of a dense bucket, which flags make one copy more
+
+
+_Filled: TypeAlias = tuple[int, Tensor, torch.cuda.Event | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class Exchanger:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="laconic")
         self._jobs: list[Future[None]] = []
+        self._held: _Filled | None = None
         self._begin()
 
     def arrange(self, buckets: Sequence[Bucket]) -> None:
@@ -152,21 +157,24 @@ class Exchanger:
         return True
 
     def submit(self, index: int) -> None:
-        """Hand over the next bucket, filled, in order; returns at once."""
+        """Hand over the next bucket, filled, in order; returns at once.
+
+        The last one waits for `finish`, whose flags it carries.
+        """
+        self._send_held()
         x = self.flat(index)
-        ready = _record(x.device)
-        if self._inline:
-            self._launch(index, x, ready)
-        else:
-            self._jobs.append(self._thread.submit(self._launch, index, x, ready))
+        self._held = (index, x, _record(x.device))
+        if index < len(self.buckets) - 1:
+            self._send_held()
 
     def finish(self, flags: Sequence[bool] = ()) -> Future[Outcome]:
         """End the step after the last bucket; the future holds its outcome, or the first error."""
         jobs, self._jobs = self._jobs, []
+        held, self._held = self._held, None
         if not self._inline:
-            return self._thread.submit(self._collect, jobs, flags)
+            return self._thread.submit(self._collect, jobs, held, flags)
         done: Future[Outcome] = Future()
-        done.set_result(self._collect(jobs, flags))
+        done.set_result(self._collect(jobs, held, flags))
         return done
 
     def join_streams(self) -> None:
@@ -223,16 +231,26 @@ class Exchanger:
             del parts[index:]
         self._averages = {i: memory for i, memory in self._averages.items() if i < index}
 
+    def _send_held(self) -> None:
+        if self._held is not None and self._inline:
+            self._launch(*self._held)
+        elif self._held is not None:
+            self._jobs.append(self._thread.submit(self._launch, *self._held))
+        self._held = None
+
     def _begin(self) -> None:
-        self._jobs = []
+        self._jobs, self._held = [], None
         for index in self._lent:
             self._flats[index] = None
         self._lent.clear()
-        self._pipeline: Pipeline[Exchange] = Pipeline(self.driver, patient=self._inline)
+        self._pipeline: Pipeline[Exchange | None] = Pipeline(self.driver, patient=self._inline)
         self._bad: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def _launch(self, index: int, x: Tensor, ready: torch.cuda.Event | None) -> None:
+    def _launch(
+        self, index: int, x: Tensor, ready: torch.cuda.Event | None, flags: Sequence[bool] | None = None
+    ) -> None:
+        """Begin a bucket's exchange, with flags that it shall carry."""
         with _on(self._streams.get(x.device), ready):
             if self._guarded:
                 self._bad[index] = _not_finite(x)
@@ -240,7 +258,16 @@ class Exchanger:
                     x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
             site = replace(self._sites[index], step=self.step, spare=self._spare_memory(index, x))
             rounds = self.compressor.rounds(x, self._states[index], site, want_error=self._want_errors)
+            if flags is not None:
+                self._flags = self._control(flags, x.device)
+                rounds = self._flags.carried_by(rounds)
             self._pipeline.add(rounds, Label(bucket=index, method=self.method.text))
+
+    def _control(self, flags: Sequence[bool], device: torch.device) -> Flags:
+        """Return what all ranks must know: which of their buckets are not finite, and the caller's flags."""
+        mine = torch.tensor([float(f) for f in flags], device=device)
+        bad = [self._bad[i].to(device) for i in sorted(self._bad)]
+        return Flags(torch.cat([torch.stack(bad), mine]) if bad else mine)
 
     def _spare_memory(self, index: int, x: Tensor) -> Tensor | None:
         """Return last step's memory for the average of a bucket, if the caller is done with it by now."""
@@ -251,25 +278,27 @@ class Exchanger:
         return self._averages[index]
 
     @torch.no_grad()
-    def _collect(self, jobs: list[Future[None]], flags: Sequence[bool]) -> Outcome:
+    def _collect(self, jobs: list[Future[None]], held: _Filled | None, flags: Sequence[bool]) -> Outcome:
         try:
             for job in jobs:
                 job.result()
             device = self.buckets[0].device
+            rides = held is not None and (not self.compressor.bulky or held[1].nbytes <= _RIDE_BYTES)
+            if held is not None:
+                self._launch(*held, flags if rides else None)
             with _on(self._streams.get(device), None):
-                return self._settle(device, flags)
+                if not rides:
+                    self._flags = self._control(flags, device)
+                    self._pipeline.add(self._flags.alone(), Label(CONTROL, method=self.method.text))
+                done = self._pipeline.finish()
+                return self._settle([exchange for exchange in done if exchange is not None])
         finally:
             self._spare = {}
             self._begin()
 
-    def _settle(self, device: torch.device, flags: Sequence[bool]) -> Outcome:
-        bad = [self._bad[i].to(device) for i in sorted(self._bad)]
-        mine = torch.tensor([float(f) for f in flags], device=device)
-        control = torch.cat([torch.stack(bad), mine]) if bad else mine
-        self._pipeline.add(_exchange_flags(control), Label(CONTROL, method=self.method.text))
-        *exchanges, verdict = self._pipeline.finish()
-        told = [value > 0 for value in verdict.average.tolist()]
-        entered, any_flags = told[: len(bad)] or [False] * len(exchanges), told[len(bad) :]
+    def _settle(self, exchanges: list[Exchange]) -> Outcome:
+        told, bad = self._flags.told(), len(self._bad)
+        entered, any_flags = told[:bad] or [False] * len(exchanges), told[bad:]
         found = [not (self._pipeline.verdict or _finite(e)) for e in exchanges]
         harmed = [e or f for e, f in zip(entered, found, strict=True)]
         applied = not any(harmed)
@@ -316,11 +345,6 @@ class Exchanger:
 def _finite(exchange: Exchange) -> bool:
     """Return whether an exchange shows, alike on all ranks, that all was finite."""
     return is_finite(exchange.average) and (exchange.finite is None or bool(exchange.finite))
-
-
-def _exchange_flags(control: Tensor) -> Rounds[Exchange]:
-    """Average 0/1 flags: above zero where any rank set one."""
-    return Exchange((yield from mean(control)), {})
 
 
 def _not_finite(x: Tensor) -> Tensor:

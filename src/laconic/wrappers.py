@@ -38,6 +38,11 @@ class _Wrapper(Compressor):
         """As inside."""
         return self.inner.lossless
 
+    @property
+    def bulky(self) -> bool:
+        """As inside."""
+        return self.inner.bulky
+
     def one_round(self, world_size: int) -> bool:
         """As inside."""
         return self.inner.one_round(world_size)

@@ -66,6 +66,11 @@ class Cast(Codec):
         return True
 
     @property
+    def bulky(self) -> bool:
+        """Every element travels."""
+        return True
+
+    @property
     def takes_scaled(self) -> bool:
         """Divided before or after rounding, the sum is the mean."""
         return True

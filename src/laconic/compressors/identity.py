@@ -47,6 +47,11 @@ class Identity(Codec):
         return True
 
     @property
+    def bulky(self) -> bool:
+        """Every element travels."""
+        return True
+
+    @property
     def takes_scaled(self) -> bool:
         """The sum of what is divided already is the mean."""
         return True
