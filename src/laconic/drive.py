@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.errors import PeerLost, WireError, bad_value
 from laconic.groups import came, go_on_without, roll_call
-from laconic.packing import pack
+from laconic.packing import pack, pack_rows
 from laconic.pipeline import Pipeline
 from laconic.timeline import Tracer
 from laconic.traffic import ATTACH, PLAIN, Label, Tally, Traffic
@@ -23,6 +23,7 @@ __all__ = ["Driver", "Pending", "Pipeline", "is_group", "joined"]
 
 T = TypeVar("T")
 _ROLL_CALL_S = 2.0  # how long survivors wait for each other to name the lost
+_SWIFT_BYTES = 1 << 17  # that all ranks gather; more is limited by the link, and a ring shares that better
 
 
 class Pending:
@@ -55,6 +56,16 @@ class Pending:
                 about = {"what": self._what, "waited_s": end - start, **self._label._asdict()}
                 self._driver.tracer.add("collective", self.start, end, **about)
         return self._finish()
+
+
+class _Several(Pending):
+    """Collectives under way at once; attributes as those of `Pending`."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts, self.tally, self.start = parts, parts[0].tally, parts[0].start
+
+    def wait(self) -> list[Reply]:
+        return [part.wait() for part in self._parts]
 
 
 def joined() -> bool:
@@ -108,7 +119,12 @@ class Driver:
         self._name = "world" if group is None else str(dist.get_process_group_ranks(group))
 
     def start(self, request: Request, label: Label = PLAIN) -> Pending:
-        """Issue one collective without waiting for it; it is counted under the label."""
+        """Issue a request without waiting for it; it is counted under the label."""
+        if request.op is Op.SEVERAL:
+            return _Several([self._start(part, label) for part in request.parts])
+        return self._start(request, label)
+
+    def _start(self, request: Request, label: Label) -> Pending:
         if request.op is Op.EXCHANGE:
             return self._start_exchange(request, label)
         if request.op is Op.SCATTER:
@@ -256,14 +272,21 @@ class Driver:
 
     def _start_gather(self, tensors: tuple[Tensor, ...], label: Label) -> Pending:
         mine, unpack = pack(tensors)
-        everyone = mine.new_empty(self.world_size * mine.numel())
+        size = self.world_size
+        everyone = mine.new_empty(size * mine.numel())
         what = f"all-gather of {mine.numel()} bytes a rank"
-        if self.world_size == 1:
+        if size == 1:
             everyone.copy_(mine)
-        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = self._collective(
-            Op.GATHER, mine, lambda: call(everyone, mine, group=self.group, async_op=True), what, label
-        )
+        swift = mine.device.type == "cpu" and size > 2 and size * mine.numel() <= _SWIFT_BYTES
+        call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        handed = mine
+        if swift:  # gloo's all-gather is a ring: size - 1 messages, each after the one before
+            call, handed = dist.all_to_all_single, mine.repeat(size)
+
+        def issue() -> Any:
+            return call(everyone, handed, group=self.group, async_op=True)
+
+        work = self._collective(Op.GATHER, mine, issue, what, label, swift)
 
         def finish() -> Reply:
             return [unpack(row) for row in everyone.view(self.world_size, mine.numel())]
@@ -272,15 +295,13 @@ class Driver:
 
     def _start_scatter(self, request: Request, label: Label) -> Pending:
         request.check_rows(self.world_size)
-        rows = [pack(tuple(t[rank] for t in request.tensors)) for rank in range(self.world_size)]
-        mine = torch.stack([packed for packed, _ in rows])  # (world size, bytes a row)
+        mine, unpack = pack_rows(request.tensors)  # (world size, bytes a row)
         theirs = mine.clone() if self.world_size == 1 else torch.empty_like(mine)
         what = f"all-to-all of {mine.numel()} bytes a rank"
         call = dist.all_to_all_single
         work = self._collective(
             Op.SCATTER, mine, lambda: call(theirs, mine, group=self.group, async_op=True), what, label
         )
-        unpack = rows[0][1]
         return Pending(self, work, lambda: [unpack(row) for row in theirs], what, label, Op.SCATTER)
 
     def _start_exchange(self, request: Request, label: Label) -> Pending:
@@ -310,13 +331,17 @@ class Driver:
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def _collective(self, op: Op, handed: Tensor, call: Callable[[], Any], what: str, label: Label) -> Any:
+    def _collective(
+        self, op: Op, handed: Tensor, call: Callable[[], Any], what: str, label: Label, swift: bool = False
+    ) -> Any:
         itemsize = handed.element_size()
         nbytes = handed.numel() * itemsize
         if nbytes == 0:
             return None
         framed = handed.device.type == "cpu"  # others go through NCCL, whose messages are not known
-        self.traffic.count(op, nbytes, self.world_size, label=label, itemsize=itemsize, framed=framed)
+        self.traffic.count(
+            op, nbytes, self.world_size, label=label, itemsize=itemsize, framed=framed, direct=swift
+        )
         return self._issue(call, what) if self.world_size > 1 else None
 
     def _lost(self, what: str, cause: RuntimeError) -> NoReturn:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic.errors import WireError
 
-__all__ = ["pack"]
+__all__ = ["pack", "pack_rows"]
 
 
 def pack(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
@@ -51,6 +51,34 @@ def pack(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], tuple[
         return tuple(back[i] for i in range(len(tensors)))
 
     return packed, unpack
+
+
+def pack_rows(
+    tensors: tuple[Tensor, ...],
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+    """Put tensors into rows of bytes: row i holds row i of each, as `pack` would put it.
+
+    Args:
+        tensors: at least one, of any dtypes, on one device, with equal first dimensions above 0.
+
+    Returns:
+        A uint8 tensor of one row a rank, and a function that makes one row of each tensor of such a row.
+
+    Example:
+        >>> packed, unpack = pack_rows((torch.tensor([[1, 2], [3, 4]]), torch.tensor([5.0, 6.0])))
+        >>> packed.shape, unpack(packed[1])
+        (torch.Size([2, 24]), (tensor([3, 4]), tensor(6.)))
+    """
+    rows = len(tensors[0])
+    packed, unpack = pack(tuple(t[0] for t in tensors))
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+    raw = [_bytes(tensors[i]).view(rows, -1) for i in order if tensors[i].numel()]
+    width = sum(part.shape[1] for part in raw)
+    if width < packed.numel():
+        raw.append(packed.new_zeros(rows, packed.numel() - width))
+    if not raw:
+        return packed.new_empty(rows, 0), unpack
+    return (raw[0] if len(raw) == 1 else torch.cat(raw, 1)), unpack
 
 
 def _bytes(t: Tensor) -> Tensor:

@@ -61,16 +61,18 @@ class Flags:
                 if self._any is None:
                     yield from self.alone()
                 return stop.value  # type: ignore[no-any-return]
-            rider = self._rider(request) if self._any is None else None
-            if rider is None:
-                reply = yield request
-            else:
-                reply = self._unloaded(
-                    request.op, (yield replace(request, tensors=(*request.tensors, rider)))
-                )
+            loaded = self._loaded(request) if self._any is None else None
+            reply = (yield request) if loaded is None else self._unloaded(request, (yield loaded))
+
+    def _loaded(self, request: Request) -> Request | None:
+        """Return a request with the flags as one more tensor; None where it does not reach all ranks."""
+        if request.op is Op.SEVERAL:
+            first = self._loaded(request.parts[0])
+            return None if first is None else replace(request, parts=(first, *request.parts[1:]))
+        rider = self._rider(request)
+        return None if rider is None else replace(request, tensors=(*request.tensors, rider))
 
     def _rider(self, request: Request) -> Tensor | None:
-        """Return the flags as one more tensor of a request; None where it does not reach all ranks."""
         if request.op is Op.MEAN:
             return self._mine.to(request.tensors[0].dtype) if request.tensors else self._mine
         if request.op is Op.GATHER:
@@ -80,9 +82,11 @@ class Flags:
             return self._mine.to(torch.uint8).expand(ranks, -1)
         return None
 
-    def _unloaded(self, op: Op, reply: Reply) -> Reply:
+    def _unloaded(self, request: Request, reply: Reply) -> Reply:
         """Take the flags of all ranks, and return the reply without them."""
-        if op is Op.MEAN:
+        if request.op is Op.SEVERAL:
+            return [self._unloaded(request.parts[0], reply[0]), *reply[1:]]
+        if request.op is Op.MEAN:
             self._any = reply[-1]
             return reply[:-1]
         self._any = torch.stack([theirs[-1] for theirs in reply]).amax(0)

@@ -54,7 +54,8 @@ def run(ranks: Sequence[Rounds[T]], *, spy: Callable[[Request], None] | None = N
                 f"{len(results)} of {len(ranks)} ranks ended while the others ask for a collective"
             )
         if spy is not None:
-            spy(asked[0])
+            for request in asked[0].parts or asked[:1]:
+                spy(request)
         replies = _answer(asked)
 
 
@@ -96,10 +97,13 @@ def exchange(
 
 
 def _answer(asked: list[Request]) -> list[Reply]:
-    forms = [(r.op, [(tuple(t.shape), t.dtype) for t in r.tensors]) for r in asked]
+    forms = [(r.op, len(r.parts), [(tuple(t.shape), t.dtype) for t in r.tensors]) for r in asked]
     for rank, form in enumerate(forms):
         if form != forms[0]:
             raise WireError(f"rank 0 asks for {forms[0]}, rank {rank} for {form}: all must ask for the same")
+    if asked[0].op is Op.SEVERAL:
+        answers = [_answer(list(same)) for same in zip(*(r.parts for r in asked), strict=True)]
+        return [list(mine) for mine in zip(*answers, strict=True)]
     if asked[0].op is Op.GATHER:
         return [[tuple(t.clone() for t in r.tensors) for r in asked] for _ in asked]
     if asked[0].op is Op.SCATTER:

@@ -21,8 +21,8 @@ class Label(NamedTuple):
     """What a collective is for.
 
     Args:
-        kind: `TRAINING`; `CONTROL` for a step's flags; `ATTACH` for what ranks tell each other outside of
-            steps: comparing, broadcasting the model, agreements.
+        kind: `TRAINING`; `CONTROL` for a step's flags, where its last bucket does not carry them; `ATTACH`
+            for what ranks tell each other outside of steps: comparing, broadcasting the model, agreements.
         bucket: its number; None where there are no buckets.
         method: how it is written.
         round: number of the exchange's earlier collectives.
@@ -114,7 +114,8 @@ class Traffic:
       exchange with neighbours, once per child for a broadcast. A ring of gloo deals small all-reduces out
       unevenly; then this is the mean over the ranks.
     - `inside_bytes`, `across_bytes`: of these, to the same host and to others. An all-reduce sends everything
-      to the rank before, an all-gather to the rank after, in the group's order; the others to their peers.
+      to the rank before, a large all-gather to the rank after, in the group's order; the others, and on CPU
+      an all-gather of at most 128 KiB by more than two ranks, to their peers.
     - `header_bytes`: what gloo and TCP add on Ethernet, estimated.
     - `collectives`: number of collectives.
     - `wait_s`, `encode_s`, `decode_s`: seconds in which communication was waited for, and spent on coding.
@@ -208,6 +209,7 @@ class Traffic:
         label: Label = PLAIN,
         itemsize: int = 1,
         framed: bool = True,
+        direct: bool = False,
     ) -> None:
         """Add one collective.
 
@@ -219,14 +221,16 @@ class Traffic:
             label: what it is for.
             itemsize: bytes of an element.
             framed: whether it goes through gloo.
+            direct: whether an all-gather sends to each rank at once, instead of around a ring.
         """
         moved = moved_bytes(op, nbytes, world_size, len(peers))
-        framing = (
-            frames(op, nbytes, world_size, rank=self.rank, itemsize=itemsize, peers=len(peers))
-            if framed
-            else Frames()
-        )
-        self._add(self.tally(label, op.value), nbytes, moved, self._targets(op, world_size, peers), framing)
+        framing = Frames()
+        if framed and direct:
+            framing = frames(Op.SCATTER, world_size * nbytes, world_size)
+        elif framed:
+            framing = frames(op, nbytes, world_size, rank=self.rank, itemsize=itemsize, peers=len(peers))
+        targets = self._targets(Op.SCATTER if direct else op, world_size, peers)
+        self._add(self.tally(label, op.value), nbytes, moved, targets, framing)
 
     def count_broadcast(self, nbytes: int, place: int, world_size: int, *, label: Label = PLAIN) -> None:
         """Add one broadcast along a binomial tree, of which this rank is number `place` from the root.

@@ -41,6 +41,7 @@ class Op(Enum):
     EXCHANGE = "exchange"
     SCATTER = "all-to-all"
     SETTLE = "nothing"
+    SEVERAL = "several"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +54,20 @@ class Request:
             the peers and brings theirs here (likewise); `SCATTER` sends row j of every tensor to rank j and
             brings every rank's row for this one here (likewise, the first dimension is the world size);
             `SETTLE` sends nothing: it waits until all else of this step has come, and tells whether all the
-            flags handed over in it are true.
+            flags handed over in it are true; `SEVERAL` stands for its `parts`, which are under way at once.
         tensors: what this rank hands over. The driver may overwrite them: use the reply instead. The reply
             belongs to the compressor, and may be the very tensors handed over.
         peers: for `EXCHANGE`, other ranks, ascending; whoever is a peer has this rank among its own.
         scaled: for `MEAN`, whether the tensors are divided by the world size already, so that the sum is the
             mean.
+        parts: for `SEVERAL`, other requests, `SETTLE` not among them.
     """
 
     op: Op
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...] = ()
     peers: tuple[int, ...] = ()
     scaled: bool = False
+    parts: tuple[Request, ...] = ()
 
     def __post_init__(self) -> None:
         if list(self.peers) != sorted(set(self.peers)) or (self.peers and self.op is not Op.EXCHANGE):
@@ -87,11 +90,13 @@ class Request:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank hands to the collective."""
-        return 0 if self.op is Op.SETTLE else sum(t.numel() * t.element_size() for t in self.tensors)
+        own = 0 if self.op is Op.SETTLE else sum(t.numel() * t.element_size() for t in self.tensors)
+        return own + sum(part.nbytes for part in self.parts)
 
 
 # For MEAN the averaged tensors, for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank order;
-# for EXCHANGE a dict with one tuple of tensors per peer, in rank order; for SETTLE a bool.
+# for EXCHANGE a dict with one tuple of tensors per peer, in rank order; for SETTLE a bool; for SEVERAL a list
+# with a reply for each part.
 Reply: TypeAlias = Any
 T = TypeVar("T")
 _MOST_RAGGED = (1 << 31) - 1  # an int32 tells lengths
@@ -192,7 +197,7 @@ def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
     """Run several coroutines in step and merge what they ask for in the same round.
 
     Requests with the same op (and, for MEAN, the same dtype; for EXCHANGE, the same peers) become one
-    collective, so k small exchanges cost one latency.
+    collective, and different ones are under way at once, so k small exchanges cost one latency.
     """
     results: dict[int, T] = {}
     waiting: dict[int, Request] = {}
@@ -213,9 +218,18 @@ def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
     for i, request in waiting.items():
         dtype = request.tensors[0].dtype if request.op is Op.MEAN and request.tensors else None
         groups.setdefault((request.op, dtype, request.peers, request.scaled), []).append(i)
+    requests = [
+        Request(op, tuple(t for i in members for t in waiting[i].tensors), peers, scaled)
+        for (op, _, peers, scaled), members in groups.items()
+    ]
+    answers: list[Reply] = []
+    if len(requests) > 1 and all(request.op is not Op.SETTLE for request in requests):
+        answers = yield Request(Op.SEVERAL, parts=tuple(requests))
+    else:
+        for request in requests:
+            answers.append((yield request))
     replies: dict[int, Reply] = {}
-    for (op, _, peers, scaled), members in groups.items():
-        reply = yield Request(op, tuple(t for i in members for t in waiting[i].tensors), peers, scaled)
+    for ((op, *_), members), reply in zip(groups.items(), answers, strict=True):
         start = 0
         for i in members:
             stop = start + len(waiting[i].tensors)

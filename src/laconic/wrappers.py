@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laconic.compressor import Compressor, Exchange, Site, State
 from laconic.compressors.identity import Identity
+from laconic.direct import direct_means
 from laconic.errors import MethodError, bad_value
 from laconic.wire import Rounds, settle, together
 
@@ -185,7 +186,6 @@ class PerSize(_Wrapper):
     """
 
     below: int = 0
-    dense: Compressor = field(default_factory=Identity, repr=False)
 
     def __post_init__(self) -> None:
         if self.below < 1:
@@ -213,30 +213,27 @@ class PerSize(_Wrapper):
         large = self._large(site)
         small = [i for i in range(len(site.shapes)) if i not in large]
         if not small or not large:  # one part is the whole
-            whole = self.inner if large else self.dense
-            done = yield from whole.rounds(x, state, site, want_error=want_error)
+            done = yield from (
+                self.inner.rounds(x, state, site, want_error=want_error)
+                if large
+                else _densely(x, state, site, want_error)
+            )
             if site.settles and not large:
                 yield from settle(done.average.isfinite().all())
             return done
         pieces = x.split(site.numels)
-        parts = [(self.dense, small, {}), (self.inner, large, _unnumbered(state, large))]
-        exchanges = yield from together(
-            [
-                c.rounds(
-                    torch.cat([pieces[i] for i in chosen]), s, _part(site, chosen), want_error=want_error
-                )
-                for c, chosen, s in parts
-                if chosen
-            ]
+        xs = [torch.cat([pieces[i] for i in chosen]) for chosen in (small, large)]
+        inside = self.inner.rounds(
+            xs[1], _unnumbered(state, large), _part(site, large), want_error=want_error
         )
+        exchanges = yield from together([_densely(xs[0], {}, site, want_error), inside])
         average = torch.empty_like(x)
         error = torch.empty_like(x) if want_error else None
-        chosen_parts = [chosen for _, chosen, _ in parts if chosen]
-        for done, chosen in zip(exchanges, chosen_parts, strict=True):
+        for done, chosen in zip(exchanges, (small, large), strict=True):
             _put_back(done.average, average, site, chosen)
             if error is not None and done.error is not None:
                 _put_back(done.error, error, site, chosen)
-        new = _renumbered(exchanges[-1].state, large) if large else state
+        new = _renumbered(exchanges[1].state, large)
         told = [done.average.isfinite().all() if done.finite is None else done.finite for done in exchanges]
         overflow = any(done.overflow for done in exchanges)
         finite = torch.stack(told).all()
@@ -252,6 +249,12 @@ class PerSize(_Wrapper):
 
     def _large(self, site: Site) -> list[int]:
         return [i for i, n in enumerate(site.numels) if n >= self.below]
+
+
+def _densely(x: Tensor, state: State, site: Site, want_error: bool) -> Rounds[Exchange]:
+    """Average x exactly; there is little of it."""
+    (average,) = yield from direct_means((x,), site.world_size)
+    return Exchange(average, state, torch.zeros_like(average) if want_error else None)
 
 
 def _part(site: Site, chosen: list[int]) -> Site:

@@ -16,7 +16,7 @@ from laconic.wire import scatter, together
 
 METHODS = [
     "topk:ratio=0.1",
-    "topk:ratio=0.1,compact=true",
+    "topk:ratio=0.1,reduce=regions",
     "topk:ratio=0.1,reduce=regions,feedback=false",
     "sign:block=64,dense_below=20",
     "qsgd:bits=3,block=32",
@@ -132,7 +132,14 @@ def _trained(rank, world_size, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["topk:ratio=0.1", "sign:block=64,dense_below=20", "qsgd:bits=4,block=64", "qsgd:feedback=true"]
+    "text",
+    [
+        "topk:ratio=0.1",
+        "topk:ratio=0.1,reduce=regions",
+        "sign:block=64,dense_below=20",
+        "qsgd:bits=4,block=64",
+        "qsgd:feedback=true",
+    ],
 )
 def test_the_engine_trains_with_four_ranks(pool, text):
     """Several buckets in flight: equal parameters on all ranks, and a lower loss."""

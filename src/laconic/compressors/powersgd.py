@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from laconic.compressor import Compressor, Exchange, Site, State, all_bounded, require_floating
+from laconic.direct import direct_means
 from laconic.errors import MethodError, bad_value
 from laconic.kernels.dispatch_lowrank import Place, expand, project_columns, project_rows
 from laconic.linalg import orthogonalize
-from laconic.wire import Rounds, means, settle
+from laconic.wire import Rounds, settle
 
 __all__ = ["PowerSGD"]
 
@@ -112,12 +113,13 @@ class PowerSGD(Compressor):
                 work[start:stop] += residual[start:stop]
         qts = [torch.stack([queries[f"q/{i}"].mT for i in b.tensors]) for b in batches]  # (count, r, m)
         thin = [project_rows(work, residual, b.place, qt) for b, qt in zip(batches, qts, strict=True)]
-        reply = yield from means([*thin, *(work[start:stop] for start, stop in dense)])
+        reply = yield from direct_means([*thin, *(work[a:b] for a, b in dense)], site.world_size)
         finite = torch.stack([t.isfinite().all() for t in reply]).all()
         pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
         mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
         # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
-        qts = list((yield from means([qt.clone() for qt in mine]))) if batches else []
+        qts = [qt.clone() for qt in mine]
+        qts = list((yield from direct_means(qts, site.world_size))) if batches else []
         if site.settles and (yield from settle(finite & all_bounded([*qts, *reply[len(batches) :]]))):
             site = replace(site, spare=residual)
         average = site.memory(work) if want_error else work

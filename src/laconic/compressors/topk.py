@@ -21,7 +21,7 @@ from laconic.wire import Rounds
 __all__ = ["TopK"]
 
 _REDUCE = ("auto", "gather", "regions")
-_FEWEST_RANKS = 4  # for a sparse all-reduce to move less
+_FEWEST_RANKS = 5  # for a sparse all-reduce to move clearly less; see `regions_for`
 _BOUNDED_EXPONENT = 226  # of a float32 below 2**100
 
 
@@ -34,7 +34,7 @@ class TopK(Codec):
     at 1 %, 8.6 bits and 32. `values` makes it 38.6 bits together (float30), 24.6 (bfloat16) or 16.7 (int8);
     error feedback sends later what the rounding loses. Places as int32 take 64 bits together.
 
-    From four ranks on, a sparse all-reduce (`laconic.regions`) moves at most `24 k` bytes whatever N is, if k
+    From five ranks on, a sparse all-reduce (`laconic.regions`) moves at most `24 k` bytes whatever N is, if k
     is at least N: each rank adds up one region of the places, and only about the k largest of the *average*
     come back. So the average has at most k non-zeros, not up to `N k`. What was selected and is not in the
     average stays in the error, so `delta` is then no bound for a single rank's.
@@ -44,7 +44,8 @@ class TopK(Codec):
         compact: whether places travel as an Elias-Fano code, not as int32.
         values: how float32 values travel: "float32"; "float30", exact for all but those below 2**-62 of the
             largest; "bfloat16"; or "int8" with a scale for each 256. In the sparse all-reduce always float32.
-        reduce: "gather" for one all-gather; "regions" for the sparse all-reduce; "auto" for what moves less.
+        reduce: "gather" for one all-gather; "regions" for the sparse all-reduce; "auto" for what
+            moves clearly less.
 
     Raises:
         MethodError: ratio outside its range, or another word for values or reduce.
