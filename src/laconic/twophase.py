@@ -43,21 +43,15 @@ class Chunks:
     @property
     def row_words(self) -> int:
         """Length of the longest coded chunk in int32 words; all are padded to it."""
-        sizes = zip(self.blocks, self._bytes(), strict=True)
-        return max(blocks + -(-(stop - start) // 4) for blocks, (start, stop) in sizes)
+        return _row_words(self.blocks, self.bounds, self.bits)
 
     def blocked(self, block: int) -> Chunks:
         """Return the same chunks with another number of elements a scale."""
-        return replace(self, blocks=tuple(_blocks(piece, block) for piece in self.numels))
+        return _blocked(self, block)
 
     def finer(self, block: int) -> int:
         """Return the shortest block (its half, quarter, ...) with which the second phase keeps to `_MOST`."""
-        world_size = len(self.blocks)
-        code = sum(stop - start for start, stop in self._bytes()) + 4 * sum(self.blocks)
-        row_words = _MOST * code / (4 * (world_size - 1)) - self.row_words
-        while block >= 2 * _SHORTEST and self.blocked(block // 2).row_words <= row_words:
-            block //= 2
-        return block
+        return _finer(self, block)
 
     def span(self, rank: int) -> slice:
         """Return the elements of a rank's chunk."""
@@ -95,8 +89,7 @@ class Chunks:
         return torch.cat(codes), torch.cat(scales)
 
     def _bytes(self) -> list[tuple[int, int]]:
-        ends = [packed_bytes(bound, self.bits) for bound in self.bounds]
-        return list(pairwise(ends))
+        return _spans(self.bounds, self.bits)
 
 
 def chunks_for(site: Site, bits: int, block: int) -> Chunks | None:
@@ -176,6 +169,33 @@ def two_phase(
     everyone = yield from gather(chunks.row(second))
     final = chunks.join(row for (row,) in everyone)
     return Exchange(codec.decode(final, x, whole), state, error, codec.finite([final]))
+
+
+@lru_cache(maxsize=1024)
+def _spans(bounds: tuple[int, ...], bits: int) -> list[tuple[int, int]]:
+    """Return the bytes of each chunk's code."""
+    return list(pairwise(packed_bytes(bound, bits) for bound in bounds))
+
+
+@lru_cache(maxsize=1024)
+def _row_words(blocks: tuple[int, ...], bounds: tuple[int, ...], bits: int) -> int:
+    sizes = zip(blocks, _spans(bounds, bits), strict=True)
+    return max(scales + -(-(stop - start) // 4) for scales, (start, stop) in sizes)
+
+
+@lru_cache(maxsize=1024)
+def _blocked(chunks: Chunks, block: int) -> Chunks:
+    return replace(chunks, blocks=tuple(_blocks(piece, block) for piece in chunks.numels))
+
+
+@lru_cache(maxsize=1024)
+def _finer(chunks: Chunks, block: int) -> int:
+    world_size = len(chunks.blocks)
+    code = sum(stop - start for start, stop in chunks._bytes()) + 4 * sum(chunks.blocks)
+    row_words = _MOST * code / (4 * (world_size - 1)) - chunks.row_words
+    while block >= 2 * _SHORTEST and chunks.blocked(block // 2).row_words <= row_words:
+        block //= 2
+    return block
 
 
 @lru_cache(maxsize=1024)
