@@ -67,6 +67,12 @@ def test_closed_in_the_order_in_which_they_become_ready():
     assert [b.names for b in assign(tensors, 16)] == [("b",), ("a", "c"), ("d",)]
 
 
+def test_the_last_ones_stay_with_the_others_where_no_tail_is_wanted():
+    tensors = {"a": torch.ones(2), "b": torch.ones(1), "c": torch.ones(1)}
+    assert [b.names for b in assign(tensors, 16)] == [("a", "b"), ("c",)]
+    assert [b.names for b in assign(tensors, 16, tail=False)] == [("a", "b", "c")]
+
+
 def test_a_bucket_needs_room():
     with pytest.raises(ConfigError, match="bucket_bytes must be at least 1, got 0"):
         assign({}, 0)
