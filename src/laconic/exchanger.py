@@ -58,7 +58,8 @@ class Exchanger:
         driver: the way to the other ranks.
         want_errors: whether outcomes tell what compression lost.
         waits: whether the caller waits for `finish` at once, and is done with a step's averages when it fills
-            the next; then their memory is kept, and a method of one collective needs no thread.
+            the next; then their memory is kept, `finish` works in the caller's thread, which would only wait,
+            and a method of one collective needs no other.
 
     Attributes:
         scale: what the caller multiplies by when it fills buckets, if it `waits`; else 1.
@@ -171,7 +172,7 @@ class Exchanger:
         """End the step after the last bucket; the future holds its outcome, or the first error."""
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
-        if not self._inline:
+        if not self._waits:
             return self._thread.submit(self._collect, jobs, held, flags)
         done: Future[Outcome] = Future()
         done.set_result(self._collect(jobs, held, flags))
