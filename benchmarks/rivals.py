@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic import simulate
 
 __all__ = ["DDP_HOOKS", "FLOOR", "Attached", "check_names", "host_bytes"]
 
@@ -54,6 +56,7 @@ class Attached:
         if name in DDP_HOOKS:
             self.module = DDP_HOOKS[name](model)
         elif name != FLOOR:
+            _compile(name)
             self._sync = laconic.distribute(model, optimizer, name)
 
     @property
@@ -65,6 +68,13 @@ class Attached:
         """Detach."""
         if self._sync is not None:
             self._sync.close()
+
+
+def _compile(name: str) -> None:
+    """Exchange a few numbers in this process, so that kernels are compiled or loaded before time counts."""
+    shapes, generator = [torch.Size((64, 64)), torch.Size((64,))], torch.Generator().manual_seed(0)
+    xs = [torch.randn(64 * 65, generator=generator) for _ in range(dist.get_world_size())]
+    simulate.exchange(laconic.method(name).compressor, xs, shapes=shapes)
 
 
 def _ddp_cast(hook: str) -> Callable[[nn.Module], nn.Module]:
