@@ -65,6 +65,7 @@ class _Several(Pending):
         self._parts, self.tally, self.start = parts, parts[0].tally, parts[0].start
 
     def wait(self) -> list[Reply]:
+        """Wait for all."""
         return [part.wait() for part in self._parts]
 
 
