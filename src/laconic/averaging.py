@@ -13,9 +13,10 @@ from torch import Tensor
 from laconic.compressor import Compressor
 from laconic.drive import Driver, Pipeline
 from laconic.errors import CheckpointError, MethodError, NonFiniteError
-from laconic.exchanger import Exchanger, Outcome
+from laconic.exchanger import Exchanger
 from laconic.feedback import ErrorFeedback
 from laconic.parsing import Method, method
+from laconic.stepend import Outcome
 from laconic.streams import Stream, by_kind, is_finite
 from laconic.traffic import Label
 from laconic.wire import mean
