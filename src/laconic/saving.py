@@ -101,6 +101,7 @@ def save_checkpoint(
         CheckpointError: a rank cannot write, for want of room or rights, or holds something that could not be
             loaded again (a NumPy number in `extra`); raised on every rank, and the earlier checkpoints are
             as they were.
+        LaconicError: a part's `state_dict()` raised on a rank; on every rank.
         PeerLost: a rank did not answer within timeout_s.
 
     Example:
@@ -121,16 +122,19 @@ def save_checkpoint(
         raise bad_value("keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged")
     path, driver = Path(folder), _driver(group, timeout_s)
     agree(driver, lambda: _made(path))
-    content = {
-        "model": model.state_dict(),
-        "optimizer": [optimizer.state_dict() for optimizer in _as_list(optimizer)],
-        **{name: part.state_dict() for name, part in _parts(sync, scheduler, sampler).items()},
-        "random": _random_states(),
-        "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
-        "extra": extra,
-    }
+
+    def content() -> dict[str, Any]:
+        return {
+            "model": model.state_dict(),
+            "optimizer": [optimizer.state_dict() for optimizer in _as_list(optimizer)],
+            **{name: part.state_dict() for name, part in _parts(sync, scheduler, sampler).items()},
+            "random": _random_states(),
+            "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
+            "extra": extra,
+        }
+
     method = str(getattr(sync, "method", ""))
-    return write_set(driver, path, step, content, method=method, keep=keep)
+    return write_set(driver, path, step, agree(driver, content), method=method, keep=keep)
 
 
 def load_checkpoint(

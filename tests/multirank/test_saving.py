@@ -232,14 +232,18 @@ def _cannot_be_read(rank, folder):
     if rank == 1:
         run.scheduler.best = np.float64(0.5)
     told = _told(lambda: run.steps(1).save(folder, 2))
+    if rank == 1:
+        del run.scheduler.best, run.sampler.seen
+    broken = _told(lambda: run.save(folder, 3))
     run.sync.close()
-    return told
+    return told, broken
 
 
 def test_what_could_not_be_read_is_refused_on_every_rank(pool, tmp_path):
     told = pool.run(2, _cannot_be_read, tmp_path)
     assert told[0] == told[1]
-    name, text = told[0]
+    (name, text), broken = told[0]
+    assert broken == ("LaconicError", "rank 1: AttributeError: 'Counter' object has no attribute 'seen'")
     assert name == "CheckpointError"
     assert text.startswith("rank 1: cannot be saved: scheduler.best is a numpy.float64, ")
     assert "give float(x)" in text
