@@ -139,8 +139,9 @@ class DASO(Loop):
         chosen = CAST_METHODS[downcast_type] if global_method is None else global_method
         self._global_method = difference_method(chosen)
         world = join(timeout_s=timeout_s)
-        driver = Driver.own(comm, timeout_s=timeout_s)
+        driver = Driver(comm, timeout_s=timeout_s)
         self._layout = find_layout(driver, world, node_size, nodes)
+        driver = driver.private()  # only now: a rank that raised would leave the others connecting
         here = len(self._layout.nodes[self._layout.node_of(driver.rank)])
         super().__init__(local_optimizer, schedule, driver, plan, here, record_events, average_buffers)
         self.comm, self.verbose, self.cast_dtype = comm, verbose, downcast_type
