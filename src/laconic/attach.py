@@ -13,10 +13,24 @@ from torch import Tensor, nn
 
 from laconic.drive import Driver
 from laconic.errors import ConfigError, MismatchError, TensorTypeError
+from laconic.kernels.backend import wanted
+from laconic.version import __version__
 
-__all__ = ["broadcast_model", "compare", "refuse_taken", "synced_parameters"]
+__all__ = ["broadcast_model", "compare", "refuse_taken", "synced_parameters", "versions"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def versions() -> dict[str, str]:
+    """Return what must be equal on all ranks whatever they exchange, for `compare`.
+
+    Example:
+        >>> sorted(versions())
+        ['kernels', 'laconic version', 'torch version']
+    """
+    # Ranks with other kernels would get averages that differ in the last bits.
+    own = {"laconic version": __version__, "torch version": torch.__version__.split("+")[0]}
+    return {**own, "kernels": wanted()}
 
 
 def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
