@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.attach import broadcast_model, compare, synced_parameters
+from laconic.attach import broadcast_model, compare, synced_parameters, versions
 from laconic.averaging import difference_method
 from laconic.compressor import Compressor
 from laconic.drive import Driver
@@ -211,6 +211,7 @@ class DASO(Loop):
         parameters = synced_parameters(model, [self.local_optimizer])
         shapes = {f"parameter {name}": f"{tuple(p.shape)} {p.dtype}" for name, p in parameters.items()}
         settings = {
+            **versions(),
             "nodes": [list(node) for node in self._layout.nodes],
             "DASO's plan": repr(self._plan),
             "global_method": self._global_method.text,
