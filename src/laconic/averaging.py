@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -92,6 +93,12 @@ class ParameterAverager:
         self._mean: list[Tensor] = []
         self._future: Future[Outcome] | None = None
         self._arrived = False
+
+    @property
+    def chunks(self) -> list[slice]:
+        """What travels at once, in this order, as slices of all parameters in a row."""
+        starts = list(accumulate((sum(stream.numels) for stream in self._streams), initial=0))
+        return [slice(starts[at] + part.start, starts[at] + part.stop) for at, part, _ in self._cuts]
 
     @torch.no_grad()
     def anchor(self) -> None:
