@@ -88,8 +88,6 @@ class QSGD(Codec):
 
     def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
         """Add, encode and leave the rest in x, in one pass over each block."""
-        if residual is None:
-            residual = x.new_zeros(1).expand(x.numel())
         # the sum is the same either way round, and x's memory takes what is left
         key = self._key(site)
         return qsgd_encode_feedback(residual, x, self.bits, self.block, site.numels, key), x

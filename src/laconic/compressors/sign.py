@@ -105,8 +105,6 @@ class Sign(Codec):
 
     def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
         """Add, encode and leave the rest in x, in one pass over each block."""
-        if residual is None:
-            residual = x.new_zeros(1).expand(x.numel())
         # the sum is the same either way round, and x's memory takes what is left
         return sign_encode_feedback(residual, x, self.block, site.numels), x
 
