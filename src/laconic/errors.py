@@ -32,6 +32,7 @@ __all__ = [
     "TensorTypeError",
     "WireError",
     "bad_value",
+    "check_count",
 ]
 
 
@@ -111,3 +112,19 @@ def bad_value(
         ratio must be in (0, 1], got 1.5: use 0.01 to send 1 %
     """
     return error(f"{name} {rule}, got {got!r}: {advice}")
+
+
+def check_count(
+    name: str, got: int, advice: str, error: type[ConfigError] = ConfigError, *, most: int = 2**31 - 1
+) -> None:
+    """Refuse a count outside [1, most]; kernels add such counts to places in 64 bits without wrapping.
+
+    Example:
+        >>> check_count("block", 2**40, "use 1024")
+        Traceback (most recent call last):
+        laconic.errors.ConfigError: block must be at most 2147483647, got 1099511627776: use 1024
+    """
+    if not got >= 1:
+        raise bad_value(name, "must be at least 1", got, advice, error)
+    if got > most:
+        raise bad_value(name, f"must be at most {most}", got, advice, error)
