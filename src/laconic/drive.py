@@ -49,7 +49,7 @@ class Pending:
         """
         if self._work is not None:
             start = time.perf_counter()
-            self._driver.await_work(self._work, self._what)
+            self._driver.await_work(self._work, self._what, self.start)
             end = time.perf_counter()
             self.tally.wait_s += end - start
             if self._driver.tracer is not None:
@@ -152,7 +152,9 @@ class Driver:
         nbytes = dense.numel() * dense.element_size()
         self.traffic.count_broadcast(nbytes, place, self.world_size, label=label)
         start = time.perf_counter()
-        self.await_work(self._issue(lambda: dist.broadcast(dense, sender, self.group, True), what), what)
+        self.await_work(
+            self._issue(lambda: dist.broadcast(dense, sender, self.group, True), what), what, start
+        )
         self.traffic.tally(label, "broadcast").wait_s += time.perf_counter() - start
         if dense is not tensor:
             tensor.copy_(dense)
@@ -201,11 +203,11 @@ class Driver:
             PeerLost: the survivors did not come, or the store that they would meet at was lost, too.
         """
         kept = [rank for rank in dist.get_process_group_ranks(self.group) if rank not in lost]
-        limit = timedelta(seconds=2 * self.timeout_s + 2 * _ROLL_CALL_S)
+        limit, start = timedelta(seconds=2 * self.timeout_s + 2 * _ROLL_CALL_S), time.perf_counter()
         try:
             group = dist.new_group(kept, timeout=limit, use_local_synchronization=True)
         except RuntimeError as cause:
-            self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause)
+            self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause, start)
         go_on_without(lost)  # all survivors have met, so none tells of this loss any more
         driver = Driver(group, timeout_s=self.timeout_s)
         driver.traffic, driver.tracer = self.traffic, self.tracer
@@ -236,22 +238,23 @@ class Driver:
         if self.tracer is not None:
             self.tracer.add(on, start, end, **label._asdict())
 
-    def await_work(self, work: Any, what: str) -> None:
-        """Wait for a torch.distributed work object within the timeout."""
+    def await_work(self, work: Any, what: str, start: float) -> None:
+        """Wait within the timeout for a torch.distributed work object, asked for at `start`."""
         try:
             if dist.get_backend(self.group) == "nccl":
                 work.wait()  # makes the current stream wait; the group's own timeout watches
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as cause:
-            self._lost(what, cause)
+            self._lost(what, cause, start)
 
     def _issue(self, call: Callable[[], Any], what: str) -> Any:
         came(self._name)
+        start = time.perf_counter()
         try:
             return call()
         except RuntimeError as cause:
-            self._lost(what, cause)
+            self._lost(what, cause, start)
 
     def _start_mean(self, tensors: tuple[Tensor, ...], scaled: bool, label: Label) -> Pending:
         flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
@@ -318,10 +321,10 @@ class Driver:
 
         if not theirs.numel():
             return Pending(self, None, finish, "", label, Op.EXCHANGE)
-        what = f"exchange of {mine.numel()} bytes with rank(s) {', '.join(map(str, peers))}"
+        of = self._global_rank
+        what = f"exchange of {mine.numel()} bytes with rank(s) {', '.join(str(of(peer)) for peer in peers)}"
         framed = mine.device.type == "cpu"
         self.traffic.count(Op.EXCHANGE, mine.numel(), self.world_size, peers, label=label, framed=framed)
-        of = self._global_rank
         receives = [
             dist.P2POp(dist.irecv, row, of(peer), self.group) for peer, row in zip(peers, theirs, strict=True)
         ]
@@ -345,20 +348,29 @@ class Driver:
         )
         return self._issue(call, what) if self.world_size > 1 else None
 
-    def _lost(self, what: str, cause: RuntimeError) -> NoReturn:
-        members = set(dist.get_process_group_ranks(self.group))
+    def _lost(self, what: str, cause: RuntimeError, start: float) -> NoReturn:
+        waited_s = time.perf_counter() - start
+        ranks = dist.get_process_group_ranks(self.group)
         absent = roll_call(_ROLL_CALL_S, self._name)
-        lost, late = members.intersection(absent.lost), members.intersection(absent.late)
+        lost, late = set(ranks).intersection(absent.lost), set(ranks).intersection(absent.late)
         who = "a peer did not answer"
         if lost or late:  # of a lost rank others may wait in vain, which makes them late
             verb = "did not answer" if lost else "did not come, but run"
             who = f"rank(s) {', '.join(map(str, sorted(lost or late)))} {verb}"
         error = PeerLost(
-            f"rank {self.rank} of {self.world_size}: {what} failed within {self.timeout_s:g} s, {who} "
-            f"({_first_line(cause)}): look at that rank's log, and restart from the last checkpoint"
+            f"{self._in_the_world(ranks)}: {what} failed after {waited_s:.1f} s (timeout_s is "
+            f"{self.timeout_s:g}), {who} ({_first_line(cause)}): look at that rank's log, and restart from "
+            "the last checkpoint"
         )
         error.ranks = tuple(sorted(lost))
         raise error from cause
+
+    def _in_the_world(self, ranks: Sequence[int]) -> str:
+        """Name this rank by its number in the whole world, like all others in a message."""
+        me, size = f"rank {self._global_rank(self.rank)}", dist.get_world_size()
+        if len(ranks) == size:
+            return f"{me} of {size}"
+        return f"{me} (of the group of ranks {', '.join(map(str, ranks))})"
 
 
 def _first_line(error: BaseException) -> str:

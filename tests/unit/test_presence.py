@@ -12,7 +12,7 @@ import pytest
 from laconic import presence
 from laconic.presence import Absent, Presence
 
-GRACE_S = 2.0  # what drivers give each other
+GRACE_S = 10.0  # drivers give each other 2 s, which busy machines take for less
 
 
 @pytest.fixture
@@ -64,13 +64,14 @@ def dripping(address, clients, text=b"x"):
 
 @pytest.mark.parametrize("connections", [30, 200])
 def test_idle_connections_do_not_make_a_rank_lost(two, connections):
+    """Each has 2 s: 200 of them, 64 at a time, would take 6 s if the oldest did not make room."""
     address, _ = place(two[1])
     with contextlib.ExitStack() as stack:
         for _ in range(connections):
             stack.enter_context(socket.create_connection(address))
         start = time.monotonic()
         assert two[0].absent("world", GRACE_S) == Absent()
-        assert time.monotonic() - start < GRACE_S
+        assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("clients", [1, 40, 100])
