@@ -15,6 +15,7 @@ from laconic.errors import PeerLost, WireError, bad_value
 from laconic.groups import came, go_on_without, roll_call
 from laconic.packing import pack, pack_rows
 from laconic.pipeline import Pipeline
+from laconic.presence import Presence
 from laconic.timeline import Tracer
 from laconic.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from laconic.wire import Op, Reply, Request, Rounds, gather_ragged
@@ -105,6 +106,9 @@ class Driver:
     Args:
         group: a process group, or None for the default one.
         timeout_s: seconds after which a collective counts as lost, above 0.
+
+    Attributes:
+        presence: what tells after a failure who is lost, where that is not the presence that `init` made.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 300.0) -> None:
@@ -116,6 +120,7 @@ class Driver:
         self.world_size: int = dist.get_world_size(group)
         self.traffic = Traffic(self.rank)
         self.tracer: Tracer | None = None
+        self.presence: Presence | None = None
         self._owned = False
         self._name = "world" if group is None else str(dist.get_process_group_ranks(group))
 
@@ -186,6 +191,11 @@ class Driver:
             drivers.append(driver)
         return drivers
 
+    def words_device(self) -> torch.device:
+        """Return where a message that is no part of training must live: NCCL takes CUDA tensors only."""
+        nccl = self.world_size > 1 and dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda" if nccl else "cpu")
+
     def name_of(self, rank: int) -> int:
         """Return the number in the whole world, as in `PeerLost.ranks`, of a rank of this group."""
         return self._global_rank(rank)
@@ -209,8 +219,11 @@ class Driver:
         except RuntimeError as cause:
             self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause, start)
         go_on_without(lost)  # all survivors have met, so none tells of this loss any more
+        if self.presence is not None:
+            self.presence.go_on_without(lost)
         driver = Driver(group, timeout_s=self.timeout_s)
-        driver.traffic, driver.tracer = self.traffic, self.tracer
+        driver.traffic, driver.tracer, driver.presence = self.traffic, self.tracer, self.presence
+        driver.traffic.keep([rank for rank in range(self.world_size) if self.name_of(rank) in kept])
         return driver
 
     def close(self) -> None:
@@ -250,6 +263,8 @@ class Driver:
 
     def _issue(self, call: Callable[[], Any], what: str) -> Any:
         came(self._name)
+        if self.presence is not None:
+            self.presence.came[self._name] += 1
         start = time.perf_counter()
         try:
             return call()
@@ -351,7 +366,10 @@ class Driver:
     def _lost(self, what: str, cause: RuntimeError, start: float) -> NoReturn:
         waited_s = time.perf_counter() - start
         ranks = dist.get_process_group_ranks(self.group)
-        absent = roll_call(_ROLL_CALL_S, self._name)
+        if self.presence is not None:
+            absent = self.presence.absent(self._name, _ROLL_CALL_S)
+        else:
+            absent = roll_call(_ROLL_CALL_S, self._name)
         lost, late = set(ranks).intersection(absent.lost), set(ranks).intersection(absent.late)
         who = "a peer did not answer"
         if lost or late:  # of a lost rank others may wait in vain, which makes them late

@@ -43,6 +43,7 @@ from .workers import TIMEOUT_VARIABLE, run_local
 __all__ = [
     "Absent",
     "World",
+    "attends",
     "backends",
     "came",
     "detect",
@@ -187,6 +188,11 @@ def roll_call(grace_s: float, group: str = "") -> Absent:
         return Absent(bounded(lambda: _unmarked(store, rank, size, grace_s), grace_s + 1.0))
     except Exception:  # no group, a PyTorch that keeps its store elsewhere, or a store that is gone
         return Absent()
+
+
+def attends() -> bool:
+    """Return whether `init` made the group, so that each rank answers the others' roll calls."""
+    return _own_session() is not None
 
 
 def came(group: str) -> None:
