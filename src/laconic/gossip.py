@@ -115,8 +115,9 @@ class Gossip:
     """
 
     def __init__(self, driver: Driver, topology: Topology, *, lost: str = "raise") -> None:
+        self.driver = driver.private()
         described = {"topology": describe(topology, driver.world_size), "lost": lost}
-        compare(driver, described, driver.words_device())  # first, so that a mistake of one is told on all
+        compare(self.driver, described, self.driver.words_device())  # so all are told of one rank's mistake
         self._checked = Checked(topology, driver.world_size)
         if lost not in _LOST:
             raise bad_value("lost", f"must be one of {', '.join(_LOST)}", lost, "use 'raise'")
@@ -125,7 +126,6 @@ class Gossip:
         self._left = list(range(driver.world_size))  # those of the whole group that are left
         self._skip_to = 0
         self.events: list[dict[str, Any]] = []
-        self.driver = driver
         self.topology = topology
         self.step = 0
         self.skipped = 0

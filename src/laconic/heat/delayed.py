@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.drive import Driver
 from laconic.engine import GradientSync
 from laconic.errors import LaconicError
 from laconic.exchanger import Outcome
+from laconic.filling import Slot
 
 __all__ = ["DelayedSync"]
 
@@ -102,11 +102,6 @@ class DelayedSync(GradientSync):
         if self._flight is not None:
             self._flight.result()
 
-    def _connect(self, group: Any, timeout_s: float) -> Driver:
-        everyone = Driver(group, timeout_s=timeout_s)
-        (own,) = everyone.split([range(everyone.world_size)])
-        return own or everyone
-
     def _check_step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         self._refuse_in_flight("an optimizer stepped")
         super()._check_step(optimizer, *args)
@@ -115,9 +110,9 @@ class DelayedSync(GradientSync):
         self._refuse_in_flight("a parameter group was added")
         super()._add_param_group(optimizer, group)
 
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
         self._refuse_in_flight("a backward pass began")
-        super()._on_gradient(parameter)
+        super()._on_gradient(slot, parameter)
 
     def _sent(self, outcome: Future[Outcome]) -> None:
         """Keep the future, and note the gradients' versions; zeroing must leave a trace on every rank."""
