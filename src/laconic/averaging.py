@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor
 from laconic.compressor import Compressor
 from laconic.drive import Driver, Pipeline
 from laconic.errors import CheckpointError, MethodError, NonFiniteError
-from laconic.exchanger import Exchanger, Outcome
+from laconic.exchanger import Exchanger
 from laconic.feedback import ErrorFeedback
 from laconic.parsing import Method, method
+from laconic.stepend import Outcome
 from laconic.streams import Stream, by_kind, is_finite
 from laconic.traffic import Label
+from laconic.warming import load_kernels
 from laconic.wire import mean
 from laconic.wrappers import Clip
 
@@ -79,6 +82,7 @@ class ParameterAverager:
         self.driver = driver.private()
         self.method = difference_method(how)
         self.weight = weight
+        load_kernels(self.method, self.driver.world_size, parameters.values())
         self._lossless = self.method.compressor.lossless
         self._streams = [Stream(part) for part in by_kind(parameters)]
         whole = not (self._lossless or self.method.compressor.propagates)
@@ -91,6 +95,12 @@ class ParameterAverager:
         self._mean: list[Tensor] = []
         self._future: Future[Outcome] | None = None
         self._arrived = False
+
+    @property
+    def chunks(self) -> list[slice]:
+        """What travels at once, in this order, as slices of all parameters in a row."""
+        starts = list(accumulate((sum(stream.numels) for stream in self._streams), initial=0))
+        return [slice(starts[at] + part.start, starts[at] + part.stop) for at, part, _ in self._cuts]
 
     @torch.no_grad()
     def anchor(self) -> None:

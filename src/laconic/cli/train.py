@@ -12,7 +12,7 @@ from pathlib import Path
 from laconic.cli.folder import RunFolder, make_folder
 from laconic.cli.loop import Trainer
 from laconic.cli.options import Options
-from laconic.cli.plan import Plan, check_at_least_1, make_plan
+from laconic.cli.plan import Plan, check_option, make_plan
 from laconic.cli.ranks import in_ranks
 from laconic.cli.report import Display, headline, megabytes, percent, row_line
 from laconic.cli.rows import Row
@@ -67,8 +67,8 @@ def run(job: Job) -> int:
 
 def _prepare(job: Job, world_size: int) -> _Ready:
     how = method(job.method)
-    check_at_least_1("--save-every", job.save_every)
-    check_at_least_1("--save-steps", job.save_steps)
+    check_option("--save-every", job.save_every)
+    check_option("--save-steps", job.save_steps)
     for name, given in (("--resume", job.resume), ("--save-steps", job.save_steps is not None)):
         if given and job.out is None:
             raise ConfigError(f"{name} needs --out: give the folder of the run")
@@ -108,8 +108,9 @@ def _resumed(ready: _Ready, trainer: Trainer, saved: Found | None, display: Disp
     """Take the checkpoint's state and return its epochs; begin the run's files."""
     rows: list[Row] = []
     if saved is not None:
-        agree(trainer.driver, lambda: trainer.restore([content["trainer"] for content in saved.contents]))
-        rows = [Row(**row) for row in saved.contents[0]["rows"]]
+        everyone = (content["trainer"] for content in saved.each())
+        agree(trainer.driver, lambda: trainer.restore(saved.content["trainer"], everyone))
+        rows = [Row(**row) for row in saved.content["rows"]]
         for line in saved.refused:
             display.line(f"a newer checkpoint is damaged and was left: {line}")
         display.line(_whence(trainer, saved, len(rows)))
