@@ -28,14 +28,7 @@ from .errors import LaunchError, bad_value
 from .gathering import gather_ranks, introduce, store_errors
 from .launchers import World, bad_variable, detect
 from .meeting import Meeting, meeting_point
-from .network import (
-    GLOO_INTERFACE,
-    address_towards,
-    await_port,
-    bounded,
-    own_address,
-    use_loopback,
-)
+from .network import GLOO_INTERFACE, address_towards, await_port, bounded, own_address, use_loopback
 from .presence import Absent, Presence, attend
 from .rejoining import agree_on_start
 from .workers import TIMEOUT_VARIABLE, run_local
