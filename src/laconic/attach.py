@@ -109,17 +109,25 @@ class Wrapping:
 
     DDP's averages would overwrite ours: training would go on exactly as with DDP alone, at DDP's bytes.
 
+    Args:
+        keeps: something that shall live as long as the module whose hook this is. A copy of the module, or a
+            pickled one, has nothing to watch and keeps nothing.
+
     Raises:
         ConfigError: when called, if the pass is inside a DDP model with one of the parameters to `watch`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: object = None) -> None:
+        self._keeps = keeps
         self._mine: set[int] = set()
         self._harmless: set[int] = set()
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Take the parameters that are averaged here."""
         self._mine, self._harmless = set(map(id, parameters)), set()
+
+    def __reduce__(self) -> Any:
+        return Wrapping, ()
 
     def __call__(self, *_: Any) -> None:
         """Look which DDP model's forward pass this is."""

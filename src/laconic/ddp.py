@@ -116,16 +116,18 @@ class DDPHook:
         self._members: list[list[int]] = []  # ids of the parameters in each bucket
         self._made: set[int] = set()  # ids of those that got a gradient since the last exchange
         self._handles: list[Any] = []
+        self._ddp_is_static = bool(ddp.static_graph)
         self._tracks = bool(ddp.find_unused_parameters or ddp.static_graph)  # else DDP refuses unused ones
         if self._tracks:
+            made = self._made  # not this hook, which a parameter would keep from being collected
             self._handles = [
-                p.register_post_accumulate_grad_hook(lambda p: self._made.add(id(p)))
+                p.register_post_accumulate_grad_hook(lambda p: made.add(id(p)))
                 for p in module.parameters()
                 if p.requires_grad
             ]
         if skip_bad_steps:
             self._handles.append(_watch_steps(self))
-        self._warned = False
+        self._warned = self._at_once = False
 
     @property
     def traffic(self) -> Traffic:
@@ -162,8 +164,8 @@ class DDPHook:
             devices=[buffer.device] if buffer.device.type == "cuda" else None
         )
         self._waiting.append((buffer, future))
-        if bucket.is_last() and task == -1:
-            self._end()  # DDP's join() shadows the exchange of others outside of a backward pass
+        if bucket.is_last() and self._at_once:
+            self._end()
         return future
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,7 +240,10 @@ class DDPHook:
             self._waiting = []
             self._exchanger.abandon()
         self._members = []
-        if task != -1:
+        # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
+        # graph DDP calls its hooks when the pass has ended, and waits before any other callback runs.
+        self._at_once = task == -1 or (self._ddp_is_static and self.step + self.skipped == 0)
+        if not self._at_once:
             at_end(task, self._order, self._end)
 
     @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from laconic.attach import (
     Wrapping,
@@ -30,20 +29,18 @@ from laconic.exchanger import Exchanger
 from laconic.filling import Filler, Slot, SparseFiller
 from laconic.groups import join
 from laconic.guard import ReplicaGuard, check_interval
+from laconic.hooks import Hooked
 from laconic.parsing import Method, method
-from laconic.passes import Passes, at_end, forget_end, next_order, refuse_nested
+from laconic.passes import Passes, next_order
 from laconic.sparserows import sparse_parameters
 from laconic.stepend import Outcome
 from laconic.tracing import MAX_EVENTS, Tracing
 from laconic.traffic import Traffic
-from laconic.uneven import Uneven
 from laconic.warming import load_kernels
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "distribute"]
 
 DEFAULT_BUCKET_BYTES = 4 << 20
-
-_graph_task = torch._C._current_graph_task_id
 
 
 def distribute(
@@ -104,7 +101,7 @@ def distribute(
     return GradientSync(model, optimizer, method, skip_bad_steps=skip_bad_steps, **kept, **guard)
 
 
-class GradientSync(Uneven):
+class GradientSync(Hooked):
     """The running synchronisation of one model; made by `laconic.distribute`, whose arguments it takes.
 
     Its collectives run on a process group of its own, so whatever else the program sends at the same time, in
@@ -156,18 +153,15 @@ class GradientSync(Uneven):
         self._check_every = check_every
         self._checks = str((check_every, repair, check_buffers, skip_bad_steps))
         self._order = next_order()
-        self._lock = threading.RLock()  # autograd runs one thread for each device
         self._slots: dict[int, Slot] = {}
-        self._wrapping = Wrapping()
+        self._wrapping = Wrapping(self)
         self._exchanger = Exchanger(self.method, self._driver, waits=self._shares_memory)
         self.refresh()
         broadcast_model(self._driver, self._model)
         self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
         local = any(p.grad is not None for p in self._parameters.values())
         self._passes = Passes(local=local, skip_bad_steps=skip_bad_steps)
-        # Dynamo would trace into these where a whole step is compiled.
-        self._begin_pass = torch.compiler.disable(self._begin_pass)  # type: ignore[method-assign]
-        self._ready = torch.compiler.disable(self._ready)  # type: ignore[method-assign]
+        self._leave_uncompiled()
         self._watch({id(model): model, id(self._model): self._model}.values())
 
     @property
@@ -250,11 +244,7 @@ class GradientSync(Uneven):
         self._sparse = SparseFiller(sparse, self.world_size)
         slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
         self._filler = Filler(self._exchanger, by_bucket, slots, self._shares_memory)
-        for p in parameters.values():
-            slot = self._slots[id(p)]
-            slot.handle = p.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
-        self._pass_id = self._seen = -1
-        self._fresh = True  # nobody looked yet if the model was wrapped after this
+        self._hook(parameters.values())
         self._wrapping.watch(parameters.values())
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
@@ -337,78 +327,6 @@ class GradientSync(Uneven):
     def _add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         type(optimizer).add_param_group(optimizer, group)
         self.refresh()
-
-    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
-        with self._lock:
-            task = _graph_task()
-            if self._seen != task:
-                self._begin_pass(task)
-            slot.used = True
-            if not self._exchanging:
-                return
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            if len(hooks) > 1 and next(reversed(hooks)) != slot.handle.id:
-                # The user's hooks, registered later, may still change the gradient. They run before the next
-                # gradient's; from the next pass on ours is the last.
-                hooks.move_to_end(slot.handle.id)
-                self._late.append((slot, parameter))
-                return
-            while self._late:
-                self._take(*self._late.pop())
-            self._take(slot, parameter)
-
-    def _take(self, slot: Slot, parameter: Tensor) -> None:
-        """Note that a gradient is complete."""
-        number = self._passes.count
-        if slot.at == number:
-            return
-        slot.at = number
-        if slot.bucket >= 0:
-            hold = self._filler.holds[slot.bucket]
-            hold.missing -= 1
-            if not hold.many or not hold.missing:
-                self._ready(slot.bucket, parameter)
-
-    def _ready(self, index: int, parameter: Tensor) -> None:
-        """Fill in a gradient, and send the buckets that are full."""
-        self._filler.fill(index, parameter)
-        holds = self._filler.holds
-        while self._next < len(holds) and not holds[self._next].missing:
-            self._submit_next()
-
-    def _begin_pass(self, task: int) -> None:
-        refuse_nested()
-        if self._enabled:
-            self._check_pass()
-            self._notify_join()
-            at_end(task, self._order, self._end_pass)
-            self._pass_id = task
-            self._next = 0
-            self._late: list[tuple[Slot, Tensor]] = []
-            self._filler.begin()
-        self._exchanging, self._seen = self._enabled, task
-        self._passes.begun()
-
-    def _check_pass(self) -> None:
-        """Refuse to begin an exchange that cannot end well."""
-        if self._fresh:
-            refuse_taken(self._model, [])
-            self._fresh = False
-        self._driver.check_groupless()
-        if self._pass_id == -1:
-            return
-        if self.world_size > 1:
-            raise LaconicError(
-                "the last backward pass did not finish (an error in it), so the ranks may be out of step: "
-                "restart from a checkpoint"
-            )
-        forget_end(self._pass_id)
-        self._exchanger.abandon()  # an interrupted pass of one rank harms nobody else
-
-    def _submit_next(self) -> None:
-        self._filler.complete(self._next, self._passes.count)
-        self._exchanger.submit(self._next)
-        self._next += 1
 
     @torch.no_grad()
     def _end_pass(self) -> None:

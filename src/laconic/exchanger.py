@@ -6,7 +6,6 @@ New states take effect only when every rank's every bucket was finite, so one ba
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -22,7 +21,7 @@ from laconic.errors import LaconicError, first_line
 from laconic.parsing import Method
 from laconic.restore import check_state
 from laconic.riding import Flags
-from laconic.stepend import End, Outcome, not_finite, on, record, shows_finite
+from laconic.stepend import End, Outcome, not_finite, on, record, shows_finite, warn_of_overflow
 from laconic.traffic import CONTROL, Label
 from laconic.wire import Rounds
 
@@ -378,21 +377,10 @@ class Exchanger:
         known = [self._guarded or (e.finite is not None and bool(e.finite)) for e in exchanges]
         over = [f and k and not e for f, k, e in zip(found, known, entered, strict=True)]
         if any(over) or any(e.overflow for e in exchanges):
-            self._report_overflow()
+            if self.driver.rank == 0 and not self._reported:
+                warn_of_overflow(self.method.text, self.step)
+            self._reported = True
         return False
-
-    def _report_overflow(self) -> None:
-        """Say once, on rank 0, that the method's numbers were too small for what the ranks gave it."""
-        if self.driver.rank == 0 and not self._reported:
-            warnings.warn(
-                f"{self.method.text}: an average overflowed after {self.step} steps, though every rank's "
-                "values were finite. Such a step changes no state and is counted as skipped; later ones are "
-                "only counted. Clip gradients (clip_norm=...), lower the loss scale, or use bf16 in place of "
-                "fp16",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self._reported = True
 
     def _commit(self, exchanges: Sequence[Exchange]) -> None:
         """Take the new states; where one lives in a bucket's memory, the bucket gets the old one's."""

@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,14 +47,20 @@ def at_end(task: int, order: int, action: Callable[[], None]) -> None:
         waiting.append((order, action))
         first = len(waiting) == 1
     if first:
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: _run_ends(task))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_untraced(), task))
 
 
 def forget_end(task: int) -> None:
     """Drop what waits for the end of a pass that broke off, and so never comes."""
     with _lock:
         _ends.pop(task, None)
+
+
+@cache
+def _untraced() -> Callable[[int], None]:
+    """Return `_run_ends`, which torch.compile would trace where it compiles a whole training step."""
+    run: Callable[[int], None] = torch.compiler.disable(_run_ends)
+    return run
 
 
 def _run_ends(task: int) -> None:

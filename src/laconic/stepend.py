@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from laconic.compressor import Exchange
 from laconic.streams import is_finite
 from laconic.wire import Rounds
 
-__all__ = ["End", "Outcome", "not_finite", "on", "record", "shows_finite"]
+__all__ = ["End", "Outcome", "not_finite", "on", "record", "shows_finite", "warn_of_overflow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,17 @@ class End:
 def shows_finite(exchange: Exchange) -> bool:
     """Return whether an exchange shows, alike on all ranks, that all was finite."""
     return is_finite(exchange.average) and (exchange.finite is None or bool(exchange.finite))
+
+
+def warn_of_overflow(method: str, step: int) -> None:
+    """Say that the method's numbers were too small for what the ranks gave it."""
+    warnings.warn(
+        f"{method}: an average overflowed after {step} steps, though every rank's values were finite. Such a "
+        "step changes no state and is counted as skipped; later ones are only counted. Clip gradients "
+        "(clip_norm=...), lower the loss scale, or use bf16 in place of fp16",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def not_finite(x: Tensor) -> Tensor:
