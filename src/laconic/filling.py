@@ -70,6 +70,10 @@ class _Hold:
             self._views[address] = known
         return known
 
+    def knows(self, flat: Tensor) -> bool:
+        """Return whether there are views of this memory."""
+        return flat.data_ptr() in self._views
+
 
 class Filler:
     """Fills an exchanger's buckets with the gradients of parameters.
@@ -146,10 +150,13 @@ class Filler:
     def write_back(self, outcome: Outcome) -> None:
         """Make gradients the averages; one that no rank made in this pass stays as it is."""
         start = 0
-        for hold, average in zip(self.holds, outcome.averages, strict=True):
+        for index, (hold, average) in enumerate(zip(self.holds, outcome.averages, strict=True)):
             stop = start + len(hold.params)
             used = outcome.any_used[start:stop]
             start = stop
+            if hold.many and not hold.knows(average):
+                # Cutting fresh memory into thousands of views takes longer than copying it.
+                average = self._exchanger.flat(index).copy_(average)
             views = hold.views(average)
             if hold.many or not self._shares:
                 self._copy_back(hold, views, used)
