@@ -1,0 +1,85 @@
+"""Ordinary training programs, a few steps each; `drills/programs.py` runs them longer, by every method."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import SMALL_BUCKETS, mlp, shards
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import laconic
+from laconic.errors import LaconicError
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "drills"))
+
+from ledger import digest
+from programs import PROGRAMS, faults, run
+
+# One round, one round with feedback, several rounds, and one with two kinds of buckets in several rounds.
+METHODS = ["dense", "topk:ratio=0.1", "powersgd:rank=2", "sign:dense_below=20"]
+STEPS = 12
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_ordinary_program_runs_and_no_gradient_is_lost(pool, program, method):
+    assert list(faults(pool.run(2, run, 2, program, method, STEPS, timeout_s=60))) == []
+
+
+@pytest.mark.parametrize("program", ["gan", "clip", "mixture", "ddp-unused", "uneven"])
+def test_it_does_on_four_ranks_too(pool, program):
+    assert list(faults(pool.run(4, run, 4, program, "topk:ratio=0.1", STEPS, timeout_s=60))) == []
+
+
+def _clamped(rank, world, through):
+    """Train with a hook that clamps `.grad`, registered after whatever exchanges the gradients."""
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if through == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS / 2**20)
+    else:
+        sync = laconic.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-2, 1e-2))
+    for step in range(STEPS):
+        xs, ys = shards(step, world)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
+        optimizer.step()
+    if through == "laconic":
+        sync.close()
+    return digest(list(model.parameters()))
+
+
+def test_a_later_hook_that_clamps_gradients_does_what_it_does_under_ddp(pool):
+    wanted = pool.run(2, _clamped, 2, "ddp")
+    assert wanted[0] == wanted[1]
+    for _ in range(2):
+        assert pool.run(2, _clamped, 2, "laconic") == wanted
+
+
+def _reentrant(rank, form):
+    """Run one pass with segments of which each starts a backward pass of its own; return what it says."""
+    model = nn.ModuleList([nn.Linear(10, 32), nn.Linear(32, 16), nn.Linear(16, 3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = laconic.distribute(model, optimizer, "topk:ratio=0.1", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    h = shards(0, 2)[0][rank].requires_grad_()
+    for place, layer in enumerate(model):
+        nested = {"all": True, "first": place == 0, "inner": place == 1, "last": place == 2}[form]
+        h = checkpoint(layer, h, use_reentrant=True) if nested else layer(h)
+    try:
+        h.sum().backward()
+    except LaconicError as error:
+        return str(error)
+    finally:
+        sync.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("form", ["all", "first", "inner", "last"])
+def test_reentrant_checkpoints_are_refused_in_every_form(pool, form):
+    for told in pool.run(2, _reentrant, form):
+        assert "use_reentrant=False" in told
