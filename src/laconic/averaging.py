@@ -76,14 +76,14 @@ class ParameterAverager:
         weight: float = 1.0,
         chunk: int = 10_000_000,
     ) -> None:
-        self.driver = driver
+        self.driver = driver.private()
         self.method = difference_method(how)
         self.weight = weight
         self._lossless = self.method.compressor.lossless
         self._streams = [Stream(part) for part in by_kind(parameters)]
         whole = not (self._lossless or self.method.compressor.propagates)
         self._cuts = [(i, *cut) for i, s in enumerate(self._streams) for cut in s.cuts(chunk, whole)]
-        self._exchanger = Exchanger(self.method, driver, want_errors=not self._lossless)
+        self._exchanger = Exchanger(self.method, self.driver, want_errors=not self._lossless)
         self._exchanger.arrange([bucket for *_, bucket in self._cuts])
         self._packed = [stream.empty() for stream in self._streams]
         self._sent = [stream.empty() for stream in self._streams]

@@ -72,7 +72,7 @@ class DDPHook:
 
     def __init__(self, module: nn.Module, how: Method, group: Any, *, timeout_s: float) -> None:
         self.method = how
-        self._driver = Driver(group, timeout_s=timeout_s)
+        self._driver = Driver.own(group, timeout_s=timeout_s)
         described = {"laconic version": __version__, "method": how.text}
         compare(self._driver, described, next(module.parameters()).device)
         self._names = {id(p): name for name, p in module.named_parameters()}

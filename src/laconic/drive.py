@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import PeerLost, WireError, bad_value
+from laconic.errors import LaconicError, PeerLost, WireError, bad_value
 from laconic.groups import came, go_on_without, roll_call
 from laconic.packing import pack, pack_rows
+from laconic.pending import All, Pending, Several
 from laconic.pipeline import Pipeline
+from laconic.subgroups import leave, make_group
 from laconic.timeline import Tracer
 from laconic.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from laconic.wire import Op, Reply, Request, Rounds, gather_ragged
@@ -24,49 +27,6 @@ __all__ = ["Driver", "Pending", "Pipeline", "is_group", "joined"]
 T = TypeVar("T")
 _ROLL_CALL_S = 2.0  # how long survivors wait for each other to name the lost
 _SWIFT_BYTES = 1 << 17  # that all ranks gather; more is limited by the link, and a ring shares that better
-
-
-class Pending:
-    """A collective under way.
-
-    Attributes:
-        tally: where its seconds are counted.
-        start: when it was asked for, by `time.perf_counter`.
-    """
-
-    def __init__(
-        self, driver: Driver, work: Any, finish: Callable[[], Reply], what: str, label: Label, op: Op
-    ) -> None:
-        self._driver, self._work, self._finish, self._what = driver, work, finish, what
-        self._label, self.tally = label, driver.traffic.tally(label, op.value)
-        self.start = time.perf_counter()
-
-    def wait(self) -> Reply:
-        """Wait for the result.
-
-        Raises:
-            PeerLost: it did not come within the driver's timeout, or the connection broke.
-        """
-        if self._work is not None:
-            start = time.perf_counter()
-            self._driver.await_work(self._work, self._what)
-            end = time.perf_counter()
-            self.tally.wait_s += end - start
-            if self._driver.tracer is not None:
-                about = {"what": self._what, "waited_s": end - start, **self._label._asdict()}
-                self._driver.tracer.add("collective", self.start, end, **about)
-        return self._finish()
-
-
-class _Several(Pending):
-    """Collectives under way at once; attributes as those of `Pending`."""
-
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self._parts, self.tally, self.start = parts, parts[0].tally, parts[0].start
-
-    def wait(self) -> list[Reply]:
-        """Wait for all."""
-        return [part.wait() for part in self._parts]
 
 
 def joined() -> bool:
@@ -84,26 +44,15 @@ def is_group(value: object) -> bool:
     return isinstance(value, dist.ProcessGroup)
 
 
-class _All:
-    """Several torch.distributed work objects as one, under one deadline."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        for work in self._works:
-            if deadline is None:
-                work.wait()
-            else:  # below a millisecond gloo would wait for ever
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-
-
 class Driver:
     """One rank's access to a process group.
 
+    A driver made like this issues its collectives on the group that is given, among those of the program: use
+    it only where the program itself would wait for each of them. For an exchange that is under way while
+    other code runs, make one by `Driver.own`.
+
     Args:
-        group: a process group, or None for the default one.
+        group: a process group, or None for the default one; where there is none, this process is alone.
         timeout_s: seconds after which a collective counts as lost, above 0.
     """
 
@@ -112,17 +61,49 @@ class Driver:
             raise bad_value("timeout_s", "must be above 0", timeout_s, "give the seconds to wait for a peer")
         self.group = group
         self.timeout_s = timeout_s
-        self.rank: int = dist.get_rank(group)
-        self.world_size: int = dist.get_world_size(group)
+        self._groupless = group is None and not dist.is_initialized()
+        self.rank: int = 0 if self._groupless else dist.get_rank(group)
+        self.world_size: int = 1 if self._groupless else dist.get_world_size(group)
         self.traffic = Traffic(self.rank)
         self.tracer: Tracer | None = None
-        self._owned = False
-        self._name = "world" if group is None else str(dist.get_process_group_ranks(group))
+        self._leave: weakref.finalize[[Any], Driver] | None = None
+        self._name = "world" if group is None else str(group.group_name)
+
+    @classmethod
+    def own(cls, group: Any = None, *, timeout_s: float = 300.0) -> Driver:
+        """Make a driver with a process group of its own over the ranks of a group; all of them call it.
+
+        Messages of two users of one group are paired in the order of issue, which on different ranks may
+        differ: gloo then aborts the process, or waits for ever. One rank alone makes no group.
+
+        Raises:
+            PeerLost: a rank did not come within timeout_s.
+        """
+        return cls(group, timeout_s=timeout_s).private()
+
+    def private(self) -> Driver:
+        """Return a driver like `own` over this one's ranks, with the same `traffic`; itself if it is one."""
+        if self._leave is not None or self.world_size == 1:
+            return self
+        (own,) = self.split([range(self.world_size)], "own")
+        assert own is not None  # every rank is in the one part
+        own.traffic, own.tracer = self.traffic, self.tracer
+        return own
+
+    def __deepcopy__(self, memo: Any) -> Driver:
+        return self  # a copy of what talks through a group talks through the same group
+
+    def __reduce__(self) -> Any:
+        if self.world_size != 1 and self.world_size != dist.get_world_size():
+            raise TypeError(
+                "a driver of a part of the world cannot be pickled: make a new one from its group"
+            )
+        return Driver, ()  # elsewhere there may be no such group; the whole world's is found again
 
     def start(self, request: Request, label: Label = PLAIN) -> Pending:
         """Issue a request without waiting for it; it is counted under the label."""
         if request.op is Op.SEVERAL:
-            return _Several([self._start(part, label) for part in request.parts])
+            return Several([self._start(part, label) for part in request.parts])
         return self._start(request, label)
 
     def _start(self, request: Request, label: Label) -> Pending:
@@ -157,32 +138,43 @@ class Driver:
         if dense is not tensor:
             tensor.copy_(dense)
 
-    def split(self, parts: Sequence[Sequence[int]]) -> list[Driver | None]:
+    def split(self, parts: Sequence[Sequence[int]], what: str = "part") -> list[Driver | None]:
         """Make a driver for each of several parts of this group; all ranks call it with the same parts.
 
         Args:
             parts: this group's ranks; parts may overlap.
+            what: what the parts are for; a word for their names.
 
         Returns:
-            One driver a part, None where this rank is not in it. Close them when they are no longer needed.
+            One driver per part, None where this rank is not in it. Their groups are left when they are closed
+            or forgotten.
+
+        Raises:
+            PeerLost: a rank did not come within timeout_s.
         """
-        drivers: list[Driver | None] = []
-        local = self.group is not None  # else every rank of the world is here, and names are numbered
-        for part in parts:
-            # The name of a local group holds the number of groups that a rank is in, so all must join one.
-            members = part if self.rank in part or not local else [self.rank]
-            group = dist.new_group(
-                [self._global_rank(rank) for rank in members],
-                timeout=timedelta(seconds=self.timeout_s),
-                use_local_synchronization=local,
-            )
-            driver = Driver(group, timeout_s=self.timeout_s) if self.rank in part else None
-            if driver is not None:
-                driver._owned = not local
-                hosts = self.traffic.hosts
-                driver.traffic.hosts = [hosts[rank] for rank in part] if hosts else ()
-            drivers.append(driver)
-        return drivers
+        return [self._part(part, what) for part in parts]
+
+    def _part(self, part: Sequence[int], what: str) -> Driver | None:
+        if self.world_size == 1:
+            return Driver(self.group, timeout_s=self.timeout_s) if self.rank in part else None
+        ranks = [self._global_rank(rank) for rank in part]
+        try:
+            group = make_group(self.group, ranks, what, self.timeout_s)
+        except RuntimeError as cause:
+            self._lost(f"connection of the rank(s) {', '.join(map(str, ranks))}", cause)
+        if group is None:
+            return None
+        driver = self._in_own(group)
+        hosts = self.traffic.hosts
+        driver.traffic.hosts = [hosts[rank] for rank in part] if hosts else ()
+        return driver
+
+    def _in_own(self, group: Any) -> Driver:
+        """Make the driver of a new group, which is left when the driver is closed or forgotten."""
+        driver = Driver(group, timeout_s=self.timeout_s)
+        driver._leave = weakref.finalize(driver, leave, group)
+        driver._leave.atexit = False  # shutting down is up to whoever made the world
+        return driver
 
     def name_of(self, rank: int) -> int:
         """Return the number in the whole world, as in `PeerLost.ranks`, of a rank of this group."""
@@ -201,24 +193,31 @@ class Driver:
             PeerLost: the survivors did not come, or the store that they would meet at was lost, too.
         """
         kept = [rank for rank in dist.get_process_group_ranks(self.group) if rank not in lost]
-        limit = timedelta(seconds=2 * self.timeout_s + 2 * _ROLL_CALL_S)
         try:
-            group = dist.new_group(kept, timeout=limit, use_local_synchronization=True)
+            group = make_group(self.group, kept, "without", 2 * self.timeout_s + 2 * _ROLL_CALL_S)
         except RuntimeError as cause:
             self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause)
         go_on_without(lost)  # all survivors have met, so none tells of this loss any more
-        driver = Driver(group, timeout_s=self.timeout_s)
+        driver = self._in_own(group)
         driver.traffic, driver.tracer = self.traffic, self.tracer
         return driver
 
     def close(self) -> None:
-        """Leave the group of a driver that `split` made from the whole world; others are kept until the end.
+        """Leave the process group, if it is the driver's own."""
+        if self._leave is not None:
+            self._leave()
 
-        A group made from a part of the world would get its old name, and stale addresses, if made again.
+    def check_groupless(self) -> None:
+        """Refuse to go on alone once the program has joined other ranks.
+
+        Raises:
+            LaconicError: a process group of several ranks was made after this driver.
         """
-        if self._owned and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-        self._owned = False
+        if self._groupless and dist.is_initialized() and dist.get_world_size() > 1:
+            raise LaconicError(
+                f"a process group of {dist.get_world_size()} ranks was made after this rank started alone, "
+                "so nothing would be exchanged: call init_process_group, or laconic.init, first"
+            )
 
     def gather_bytes(self, message: bytes, device: torch.device) -> list[bytes]:
         """Bring every rank's message of any length to every rank; not counted as training."""
@@ -327,7 +326,7 @@ class Driver:
         ]
         sends = [dist.P2POp(dist.isend, mine, of(peer), self.group) for peer in peers]
         works = self._issue(lambda: dist.batch_isend_irecv(receives + sends), what)
-        return Pending(self, _All(works), finish, what, label, Op.EXCHANGE)
+        return Pending(self, All(works), finish, what, label, Op.EXCHANGE)
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)

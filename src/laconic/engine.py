@@ -17,7 +17,7 @@ from laconic.compressor import Compressor
 from laconic.drive import Driver
 from laconic.errors import LaconicError
 from laconic.exchanger import Exchanger, Outcome
-from laconic.groups import init
+from laconic.groups import join
 from laconic.guard import ReplicaGuard, check_interval
 from laconic.kernels.backend import wanted
 from laconic.parsing import Method, method
@@ -121,7 +121,7 @@ class GradientSync:
         check_interval(check_every, repair)
         synced_parameters(model, self._optimizers)  # complain before any connection is made
         assign({}, bucket_bytes)
-        init(timeout_s=timeout_s)
+        join(timeout_s=timeout_s)
         self._driver = self._connect(group, timeout_s)
         self._bucket_bytes = bucket_bytes
         self._enabled = True
@@ -253,8 +253,8 @@ class GradientSync:
         self.close()
 
     def _connect(self, group: Any, timeout_s: float) -> Driver:
-        """Make the way to the other ranks."""
-        return Driver(group, timeout_s=timeout_s)
+        """Make the way to the other ranks, apart from every other collective of the program."""
+        return Driver.own(group, timeout_s=timeout_s)
 
     def _description(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         shapes = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}

@@ -111,7 +111,7 @@ class Gossip:
         self._left = list(range(driver.world_size))  # those of the whole group that are left
         self._skip_to = 0
         self.events: list[dict[str, Any]] = []
-        self.driver = driver
+        self.driver = driver.private()
         self.topology = topology
         self.step = 0
         self.skipped = 0

@@ -48,6 +48,7 @@ __all__ = [
     "detect",
     "go_on_without",
     "init",
+    "join",
     "roll_call",
     "run_local",
     "shutdown",
@@ -142,6 +143,16 @@ def init(
         raise
     _session = _Session(place, store, chose_interface, presence)
     return world
+
+
+def join(*, timeout_s: float | None = None) -> World:
+    """Join the other ranks as `init` does, but make no process group where there are none.
+
+    So a program of one rank can still call `torch.distributed.init_process_group` itself later on.
+    """
+    if not dist.is_initialized() and (world := detect(os.environ)).world_size == 1:
+        return world
+    return init(timeout_s=timeout_s)
 
 
 def shutdown() -> None:

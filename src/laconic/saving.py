@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laconic.drive import Driver
 from laconic.errors import CheckpointError, bad_value
-from laconic.groups import init
+from laconic.groups import join
 from laconic.resharding import alike, reshard_rank
 from laconic.sets import read_set, write_set
 from laconic.totals import agree
@@ -245,7 +245,7 @@ class PerRank:
 
 
 def _driver(group: Any, timeout_s: float) -> Driver:
-    init(timeout_s=timeout_s)
+    join(timeout_s=timeout_s)
     return Driver(group, timeout_s=timeout_s)
 
 

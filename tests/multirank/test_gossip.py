@@ -79,7 +79,7 @@ def test_what_cannot_be_mixed_is_refused(pool):
 
 
 def _lost(rank):
-    driver = Driver(timeout_s=1)
+    gossip = Gossip(Driver(timeout_s=1), Ring())
     if rank == 1:
         time.sleep(3.3)
         return None
@@ -88,7 +88,7 @@ def _lost(rank):
     with pytest.raises(
         PeerLost, match=r"exchange of 12 bytes with rank\(s\) 1, 2 failed|with rank\(s\) 0, 1"
     ):
-        Gossip(driver, Ring()).mix([x])
+        gossip.mix([x])
     assert x.tolist() == [1, 1, 1]
     return time.monotonic() - start
 

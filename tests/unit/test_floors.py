@@ -5,7 +5,7 @@ from pathlib import Path
 
 import laconic
 
-ALLOWED = {"drive.py", "groups.py"}
+ALLOWED = {"drive.py", "groups.py", "subgroups.py"}
 
 
 def _imports(tree):

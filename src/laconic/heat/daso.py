@@ -15,7 +15,7 @@ from laconic.compressor import Compressor
 from laconic.drive import Driver
 from laconic.engine import GradientSync
 from laconic.errors import CheckpointError
-from laconic.groups import init
+from laconic.groups import join
 from laconic.heat.across import AcrossNodes
 from laconic.heat.arguments import CAST_METHODS, check_arguments, made_scheduler
 from laconic.heat.cycle import Plan, Skips
@@ -135,8 +135,8 @@ class DASO(Loop):
         self._local_method = method(local_method)
         chosen = CAST_METHODS[downcast_type] if global_method is None else global_method
         self._global_method = difference_method(chosen)
-        world = init(timeout_s=timeout_s)
-        driver = Driver(comm, timeout_s=timeout_s)
+        world = join(timeout_s=timeout_s)
+        driver = Driver.own(comm, timeout_s=timeout_s)
         self._layout = find_layout(driver, world, node_size, nodes)
         here = len(self._layout.nodes[self._layout.node_of(driver.rank)])
         super().__init__(local_optimizer, schedule, driver, plan, here, record_events, average_buffers)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.drive import Driver
 from laconic.engine import GradientSync
 from laconic.errors import LaconicError
 from laconic.exchanger import Outcome
@@ -101,11 +100,6 @@ class DelayedSync(GradientSync):
     def _settle(self) -> None:
         if self._flight is not None:
             self._flight.result()
-
-    def _connect(self, group: Any, timeout_s: float) -> Driver:
-        everyone = Driver(group, timeout_s=timeout_s)
-        (own,) = everyone.split([range(everyone.world_size)])
-        return own or everyone
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         self._refuse_in_flight("an optimizer stepped")

@@ -92,8 +92,8 @@ def join(world_size: int | None) -> Driver:
     Raises:
         ConfigError: world_size is given and is not the group's.
     """
-    groups.init()
-    driver = Driver()
+    groups.join()
+    driver = Driver.own()
     if world_size is not None and (isinstance(world_size, bool) or world_size != driver.world_size):
         rule = f"must be {driver.world_size}, the number of ranks that were launched"
         raise bad_value("world_size", rule, world_size, "pass that, or start as many ranks")

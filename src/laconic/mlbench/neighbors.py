@@ -50,7 +50,7 @@ class DecentralizedAggregation:
         weights: str = "uniform",
         timeout_s: float = 300.0,
     ) -> None:
-        driver = Driver(timeout_s=timeout_s)
+        driver = Driver.own(timeout_s=timeout_s)
         device = torch.device("cuda") if use_cuda else torch.device("cpu")
         self.gossip = Gossip(driver, _agree_on_graph(driver, rank, neighbors, weights, device))
 

@@ -78,7 +78,7 @@ class DistOpt(Training):
         rank = _one("local_rank", local_rank, gpu_num)
         size = _one("world_size", world_size, gpu_per_node, num_gpus)
         world = join(nccl_id, rank, size, timeout_s)
-        super().__init__(chosen, Driver(timeout_s=timeout_s), world)
+        super().__init__(chosen, Driver.own(timeout_s=timeout_s), world)
         self.opt = chosen if opt is None else opt
         self.buffSize = buffSize
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from laconic.errors import ConfigError, LaunchError, bad_value
 from laconic.groups import World, init, shutdown
+from laconic.groups import join as join_ranks
 from laconic.launchers import STORE_VARIABLE
 
 __all__ = ["NcclIdHolder", "join"]
@@ -76,7 +77,7 @@ def join(token: Any, local_rank: int | None, world_size: int | None, timeout_s: 
         LaunchError: ranks did not come, or two processes claim one.
     """
     if token is None:
-        world = init(timeout_s=timeout_s)
+        world = join_ranks(timeout_s=timeout_s)
     elif isinstance(token, NcclIdHolder):
         world = _meet(token, *_checked(local_rank, world_size), timeout_s)
     else:
