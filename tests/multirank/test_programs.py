@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import SMALL_BUCKETS, mlp, shards
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -59,6 +60,67 @@ def test_a_later_hook_that_clamps_gradients_does_what_it_does_under_ddp(pool):
     assert wanted[0] == wanted[1]
     for _ in range(2):
         assert pool.run(2, _clamped, 2, "laconic") == wanted
+
+
+class _Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(20, 20)), nn.Parameter(torch.zeros(20, 20))
+
+
+def _in_turn(rank, method, whole):
+    """Let two optimizers step in turn; each clears only its own gradients, or all are cleared."""
+    model = _Heads()
+    optimizers = [torch.optim.SGD([p], lr=1.0) for p in model.parameters()]
+    sync = laconic.distribute(model, optimizers, method, bucket_bytes=4096, timeout_s=30)
+    slope = torch.randn(20, 20, generator=torch.Generator().manual_seed(rank))
+    for step in range(20):
+        p = [model.a, model.b][step % 2]
+        (model if whole else optimizers[step % 2]).zero_grad()
+        (p * slope).sum().backward()
+        optimizers[step % 2].step()
+    owed = [sync.state_dict()["parameters"][name]["residual"].view(20, 20) for name in "ab"]
+    sync.close()
+    return slope, [p.detach() for p in model.parameters()], owed
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["own gradients cleared", "all gradients cleared"])
+@pytest.mark.parametrize("method", ["topk:ratio=0.05", "powersgd:rank=2", "sign:dense_below=0"])
+def test_optimizers_that_step_in_turn_apply_every_gradient_once(pool, method, whole):
+    """At a rate of 1, minus the parameter is what was applied: 10 mean slopes, but for the mean residual."""
+    ranks = pool.run(2, _in_turn, method, whole)
+    computed = 10 * (ranks[0][0] + ranks[1][0]) / 2
+    for i in range(2):
+        applied, owed = -ranks[0][1][i], (ranks[0][2][i] + ranks[1][2][i]) / 2
+        assert float((computed - applied - owed).norm() / computed.norm()) < 1e-5
+
+
+def _ran_out(rank):
+    """Two engines in one Join, the second with another method; rank 1 has no batch at all in the first."""
+    models = [mlp(0), mlp(1)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
+    syncs = [
+        laconic.distribute(m, o, how, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+        for m, o, how in zip(models, optimizers, ["dense", "topk:ratio=0.1"], strict=True)
+    ]
+    for batches in [(5, 0), (2, 6)]:
+        with Join(syncs):
+            for step in range(batches[rank]):
+                xs, ys = shards(step, 2)
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
+                    optimizer.step()
+    for sync in syncs:
+        sync.close()
+    return digest([p for m in models for p in m.parameters()]), [sync.step for sync in syncs]
+
+
+def test_two_engines_run_out_of_data_together_and_a_rank_may_have_none(pool):
+    """The longest rank decides: 5 + 6 exchanges of each engine on both ranks."""
+    first, second = pool.run(2, _ran_out)
+    assert first == second
+    assert first[1] == [11, 11]
 
 
 def _reentrant(rank, form):
