@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,73 @@ from torch import Tensor, nn
 
 from laconic.drive import Driver
 from laconic.errors import ConfigError, MismatchError, TensorTypeError
+from laconic.kernels.backend import wanted
+from laconic.version import __version__
 
-__all__ = ["broadcast_model", "compare", "refuse_taken", "synced_parameters"]
+__all__ = [
+    "as_optimizers",
+    "broadcast_model",
+    "broadcast_tensors",
+    "compare",
+    "refuse_taken",
+    "synced_parameters",
+    "unwrapped",
+    "versions",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_BROADCAST_BYTES = 25 << 20  # per message, DDP's size: 10,000 small tensors one by one took a minute
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside what frameworks put around one (Fabric, `torch.compile`).
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> unwrapped(torch.compile(layer)) is layer
+        True
+    """
+    for name in ("_forward_module", "_orig_mod"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module):
+            return unwrapped(inner)
+    return model
+
+
+def as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """Return one or several optimizers as a list, without what frameworks put around them.
+
+    Raises:
+        TypeError: something is no optimizer of torch, and holds none as `.optimizer`.
+    """
+    several = [given] if hasattr(given, "param_groups") else list(given)
+    return [_bare(optimizer) for optimizer in several]
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    while not isinstance(optimizer, torch.optim.Optimizer) or "_optimizer_step_pre_hooks" not in vars(
+        optimizer
+    ):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}: pass the "
+                "optimizer inside of it"
+            )
+        optimizer = inner
+    return optimizer
+
+
+def versions() -> dict[str, str]:
+    """Return what must be equal on all ranks whatever they exchange, for `compare`.
+
+    Example:
+        >>> sorted(versions())
+        ['kernels', 'laconic version', 'torch version']
+    """
+    # Ranks with other kernels would get averages that differ in the last bits.
+    own = {"laconic version": __version__, "torch version": torch.__version__.split("+")[0]}
+    return {**own, "kernels": wanted()}
 
 
 def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -32,8 +96,9 @@ def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
         if sharded or hasattr(module, "register_comm_hook"):
             kind = f"{type(module).__name__} as {name}" if name else type(module).__name__
             raise ConfigError(
-                f"model must be a plain module, got {kind}, which exchanges gradients itself: pass "
-                "model.module, unwrapped before, or use laconic.ddp.register"
+                f"model must be a plain module, got {kind}, which exchanges gradients itself: with "
+                "DistributedDataParallel use laconic.ddp.register(ddp_model, method) instead, or do not wrap "
+                "the model"
             )
 
 
@@ -90,11 +155,19 @@ def compare(driver: Driver, description: Mapping[str, Any], device: torch.device
     Raises:
         MismatchError: on every rank, naming the first difference and the two ranks.
     """
-    messages = driver.gather_bytes(json.dumps([_host(), description]).encode(), device)
-    told: list[tuple[str, dict[str, Any]]] = [json.loads(message) for message in messages]
-    driver.traffic.hosts = [host for host, _ in told]
-    first = told[0][1]
-    for rank, (_, other) in enumerate(told[1:], start=1):
+    mine = json.dumps(description)
+    digest = hashlib.sha256(
+        mine.encode()
+    ).hexdigest()  # a model of 10,000 tensors takes a megabyte to describe
+    about: list[list[str]] = [
+        json.loads(text) for text in driver.gather_bytes(json.dumps([_host(), digest]).encode(), device)
+    ]
+    driver.traffic.hosts = [host for host, _ in about]
+    if all(theirs == digest for _, theirs in about):
+        return
+    told: list[dict[str, Any]] = [json.loads(text) for text in driver.gather_bytes(mine.encode(), device)]
+    first = told[0]
+    for rank, other in enumerate(told[1:], start=1):
         for what in [*first, *(k for k in other if k not in first)]:
             a, b = first.get(what, "nothing"), other.get(what, "nothing")
             if a != b:
@@ -104,14 +177,43 @@ def compare(driver: Driver, description: Mapping[str, Any], device: torch.device
 
 
 @torch.no_grad()
-def broadcast_model(driver: Driver, model: nn.Module) -> None:
-    """Overwrite all parameters and buffers with rank 0's."""
-    seen: set[int] = set()
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+def broadcast_model(driver: Driver, model: nn.Module, source: int = 0) -> None:
+    """Overwrite all parameters and buffers with those of one rank."""
+    tensors = {id(t): t.detach() for t in (*model.parameters(), *model.buffers())}
+    broadcast_tensors(driver, list(tensors.values()), source)
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    driver: Driver, tensors: Sequence[Tensor], source: int = 0, device: torch.device | None = None
+) -> None:
+    """Overwrite tensors with those of one rank, many small ones in one message.
+
+    Args:
+        driver: the way to the other ranks.
+        tensors: of the same types and shapes on all ranks.
+        source: whose values all take.
+        device: where messages must live, if not where the tensors do.
+    """
+    if driver.world_size == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for t in tensors:
-        if id(t) not in seen:
-            seen.add(id(t))
-            driver.broadcast(t.detach())
+        kind, nbytes = (t.dtype, t.device), t.numel() * t.element_size()
+        parts = kinds.setdefault(kind, [[]])
+        sizes[kind] = sizes.get(kind, 0) + nbytes
+        if parts[-1] and sizes[kind] > _BROADCAST_BYTES:
+            parts.append([])
+            sizes[kind] = nbytes
+        parts[-1].append(t)
+    for parts in kinds.values():
+        for part in parts:
+            flat = torch.cat([t.reshape(-1) for t in part]).to(device or part[0].device)
+            driver.broadcast(flat, source)
+            if driver.rank != source:
+                pieces = flat.to(part[0].device).split([t.numel() for t in part])
+                torch._foreach_copy_(part, [p.view(t.shape) for p, t in zip(pieces, part, strict=True)])
 
 
 def _host() -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from laconic.errors import bad_value
 
-__all__ = ["Bucket", "assign", "join_state", "split_state"]
+__all__ = ["Bucket", "KeptState", "assign", "join_state", "keep", "put_back", "split_state"]
+
+# Copies of a part of a bucket's state: by its key, and then by the tensor's place in the bucket.
+KeptState: TypeAlias = Mapping[str, Mapping[int, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,39 @@ def join_state(
                 )
             target.copy_(value)
     return out
+
+
+def keep(state: Mapping[str, Tensor], bucket: Bucket, chosen: Sequence[int]) -> KeptState:
+    """Copy the state of some of a bucket's tensors, given by their places, for `put_back`."""
+    kept: dict[str, dict[int, Tensor]] = {}
+    for key, value in state.items():
+        _, slash, number = key.partition("/")
+        if not slash:
+            pieces = value.split(bucket.numels)
+            kept[key] = {i: pieces[i].clone() for i in chosen}
+        elif int(number) in chosen:
+            kept[key] = {int(number): value}  # not a copy: only what is flat may be written over
+    return kept
+
+
+def put_back(state: Mapping[str, Tensor], bucket: Bucket, kept: KeptState) -> dict[str, Tensor]:
+    """Return a bucket's new state in which some tensors have the state that `keep` copied.
+
+    Example:
+        >>> (bucket,) = assign({"a": torch.ones(1), "b": torch.ones(2)}, bucket_bytes=100, tail=False)
+        >>> kept = keep({"residual": torch.tensor([1.0, 2.0, 3.0])}, bucket, [1])
+        >>> put_back({"residual": torch.zeros(3)}, bucket, kept)
+        {'residual': tensor([0., 2., 3.])}
+    """
+    new = dict(state)
+    for key, pieces in kept.items():
+        targets = () if "/" in key else new[key].split(bucket.numels)
+        for i, piece in pieces.items():
+            if targets:
+                targets[i].copy_(piece)
+            else:
+                new[key] = piece
+    return new
 
 
 def _tail(tensors: Mapping[str, Tensor], nbytes: int) -> set[str]:

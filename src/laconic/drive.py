@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import LaconicError, PeerLost, WireError, bad_value
+from laconic.errors import LaconicError, PeerLost, WireError, bad_value, first_line
 from laconic.groups import came, go_on_without, roll_call
 from laconic.packing import pack, pack_rows
 from laconic.pending import All, Pending, Several
@@ -354,11 +354,7 @@ class Driver:
             who = f"rank(s) {', '.join(map(str, sorted(lost or late)))} {verb}"
         error = PeerLost(
             f"rank {self.rank} of {self.world_size}: {what} failed within {self.timeout_s:g} s, {who} "
-            f"({_first_line(cause)}): look at that rank's log, and restart from the last checkpoint"
+            f"({first_line(cause)}): look at that rank's log, and restart from the last checkpoint"
         )
         error.ranks = tuple(sorted(lost))
         raise error from cause
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -10,25 +12,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from laconic.attach import broadcast_model, compare, refuse_taken, synced_parameters
+from laconic.attach import (
+    as_optimizers,
+    broadcast_model,
+    compare,
+    refuse_taken,
+    synced_parameters,
+    unwrapped,
+    versions,
+)
 from laconic.bucket import assign
 from laconic.compressor import Compressor
 from laconic.drive import Driver
-from laconic.errors import LaconicError
+from laconic.errors import ConfigError, LaconicError
 from laconic.exchanger import Exchanger, Outcome
+from laconic.filling import Filler, Slot
 from laconic.groups import join
 from laconic.guard import ReplicaGuard, check_interval
-from laconic.kernels.backend import wanted
 from laconic.parsing import Method, method
-from laconic.passes import Passes
+from laconic.passes import Passes, at_end, forget_end, refuse_nested
+from laconic.sparserows import Rows, average_rows, rows_of, sparse_parameters, write_rows
 from laconic.tracing import MAX_EVENTS, Tracing
 from laconic.traffic import Traffic
-from laconic.version import __version__
+from laconic.uneven import Uneven
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "distribute"]
 
 DEFAULT_BUCKET_BYTES = 4 << 20
+
+_graph_task = torch._C._current_graph_task_id
+_attached = itertools.count()  # numbers engines in the order of attaching, which is equal on all ranks
 
 
 def distribute(
@@ -42,6 +57,7 @@ def distribute(
     check_every: int = 0,
     repair: bool = False,
     check_buffers: bool = False,
+    skip_bad_steps: bool = True,
 ) -> GradientSync:
     """Make every `loss.backward()` leave gradients that are averaged over all ranks.
 
@@ -49,7 +65,8 @@ def distribute(
     before. Rank 0's parameters and buffers are broadcast here, so all ranks start equal.
 
     Args:
-        model: the same on every rank; frozen, tied and unused parameters are fine.
+        model: the same on every rank; frozen, tied and unused parameters are fine, and so are the sparse
+            gradients of `nn.Embedding(sparse=True)`, which are averaged exactly whatever the method.
         optimizer: one or several, holding the model's parameters.
         method: how gradients travel, as text such as "topk:ratio=0.01" (see `laconic methods`).
         group: process group; None for all ranks. Without an initialised torch.distributed the ranks are
@@ -59,6 +76,8 @@ def distribute(
         check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
         repair: overwrite parameters that differ by the majority's and warn, instead of raising.
         check_buffers: compare and repair buffers too.
+        skip_bad_steps: after an exchange that was not finite on some rank, `optimizer.step()` changes
+            nothing on any: neither weights, nor momenta, nor step counts. False for torch's behaviour.
 
     Returns:
         The running synchronisation: `no_sync()`, `traffic`, `state_dict()`, `close()`, ...
@@ -82,11 +101,14 @@ def distribute(
     """
     kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
     guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
-    return GradientSync(model, optimizer, method, **kept, **guard)
+    return GradientSync(model, optimizer, method, skip_bad_steps=skip_bad_steps, **kept, **guard)
 
 
-class GradientSync:
+class GradientSync(Uneven):
     """The running synchronisation of one model; made by `laconic.distribute`, whose arguments it takes.
+
+    Its collectives run on a process group of its own, so whatever else the program sends at the same time, in
+    hooks, in its own backward functions or in threads, is not mixed up with them.
 
     Attributes:
         method: the `Method` in use.
@@ -111,30 +133,35 @@ class GradientSync:
         check_every: int = 0,
         repair: bool = False,
         check_buffers: bool = False,
+        skip_bad_steps: bool = True,
     ) -> None:
+        super().__init__()
         self.method = method(how)
-        self._flats: dict[int, Tensor] = {}
-        self._views: dict[int, Tensor] = {}
-        self._model = model
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        refuse_taken(model, self._optimizers)
+        self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
+        refuse_taken(self._model, self._optimizers)
         check_interval(check_every, repair)
-        synced_parameters(model, self._optimizers)  # complain before any connection is made
+        synced_parameters(self._model, self._optimizers)  # complain before any connection is made
         assign({}, bucket_bytes)
         join(timeout_s=timeout_s)
-        self._driver = self._connect(group, timeout_s)
+        self._group = group
+        self._driver = Driver.own(group, timeout_s=timeout_s)
         self._bucket_bytes = bucket_bytes
-        self._enabled = True
-        self._closed = False
-        self._check_every, self._checks = check_every, str((check_every, repair, check_buffers))
-        self._finite = True
-        self._handles: list[Any] = []
+        self._enabled, self._closed, self._finite = True, False, True
+        self._check_every = check_every
+        self._checks = str((check_every, repair, check_buffers, skip_bad_steps))
+        self._order = next(_attached)
+        self._lock = threading.RLock()  # autograd runs one thread for each device
+        self._slots: dict[int, Slot] = {}
         self._exchanger = Exchanger(self.method, self._driver, waits=self._shares_memory)
         self.refresh()
-        broadcast_model(self._driver, model)
-        self._guard = ReplicaGuard(model, self._driver, repair=repair, check_buffers=check_buffers)
-        self._passes = Passes(local=any(p.grad is not None for p in self._parameters.values()))
-        self._watch_optimizers()
+        broadcast_model(self._driver, self._model)
+        self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
+        local = any(p.grad is not None for p in self._parameters.values())
+        self._passes = Passes(local=local, skip_bad_steps=skip_bad_steps)
+        # Dynamo would trace into these where a whole step is compiled.
+        self._begin_pass = torch.compiler.disable(self._begin_pass)  # type: ignore[method-assign]
+        self._ready = torch.compiler.disable(self._ready)  # type: ignore[method-assign]
+        self._watch({id(model): model, id(self._model): self._model}.values())
 
     @property
     def traffic(self) -> Traffic:
@@ -195,23 +222,32 @@ class GradientSync:
             self._passes.accumulated(passes)
 
     def refresh(self) -> None:
-        """Find the parameters anew, on every rank alike; needed after unfreezing some.
+        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
 
         `optimizer.add_param_group` does this by itself. State of parameters that stay is kept.
         """
         parameters = synced_parameters(self._model, self._optimizers)
-        ready_order = dict(reversed(parameters.items()))
+        thin = sparse_parameters(self._model)
+        ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
         buckets = assign(ready_order, self._bucket_bytes, tail=self.method.compressor.bulky)
-        compare(self._driver, self._description(parameters), buckets[0].device)
-        self._exchanger.arrange(buckets)
+        device = next(iter(parameters.values())).device
+        compare(self._driver, self._description(parameters), device)
+        self._exchanger.arrange(buckets, device)
+        for slot in self._slots.values():
+            slot.handle.remove()
         self._parameters = parameters
-        self._by_bucket = [[parameters[name] for name in b.names] for b in buckets]
-        self._place = {id(p): i for i, ps in enumerate(self._by_bucket) for p in ps}
-        self._flats, self._views = {}, {}
-        self._pass_id = -1
-        for handle in self._handles:
-            handle.remove()
-        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters.values()]
+        self._sparse = [p for p in parameters.values() if id(p) in thin]
+        by_bucket = [[parameters[name] for name in bucket.names] for bucket in buckets]
+        self._slots = {id(p): Slot(i) for i, ps in enumerate(by_bucket) for p in ps}
+        self._slots |= {id(p): Slot(-1) for p in self._sparse}
+        slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
+        self._filler = Filler(self._exchanger, by_bucket, slots, self._shares_memory)
+        for p in parameters.values():
+            slot = self._slots[id(p)]
+            slot.handle = p.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
+        self._pass_id = self._seen = -1
+        self._fresh = True  # nobody looked yet if the model was wrapped after this
+        self._harmless: set[int] = set()
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
@@ -237,10 +273,8 @@ class GradientSync:
         if self._closed:
             return
         self._closed = True
-        for handle in self._handles:
+        for handle in [slot.handle for slot in self._slots.values()] + self._watches:
             handle.remove()
-        for watch in self._watches:
-            watch.remove()
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("add_param_group", None)
         self._exchanger.close()
@@ -252,142 +286,181 @@ class GradientSync:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _connect(self, group: Any, timeout_s: float) -> Driver:
-        """Make the way to the other ranks, apart from every other collective of the program."""
-        return Driver.own(group, timeout_s=timeout_s)
+    def shadow(self) -> None:
+        """Take part in one exchange of the others with zeros; see `join`."""
+        if self._pass_id != -1:
+            raise LaconicError("this rank's last backward pass did not finish: restart from a checkpoint")
+        for index in range(len(self._filler.holds)):
+            self._filler.zero(index)
+            self._exchanger.submit(index)
+        flags = self._passes.flags(shadow=True)
+        nothing = [rows_of(p, used=False) for p in self._sparse]
+        outcome = self._exchanger.finish(
+            [False] * len(self._slots), flags, extra=self._sparse_rounds(nothing)
+        ).result()
+        self._passes.follow(outcome.any_flags)
+        self._finite = outcome.applied
+        for p in self._parameters.values():
+            p.grad = None  # they may lie in the memory that was just used
 
     def _description(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         shapes = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}
         buffers = {f"buffer {n}": f"{tuple(b.shape)} {b.dtype}" for n, b in self._model.named_buffers()}
-        versions = {"laconic version": __version__, "torch version": torch.__version__.split("+")[0]}
         return {
-            **versions,
+            **versions(),
             "method": self.method.text,
-            "kernels": wanted(),
             "bucket_bytes": self._bucket_bytes,
-            "check_every, repair, check_buffers": self._checks,
+            "check_every, repair, check_buffers, skip_bad_steps": self._checks,
             "parameters": len(shapes),
             **shapes,
             **buffers,
         }
 
-    def _watch_optimizers(self) -> None:
+    def _watch(self, modules: Any) -> None:
+        """Hook the optimizers, and the forward passes of the model and of what it came wrapped in."""
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
-        self._watches = [o.register_step_pre_hook(self._check_step) for o in self._optimizers]
+        check = torch.compiler.disable(self._check_step)
+        self._watches: list[Any] = [o.register_step_pre_hook(check) for o in self._optimizers]
+        self._watches += [module.register_forward_pre_hook(self._check_wrapping) for module in modules]
+
+    def _check_wrapping(self, *_: Any) -> None:
+        """Refuse a forward pass inside DistributedDataParallel, which would average over our averages.
+
+        Raises:
+            ConfigError: it would.
+        """
+        if torch.compiler.is_compiling():
+            return  # seen in passes that are not compiled; in others this must not break the graph
+        active = DistributedDataParallel._active_ddp_module
+        if active is None or id(active) in self._harmless or not active.require_backward_grad_sync:
+            return
+        if any(id(p) in self._slots for p in active.parameters()):
+            raise ConfigError(
+                "the model runs inside DistributedDataParallel, which averages its gradients densely again, "
+                "so nothing would be saved: use laconic.ddp.register(ddp_model, method) instead of "
+                "distribute, or train the model without DistributedDataParallel"
+            )
+        self._harmless.add(id(active))
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
-        self._passes.check_step(optimizer, self._place, self._pass_id != -1)
+        self._passes.check_step(optimizer, self._slots, self._pass_id != -1, self._finite)
 
     def _add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         type(optimizer).add_param_group(optimizer, group)
         self.refresh()
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        current = torch._C._current_graph_task_id()
-        self._passes.saw(current)
-        if not self._enabled:
+    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
+        with self._lock:
+            task = _graph_task()
+            if self._seen != task:
+                self._begin_pass(task)
+            slot.used = True
+            if not self._exchanging:
+                return
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if len(hooks) > 1 and next(reversed(hooks)) != slot.handle.id:
+                # The user's hooks, registered later, may still change the gradient. They run before the next
+                # gradient's; from the next pass on ours is the last.
+                hooks.move_to_end(slot.handle.id)
+                self._late.append((slot, parameter))
+                return
+            while self._late:
+                self._take(*self._late.pop())
+            self._take(slot, parameter)
+
+    def _take(self, slot: Slot, parameter: Tensor) -> None:
+        """Note that a gradient is complete."""
+        number = self._passes.count
+        if slot.at == number:
             return
-        self._passes.check_gradient(parameter.grad)
-        if self._pass_id != current:
-            self._begin_pass(current)
-        index = self._place[id(parameter)]
-        self._missing[index].discard(id(parameter))
-        self._fill(parameter)  # now, while the gradient is in the cache
-        while self._next < len(self._missing) and not self._missing[self._next]:
+        slot.at = number
+        if slot.bucket >= 0:
+            hold = self._filler.holds[slot.bucket]
+            hold.missing -= 1
+            if not hold.many or not hold.missing:
+                self._ready(slot.bucket, parameter)
+
+    def _ready(self, index: int, parameter: Tensor) -> None:
+        """Fill in a gradient, and send the buckets that are full."""
+        self._filler.fill(index, parameter)
+        holds = self._filler.holds
+        while self._next < len(holds) and not holds[self._next].missing:
             self._submit_next()
 
-    def _begin_pass(self, graph_task: int) -> None:
-        if self._pass_id != -1 and self.world_size == 1:
-            self._exchanger.abandon()  # an interrupted pass harms nobody else
-        elif self._pass_id != -1:
+    def _begin_pass(self, task: int) -> None:
+        refuse_nested()
+        if self._enabled:
+            self._check_pass()
+            self._notify_join()
+            at_end(task, self._order, self._end_pass)
+            self._pass_id = task
+            self._next = 0
+            self._late: list[tuple[Slot, Tensor]] = []
+            self._filler.begin()
+        self._exchanging, self._seen = self._enabled, task
+        self._passes.begun()
+
+    def _check_pass(self) -> None:
+        """Refuse to begin an exchange that cannot end well."""
+        if self._fresh:
+            refuse_taken(self._model, [])
+            self._fresh = False
+        self._driver.check_groupless()
+        if self._pass_id == -1:
+            return
+        if self.world_size > 1:
             raise LaconicError(
-                "the last backward pass did not finish (an error in it, or a nested backward such as "
-                "checkpoint(use_reentrant=True)), so the ranks may be out of step: restart from a checkpoint"
+                "the last backward pass did not finish (an error in it), so the ranks may be out of step: "
+                "restart from a checkpoint"
             )
-        self._pass_id = graph_task
-        self._next = 0
-        self._missing = [{id(p) for p in ps} for ps in self._by_bucket]
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
-
-    @torch.no_grad()
-    def _fill(self, parameter: Tensor) -> None:
-        """Put a gradient where it is exchanged; if it may, it lives there from now on."""
-        grad, scale, index = parameter.grad, self._exchanger.scale, self._place[id(parameter)]
-        if grad is None:
-            self._view(parameter, index).zero_()  # a parameter without a gradient counts as zeros
-        elif self._alone(parameter, grad, index) and self._exchanger.lend(index, grad.view(-1)):
-            if scale != 1.0:
-                grad.mul_(scale)
-        else:
-            view = self._view(parameter, index)
-            if scale != 1.0:
-                torch.mul(grad, scale, out=view)
-            elif grad.data_ptr() != view.data_ptr():
-                view.copy_(grad)
-            if self._shares_memory and parameter.is_contiguous():
-                parameter.grad = view
-
-    def _alone(self, parameter: Tensor, grad: Tensor, index: int) -> bool:
-        """Return whether a gradient is a whole bucket in memory of its own, so that it need not be copied."""
-        return (
-            self._shares_memory
-            and len(self._by_bucket[index]) == 1
-            and parameter.is_contiguous()
-            and grad.is_contiguous()
-            and not grad.requires_grad
-            and (grad.dtype, grad.device) == (parameter.dtype, parameter.device)
-            and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size() > 0
-        )
-
-    def _view(self, parameter: Tensor, index: int) -> Tensor:
-        """Return a parameter's place in this step's flat tensor."""
-        flat = self._exchanger.flat(index)
-        if self._flats.get(index) is not flat:
-            self._flats[index] = flat
-            places = self._exchanger.buckets[index].views(flat)
-            self._views |= dict(zip(map(id, self._by_bucket[index]), places, strict=True))
-        return self._views[id(parameter)]
+        forget_end(self._pass_id)
+        self._exchanger.abandon()  # an interrupted pass of one rank harms nobody else
 
     def _submit_next(self) -> None:
-        index = self._next
-        if self._missing[index]:
-            for p in self._by_bucket[index]:
-                if id(p) in self._missing[index]:
-                    self._fill(p)
-        self._exchanger.submit(index)
+        self._filler.complete(self._next, self._passes.count)
+        self._exchanger.submit(self._next)
         self._next += 1
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        while self._next < len(self._by_bucket):
+        while self._late:
+            self._take(*self._late.pop())
+        while self._next < len(self._filler.holds):
             self._submit_next()
-        flags = [p.grad is not None for ps in self._by_bucket for p in ps]
-        self._sent(self._exchanger.finish(flags + self._passes.flags()))
+        self._await_join()
+        thin = [self._slots[id(p)].counts(p.grad) for p in self._sparse]
+        rows = [rows_of(p, use) for p, use in zip(self._sparse, thin, strict=True)]
+        outcome = self._exchanger.finish(
+            [*self._filler.used(), *thin],
+            self._passes.flags(),
+            extra=self._sparse_rounds(rows),
+            bad=not all(bool(r.values.isfinite().all()) for r in rows),
+        )
+        self._sent(outcome)
         self._pass_id = -1
-        if self._check_every and (self.step + self.skipped) % self._check_every == 0:
+        due = self._check_every and (self.step + self.skipped) % self._check_every == 0
+        if due and not self._passes.shadowed:  # a rank that ran out of inputs stays behind until the end
             self._guard.check(self.step)
+
+    def _sparse_rounds(self, rows: list[Rows]) -> Any:
+        return average_rows(rows, self.world_size) if rows else None
 
     def _sent(self, outcome: Future[Outcome]) -> None:
         """Go on once all buckets are on their way: wait for the averages, which `.grad` then holds."""
         self._write_back(outcome.result())
 
+    @torch.no_grad()
     def _write_back(self, outcome: Outcome) -> None:
         self._exchanger.join_streams()
         self._passes.exchanged(outcome.any_flags)
         self._finite = outcome.applied
-        used = iter(outcome.any_flags)
-        for bucket, ps, average in zip(
-            self._exchanger.buckets, self._by_bucket, outcome.averages, strict=True
-        ):
-            for p, view in zip(ps, bucket.views(average), strict=True):
-                if not next(used):
-                    continue  # no rank used it: the optimizer must not see a gradient
-                if self._shares_memory and p.is_contiguous():
-                    if p.grad is None or p.grad.data_ptr() != view.data_ptr():
-                        p.grad = view
-                elif p.grad is None:
-                    p.grad = view.clone()
-                else:
-                    p.grad.copy_(view)
+        self._filler.write_back(outcome)
+        any_used = outcome.any_used[len(self._slots) - len(self._sparse) :]
+        for p, used, rows in zip(self._sparse, any_used, outcome.extra or [], strict=True):
+            slot = self._slots[id(p)]
+            slot.used = False
+            if used:
+                write_rows(p, rows)
+                slot.left = p.grad

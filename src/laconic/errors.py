@@ -32,6 +32,7 @@ __all__ = [
     "TensorTypeError",
     "WireError",
     "bad_value",
+    "first_line",
 ]
 
 
@@ -111,3 +112,13 @@ def bad_value(
         ratio must be in (0, 1], got 1.5: use 0.01 to send 1 %
     """
     return error(f"{name} {rule}, got {got!r}: {advice}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its name, at most 200 characters.
+
+    Example:
+        >>> first_line(ValueError("too large" + chr(10) + "and so on"))
+        'too large'
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -15,14 +15,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket, join_state, split_state
+from laconic.bucket import Bucket, KeptState, join_state, keep, put_back, split_state
 from laconic.compressor import Exchange, Site, State
 from laconic.drive import Driver, Pipeline
+from laconic.errors import LaconicError, first_line
 from laconic.parsing import Method
 from laconic.restore import check_state
 from laconic.riding import Flags
 from laconic.streams import is_finite
 from laconic.traffic import CONTROL, Label
+from laconic.wire import Rounds
 
 __all__ = ["Exchanger", "Outcome"]
 
@@ -38,16 +40,35 @@ class Outcome:
     """What a step's exchange gave.
 
     averages: one flat tensor a bucket; all NaN where a rank's bucket was not finite.
+    any_used: whether any rank used each parameter, as given to `finish`.
     any_flags: whether any rank set each of the flags given to `finish`.
     applied: False where a non-finite bucket kept all states as they were.
     errors: what this rank's bucket lost in compression; None where nothing was lost or nobody asked. They may
         live in the buckets' memory.
+    extra: what the further coroutine given to `finish` returned.
     """
 
     averages: list[Tensor]
+    any_used: list[bool]
     any_flags: list[bool]
     applied: bool
     errors: list[Tensor | None]
+    extra: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What a rank brings to the end of a step; the arguments of `Exchanger.finish`."""
+
+    used: Sequence[bool]
+    flags: Sequence[bool]
+    extra: Rounds[Any] | None
+    bad: bool
+
+    @property
+    def told(self) -> list[bool]:
+        """What all ranks must hear of; a bad gradient elsewhere only where there is an elsewhere."""
+        return [*([self.bad] if self.extra is not None else []), *self.used, *self.flags]
 
 
 class Exchanger:
@@ -74,6 +95,8 @@ class Exchanger:
         self.step = 0
         self.skipped = 0
         self._reported = False  # an overflow
+        self._failure: BaseException | None = None
+        self._device = torch.device("cpu")  # for what travels besides the buckets
         self._want_errors = want_errors
         self._waits = waits
         self._inline = waits and self.compressor.one_round(driver.world_size)
@@ -97,8 +120,14 @@ class Exchanger:
         self._held: _Filled | None = None
         self._begin()
 
-    def arrange(self, buckets: Sequence[Bucket]) -> None:
-        """Use these buckets from the next step on; state follows its parameters."""
+    def arrange(self, buckets: Sequence[Bucket], device: torch.device | None = None) -> None:
+        """Use these buckets from the next step on; state follows its parameters.
+
+        Args:
+            buckets: in the order in which they will be submitted; may be empty.
+            device: where what travels besides them lives, if there are none.
+        """
+        self._device = device or self._device
         for index, bucket in enumerate(buckets):
             self.place(index, bucket)
         self._drop_from(len(buckets))
@@ -125,6 +154,7 @@ class Exchanger:
         fresh = self.compressor.init(bucket.empty(), site)
         known = {name: self._spare.pop(name) for name in bucket.names if name in self._spare}
         state = join_state(fresh, bucket, {**split_state(fresh, bucket), **known}) if known else fresh
+        self._device = bucket.device if index == 0 else self._device
         self.buckets.append(bucket)
         self._sites.append(site)
         self._flats.append(None)
@@ -162,20 +192,37 @@ class Exchanger:
 
         The last one waits for `finish`, whose flags it carries.
         """
+        self._check_sound()
         self._send_held()
         x = self.flat(index)
         self._held = (index, x, _record(x.device))
         if index < len(self.buckets) - 1:
             self._send_held()
 
-    def finish(self, flags: Sequence[bool] = ()) -> Future[Outcome]:
-        """End the step after the last bucket; the future holds its outcome, or the first error."""
+    def finish(
+        self,
+        used: Sequence[bool] = (),
+        flags: Sequence[bool] = (),
+        *,
+        extra: Rounds[Any] | None = None,
+        bad: bool = False,
+    ) -> Future[Outcome]:
+        """End the step after the last bucket; the future holds its outcome, or the first error.
+
+        Args:
+            used: whether this rank used each parameter, bucket by bucket; none at all counts as all. What no
+                rank used keeps its state: nobody applies its average, so what was sent of it is still owed.
+            flags: further flags, as many on all ranks.
+            extra: a coroutine that exchanges something else in this step.
+            bad: whether what it exchanges is not finite on this rank.
+        """
+        end = _End(used, flags, extra, bad)
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
         if not self._waits:
-            return self._thread.submit(self._collect, jobs, held, flags)
+            return self._thread.submit(self._collect, jobs, held, end)
         done: Future[Outcome] = Future()
-        done.set_result(self._collect(jobs, held, flags))
+        done.set_result(self._collect(jobs, held, end))
         return done
 
     def join_streams(self) -> None:
@@ -207,7 +254,8 @@ class Exchanger:
     def abandon(self) -> None:
         """Forget a step that was begun and will not be finished; only one rank alone can do so."""
         for job in self._jobs:
-            job.result()
+            job.exception()  # waits; what went wrong in a step that is given up matters no more
+        self._failure = None
         self._begin()
 
     def close(self) -> None:
@@ -232,6 +280,14 @@ class Exchanger:
             del parts[index:]
         self._averages = {i: memory for i, memory in self._averages.items() if i < index}
 
+    def _check_sound(self) -> None:
+        """Refuse to go on after a step that failed on this rank, and maybe not on others."""
+        if self._failure is not None:
+            raise LaconicError(
+                f"the exchange of step {self.step} failed ({first_line(self._failure)}), so the ranks may be "
+                "out of step: restart from a checkpoint"
+            ) from self._failure
+
     def _send_held(self) -> None:
         if self._held is not None and self._inline:
             self._launch(*self._held)
@@ -244,14 +300,25 @@ class Exchanger:
         for index in self._lent:
             self._flats[index] = None
         self._lent.clear()
-        self._pipeline: Pipeline[Exchange | None] = Pipeline(self.driver, patient=self._inline)
+        self._pipeline: Pipeline[Any] = Pipeline(self.driver, patient=self._inline)
         self._bad: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def _launch(
         self, index: int, x: Tensor, ready: torch.cuda.Event | None, flags: Sequence[bool] | None = None
     ) -> None:
-        """Begin a bucket's exchange, with flags that it shall carry."""
+        """Begin a bucket's exchange, with flags that it shall carry; nothing once another one has failed."""
+        if self._failure is not None:
+            return
+        try:
+            self._add(index, x, ready, flags)
+        except BaseException as error:  # also what a later step must not go on from
+            self._failure = error
+            raise
+
+    def _add(
+        self, index: int, x: Tensor, ready: torch.cuda.Event | None, flags: Sequence[bool] | None
+    ) -> None:
         with _on(self._streams.get(x.device), ready):
             if self._guarded:
                 self._bad[index] = _not_finite(x)
@@ -279,44 +346,76 @@ class Exchanger:
         return self._averages[index]
 
     @torch.no_grad()
-    def _collect(self, jobs: list[Future[None]], held: _Filled | None, flags: Sequence[bool]) -> Outcome:
+    def _collect(self, jobs: list[Future[None]], held: _Filled | None, end: _End) -> Outcome:
         try:
             for job in jobs:
                 job.result()
-            device = self.buckets[0].device
+            self._check_sound()
+            device = self._device
             rides = held is not None and (not self.compressor.bulky or held[1].nbytes <= _RIDE_BYTES)
             if held is not None:
-                self._launch(*held, flags if rides else None)
+                self._launch(*held, end.told if rides else None)
             with _on(self._streams.get(device), None):
                 if not rides:
-                    self._flags = self._control(flags, device)
+                    self._flags = self._control(end.told, device)
                     self._pipeline.add(self._flags.alone(), Label(CONTROL, method=self.method.text))
-                done = self._pipeline.finish()
-                return self._settle([exchange for exchange in done if exchange is not None])
+                if end.extra is not None:
+                    self._pipeline.add(end.extra, Label(method="sparse"))
+                return self._concluded(end)
+        except BaseException as error:
+            self._failure = error
+            raise
         finally:
             self._spare = {}
             self._begin()
 
-    def _settle(self, exchanges: list[Exchange]) -> Outcome:
-        told, bad = self._flags.told(), len(self._bad)
-        entered, any_flags = told[:bad] or [False] * len(exchanges), told[bad:]
+    def _concluded(self, end: _End) -> Outcome:
+        """Receive all, decide alike on all ranks whether the step counts, and take new states if so."""
+        self._pipeline.receive()
+        told, count = self._flags.told(), len(self._bad)
+        entered, told = told[:count], told[count:]
+        elsewhere = end.extra is not None and told.pop(0)
+        any_used, any_flags = told[: len(end.used)], told[len(end.used) :]
+        sound = not (elsewhere or any(entered))
+        # Now, because a compressor may write its average over the old residual as soon as it may settle.
+        kept = self._kept(any_used) if sound and not all(any_used) else {}
+        done = self._pipeline.finish(sound)
+        extra = done.pop() if end.extra is not None else None
+        exchanges: list[Exchange] = [exchange for exchange in done if exchange is not None]
+        applied = self._decide(exchanges, entered or [False] * len(exchanges), elsewhere)
+        if applied:
+            for i, parts in kept.items():
+                self._states[i] = put_back(self._states[i], self.buckets[i], parts)
+        averages, errors = [e.average for e in exchanges], [e.error for e in exchanges]
+        return Outcome(averages, any_used, any_flags, applied, errors, extra)
+
+    def _kept(self, any_used: Sequence[bool]) -> dict[int, KeptState]:
+        """Copy the state of the parameters that no rank used, by bucket."""
+        kept, start = {}, 0
+        for i, bucket in enumerate(self.buckets):
+            unused = [j for j in range(len(bucket.names)) if not any_used[start + j]]
+            start += len(bucket.names)
+            if unused:
+                kept[i] = keep(self._states[i], bucket, unused)
+        return kept
+
+    def _decide(self, exchanges: list[Exchange], entered: Sequence[bool], elsewhere: bool) -> bool:
+        """Take the new states if everything was finite on all ranks, else make the harmed averages NaN."""
         found = [not (self._pipeline.verdict or _finite(e)) for e in exchanges]
         harmed = [e or f for e, f in zip(entered, found, strict=True)]
-        applied = not any(harmed)
-        if applied:
+        if not (elsewhere or any(harmed)):
             self._commit(exchanges)
             self.step += 1
-        else:
-            self.skipped += 1
-            for exchange, harm in zip(exchanges, harmed, strict=True):
-                if harm and not self.compressor.propagates:
-                    exchange.average.fill_(torch.nan)
-            known = [self._guarded or (e.finite is not None and bool(e.finite)) for e in exchanges]
-            over = [f and k and not e for f, k, e in zip(found, known, entered, strict=True)]
-            if any(over) or any(e.overflow for e in exchanges):
-                self._report_overflow()
-        errors = [e.error for e in exchanges]
-        return Outcome([e.average for e in exchanges], any_flags, applied, errors)
+            return True
+        self.skipped += 1
+        for exchange, harm in zip(exchanges, harmed, strict=True):
+            if harm and not self.compressor.propagates:
+                exchange.average.fill_(torch.nan)
+        known = [self._guarded or (e.finite is not None and bool(e.finite)) for e in exchanges]
+        over = [f and k and not e for f, k, e in zip(found, known, entered, strict=True)]
+        if any(over) or any(e.overflow for e in exchanges):
+            self._report_overflow()
+        return False
 
     def _report_overflow(self) -> None:
         """Say once, on rank 0, that the method's numbers were too small for what the ranks gave it."""

@@ -51,21 +51,29 @@ class Pipeline(Generic[T]):
         for index in earlier:
             self._advance(index)
 
-    def finish(self) -> list[T]:
-        """Drive all to their ends and return what they returned, in the order in which they were added."""
+    def receive(self) -> None:
+        """Drive all as far as they communicate; those that ask by `Op.SETTLE` wait for `finish`."""
         while self._running:
             for index in sorted(self._running):
                 self._advance(index)
-        self._settle()
+
+    def finish(self, sound: bool = True) -> list[T]:
+        """Drive all to their ends and return what they returned, in the order in which they were added.
+
+        Args:
+            sound: False where the step will be taken back whatever the coroutines find.
+        """
+        self.receive()
+        self._settle(sound)
         return [self._results[i] for i in range(self._count)]
 
     def _advance(self, index: int) -> None:
         rounds, pending, label = self._running.pop(index)
         self._step(index, rounds, pending, label)
 
-    def _settle(self) -> None:
+    def _settle(self, sound: bool) -> None:
         """Go on with those that waited until no communication was left, and so no failure of it."""
-        self.verdict = bool(self._finite) and all(map(bool, self._finite))
+        self.verdict = sound and bool(self._finite) and all(map(bool, self._finite))
         for index in sorted(self._settling):
             rounds, last, label = self._settling[index]
             self._send(index, rounds, last, label, self.verdict)

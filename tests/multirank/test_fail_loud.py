@@ -41,7 +41,7 @@ def _refusals(rank):
         with pytest.raises(laconic.TensorTypeError, match="create_graph=True"):
             model(torch.ones(1, 10)).sum().backward(create_graph=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("laconic.engine.__version__", f"0.{rank}")
+        patch.setattr("laconic.attach.__version__", f"0.{rank}")
         with pytest.raises(laconic.MismatchError, match=r"laconic version: rank 0 has 0\.0, rank 1 has 0\.1"):
             laconic.distribute(model, optimizer, timeout_s=30)
     with pytest.raises(laconic.MismatchError, match="check_every"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import laconic
 
-ALLOWED = {"drive.py", "groups.py", "subgroups.py"}
+ALLOWED = {"drive.py", "groups.py", "subgroups.py", "uneven.py"}
 
 
 def _imports(tree):

@@ -12,6 +12,7 @@ from torch import Tensor
 from laconic.engine import GradientSync
 from laconic.errors import LaconicError
 from laconic.exchanger import Outcome
+from laconic.filling import Slot
 
 __all__ = ["DelayedSync"]
 
@@ -109,9 +110,9 @@ class DelayedSync(GradientSync):
         self._refuse_in_flight("a parameter group was added")
         super()._add_param_group(optimizer, group)
 
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
         self._refuse_in_flight("a backward pass began")
-        super()._on_gradient(parameter)
+        super()._on_gradient(slot, parameter)
 
     def _sent(self, outcome: Future[Outcome]) -> None:
         """Keep the future, and note the gradients' versions; zeroing must leave a trace on every rank."""
