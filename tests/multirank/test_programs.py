@@ -43,8 +43,12 @@ def _clamped(rank, world, through):
         model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS / 2**20)
     else:
         sync = laconic.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+
+    def clamp(p):
+        p.grad.clamp_(-1e-2, 1e-2)
+
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-2, 1e-2))
+        p.register_post_accumulate_grad_hook(clamp)
     for step in range(STEPS):
         xs, ys = shards(step, world)
         optimizer.zero_grad()
