@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic.drive import Driver
 from laconic.errors import ConfigError, MismatchError, TensorTypeError
@@ -18,6 +19,7 @@ from laconic.kernels.backend import wanted
 from laconic.version import __version__
 
 __all__ = [
+    "Wrapping",
     "as_optimizers",
     "broadcast_model",
     "broadcast_tensors",
@@ -100,6 +102,39 @@ def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
                 "DistributedDataParallel use laconic.ddp.register(ddp_model, method) instead, or do not wrap "
                 "the model"
             )
+
+
+class Wrapping:
+    """A forward pre-hook that refuses a pass inside DistributedDataParallel, which averages gradients again.
+
+    DDP's averages would overwrite ours: training would go on exactly as with DDP alone, at DDP's bytes.
+
+    Raises:
+        ConfigError: when called, if the pass is inside a DDP model with one of the parameters to `watch`.
+    """
+
+    def __init__(self) -> None:
+        self._mine: set[int] = set()
+        self._harmless: set[int] = set()
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Take the parameters that are averaged here."""
+        self._mine, self._harmless = set(map(id, parameters)), set()
+
+    def __call__(self, *_: Any) -> None:
+        """Look which DDP model's forward pass this is."""
+        if torch.compiler.is_compiling():
+            return  # seen in passes that are not compiled; in others this must not break the graph
+        active = DistributedDataParallel._active_ddp_module
+        if active is None or id(active) in self._harmless or not active.require_backward_grad_sync:
+            return
+        if not self._mine.isdisjoint(map(id, active.parameters())):
+            raise ConfigError(
+                "the model runs inside DistributedDataParallel, which averages its gradients densely again, "
+                "so nothing would be saved: use laconic.ddp.register(ddp_model, method) instead of "
+                "distribute, or train the model without DistributedDataParallel"
+            )
+        self._harmless.add(id(active))
 
 
 def synced_parameters(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from laconic.compressor import Compressor
 from laconic.drive import Driver, Pipeline
 from laconic.errors import CheckpointError, MethodError, NonFiniteError
-from laconic.exchanger import Exchanger, Outcome
+from laconic.exchanger import Exchanger
 from laconic.feedback import ErrorFeedback
 from laconic.parsing import Method, method
+from laconic.stepend import Outcome
 from laconic.streams import Stream, by_kind, is_finite
 from laconic.traffic import Label
 from laconic.wire import mean
@@ -91,6 +93,12 @@ class ParameterAverager:
         self._mean: list[Tensor] = []
         self._future: Future[Outcome] | None = None
         self._arrived = False
+
+    @property
+    def chunks(self) -> list[slice]:
+        """What travels at once, in this order, as slices of all parameters in a row."""
+        starts = list(accumulate((sum(stream.numels) for stream in self._streams), initial=0))
+        return [slice(starts[at] + part.start, starts[at] + part.stop) for at, part, _ in self._cuts]
 
     @torch.no_grad()
     def anchor(self) -> None:

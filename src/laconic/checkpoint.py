@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
+from laconic.contents import check_readable, unsavable
 from laconic.errors import CheckpointError
+from laconic.files import Digest, replacing, write_atomically
 from laconic.version import __version__
 
 __all__ = [
     "Manifest",
     "RankFile",
     "check_identity",
+    "check_rank",
     "drop_others",
     "manifest_path",
+    "map_rank",
     "rank_path",
     "read_manifest",
     "read_rank",
     "saved_steps",
     "versions",
-    "write_atomically",
     "write_manifest",
     "write_rank",
 ]
 
 _FORMAT = 2  # of the files; a reader refuses others
+_PIECE_BYTES = 1 << 20  # read at once to digest a file, so that its size does not matter
 _MANIFEST = re.compile(r"checkpoint-step(\d+)\.json")
 _RANK_FILE = re.compile(r"checkpoint-step(\d+)-([0-9a-f]+)-rank(\d+)\.pt")
 
@@ -107,6 +110,8 @@ def saved_steps(folder: Path) -> list[int]:
 def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping[str, Any]) -> RankFile:
     """Write a rank's file, so that it is whole or absent whenever the machine stops.
 
+    Nothing is copied: tensors go from where they are to the file, and are digested on their way.
+
     Args:
         folder: exists.
         step: of the checkpoint.
@@ -115,13 +120,21 @@ def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping
         content: tensors and plain values.
 
     Raises:
-        CheckpointError: it cannot be written; nothing of it is left.
+        CheckpointError: it cannot be written, or `read_rank` could not read it; nothing of it is left.
     """
-    path, buffer = rank_path(folder, step, set_id, rank), io.BytesIO()
-    torch.save({"format": _FORMAT, "set_id": set_id, "rank": rank, "content": dict(content)}, buffer)
-    data = buffer.getbuffer()
-    _written(path, data)
-    return RankFile(name=path.name, nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    path = rank_path(folder, step, set_id, rank)
+    saved = {"format": _FORMAT, "set_id": set_id, "rank": rank, "content": dict(content)}
+    with _explained(path), replacing(path) as file:
+        digest = Digest(file)
+        try:
+            torch.save(saved, cast(IO[bytes], digest))
+        except Exception as cause:  # an object's own pickling may raise anything
+            raise unsavable(dict(content), cause) from cause
+        if digest.error is not None:
+            raise digest.error
+        file.flush()
+        check_readable(Path(file.name), dict(content))
+    return RankFile(name=path.name, nbytes=digest.nbytes, sha256=digest.sha256.hexdigest())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -131,7 +144,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         CheckpointError: it cannot be written; nothing of it is left.
     """
     text = json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1) + "\n"
-    _written(manifest_path(folder, manifest.step), text.encode())
+    path = manifest_path(folder, manifest.step)
+    with _explained(path):
+        write_atomically(path, text.encode())
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
@@ -164,29 +179,36 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, truncated, altered, of another save or another rank.
     """
-    file = manifest.files[rank]
-    path = folder / file.name
-    try:
-        data = path.read_bytes()
-    except OSError as cause:
-        raise _unreadable(path, cause) from cause
-    reason = ""
-    if len(data) != file.nbytes:
-        reason = f"it has {len(data)} bytes and the manifest says {file.nbytes}"
-    elif hashlib.sha256(data).hexdigest() != file.sha256:
-        reason = "its SHA-256 is not the manifest's"
-    if reason:
-        raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
-    try:
-        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
-        raise _unreadable(path, cause) from cause
-    got = (saved.get("set_id"), saved.get("rank")) if isinstance(saved, dict) else None
-    if got != (manifest.set_id, rank):
-        reason = f"it says set and rank {got}, the manifest {(manifest.set_id, rank)}"
-        raise CheckpointError(f"{path}: cannot be read ({reason}): files of two checkpoints are mixed up")
-    content: dict[str, Any] = saved["content"]
-    return content
+    path = _check_bytes(folder, manifest, rank, whole=True)
+    return _content(path, manifest, rank, map_location="cpu")
+
+
+def check_rank(folder: Path, manifest: Manifest, rank: int, *, whole: bool = True) -> None:
+    """Check what `read_rank` checks, in pieces of 1 MB, and keep nothing.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        rank: whose file to check.
+        whole: whether to read it; else only its length is checked.
+
+    Raises:
+        CheckpointError: as in `read_rank`.
+    """
+    path = _check_bytes(folder, manifest, rank, whole=whole)
+    if whole:
+        _content(path, manifest, rank, map_location="meta")
+
+
+def map_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """Open a rank's file that `check_rank` has checked; its tensors are read where they are used.
+
+    The tensors are parts of the file, mapped into memory: copy what shall outlive it.
+
+    Raises:
+        CheckpointError: the file is missing, or of another save or another rank.
+    """
+    return _content(folder / manifest.files[rank].name, manifest, rank, map_location="cpu", mmap=True)
 
 
 def check_identity(
@@ -246,31 +268,6 @@ def drop_others(folder: Path, step: int, rank: int, keep: int) -> None:
                 path.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a file beside its place, force it to the disk, then put it in place in one step.
-
-    Raises:
-        OSError: it cannot be written; what was there is there still, and nothing else.
-    """
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # not every system lets a folder be opened
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
 def versions() -> dict[str, str]:
     """Return the versions that a manifest tells.
 
@@ -302,15 +299,53 @@ def _is_ours(name: str, rank: int, world_size: int) -> bool:
     return int(found[3]) == rank or (rank == 0 and int(found[3]) >= world_size)
 
 
-def _written(path: Path, data: bytes | memoryview) -> None:
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what keeps a file from being written into a CheckpointError that names the file."""
     try:
-        write_atomically(path, data)
+        yield
     except OSError as cause:
         reason = cause.strerror or str(cause)
         raise CheckpointError(
             f"{path}: cannot be written ({reason}): make room or give another folder; "
             "earlier checkpoints are as they were"
         ) from cause
+
+
+def _check_bytes(folder: Path, manifest: Manifest, rank: int, *, whole: bool) -> Path:
+    """Compare a file's length, and if asked its SHA-256, with the manifest's; return where it is."""
+    said = manifest.files[rank]
+    path = folder / said.name
+    try:
+        with path.open("rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha256()
+            while whole and (piece := file.read(_PIECE_BYTES)):
+                digest.update(piece)
+    except OSError as cause:
+        raise _unreadable(path, cause) from cause
+    reason = ""
+    if nbytes != said.nbytes:
+        reason = f"it has {nbytes} bytes and the manifest says {said.nbytes}"
+    elif whole and digest.hexdigest() != said.sha256:
+        reason = "its SHA-256 is not the manifest's"
+    if reason:
+        raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
+    return path
+
+
+def _content(path: Path, manifest: Manifest, rank: int, **how: Any) -> dict[str, Any]:
+    """Load what `write_rank` wrote, and check that it says so itself."""
+    try:
+        saved = torch.load(path, weights_only=True, **how)
+    except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
+        raise _unreadable(path, cause) from cause
+    got = (saved.get("set_id"), saved.get("rank")) if isinstance(saved, dict) else None
+    if got != (manifest.set_id, rank):
+        reason = f"it says set and rank {got}, the manifest {(manifest.set_id, rank)}"
+        raise CheckpointError(f"{path}: cannot be read ({reason}): files of two checkpoints are mixed up")
+    content: dict[str, Any] = saved["content"]
+    return content
 
 
 def _unreadable(path: Path, cause: Exception) -> CheckpointError:

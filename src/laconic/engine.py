@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from laconic.attach import (
+    Wrapping,
     as_optimizers,
     broadcast_model,
     compare,
@@ -26,14 +25,15 @@ from laconic.attach import (
 from laconic.bucket import assign
 from laconic.compressor import Compressor
 from laconic.drive import Driver
-from laconic.errors import ConfigError, LaconicError
-from laconic.exchanger import Exchanger, Outcome
-from laconic.filling import Filler, Slot
+from laconic.errors import LaconicError
+from laconic.exchanger import Exchanger
+from laconic.filling import Filler, Slot, SparseFiller
 from laconic.groups import join
 from laconic.guard import ReplicaGuard, check_interval
 from laconic.parsing import Method, method
-from laconic.passes import Passes, at_end, forget_end, refuse_nested
-from laconic.sparserows import Rows, average_rows, rows_of, sparse_parameters, write_rows
+from laconic.passes import Passes, at_end, forget_end, next_order, refuse_nested
+from laconic.sparserows import sparse_parameters
+from laconic.stepend import Outcome
 from laconic.tracing import MAX_EVENTS, Tracing
 from laconic.traffic import Traffic
 from laconic.uneven import Uneven
@@ -43,7 +43,6 @@ __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "distribute"]
 DEFAULT_BUCKET_BYTES = 4 << 20
 
 _graph_task = torch._C._current_graph_task_id
-_attached = itertools.count()  # numbers engines in the order of attaching, which is equal on all ranks
 
 
 def distribute(
@@ -149,9 +148,10 @@ class GradientSync(Uneven):
         self._enabled, self._closed, self._finite = True, False, True
         self._check_every = check_every
         self._checks = str((check_every, repair, check_buffers, skip_bad_steps))
-        self._order = next(_attached)
+        self._order = next_order()
         self._lock = threading.RLock()  # autograd runs one thread for each device
         self._slots: dict[int, Slot] = {}
+        self._wrapping = Wrapping()
         self._exchanger = Exchanger(self.method, self._driver, waits=self._shares_memory)
         self.refresh()
         broadcast_model(self._driver, self._model)
@@ -236,10 +236,11 @@ class GradientSync(Uneven):
         for slot in self._slots.values():
             slot.handle.remove()
         self._parameters = parameters
-        self._sparse = [p for p in parameters.values() if id(p) in thin]
         by_bucket = [[parameters[name] for name in bucket.names] for bucket in buckets]
         self._slots = {id(p): Slot(i) for i, ps in enumerate(by_bucket) for p in ps}
-        self._slots |= {id(p): Slot(-1) for p in self._sparse}
+        sparse = {p: Slot(-1) for p in parameters.values() if id(p) in thin}
+        self._slots |= {id(p): slot for p, slot in sparse.items()}
+        self._sparse = SparseFiller(sparse, self.world_size)
         slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
         self._filler = Filler(self._exchanger, by_bucket, slots, self._shares_memory)
         for p in parameters.values():
@@ -247,7 +248,7 @@ class GradientSync(Uneven):
             slot.handle = p.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
         self._pass_id = self._seen = -1
         self._fresh = True  # nobody looked yet if the model was wrapped after this
-        self._harmless: set[int] = set()
+        self._wrapping.watch(parameters.values())
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
@@ -294,10 +295,8 @@ class GradientSync(Uneven):
             self._filler.zero(index)
             self._exchanger.submit(index)
         flags = self._passes.flags(shadow=True)
-        nothing = [rows_of(p, used=False) for p in self._sparse]
-        outcome = self._exchanger.finish(
-            [False] * len(self._slots), flags, extra=self._sparse_rounds(nothing)
-        ).result()
+        used = [False] * len(self._slots)
+        outcome = self._exchanger.finish(used, flags, extra=self._sparse.rounds(used)).result()
         self._passes.follow(outcome.any_flags)
         self._finite = outcome.applied
         for p in self._parameters.values():
@@ -322,26 +321,7 @@ class GradientSync(Uneven):
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
         check = torch.compiler.disable(self._check_step)
         self._watches: list[Any] = [o.register_step_pre_hook(check) for o in self._optimizers]
-        self._watches += [module.register_forward_pre_hook(self._check_wrapping) for module in modules]
-
-    def _check_wrapping(self, *_: Any) -> None:
-        """Refuse a forward pass inside DistributedDataParallel, which would average over our averages.
-
-        Raises:
-            ConfigError: it would.
-        """
-        if torch.compiler.is_compiling():
-            return  # seen in passes that are not compiled; in others this must not break the graph
-        active = DistributedDataParallel._active_ddp_module
-        if active is None or id(active) in self._harmless or not active.require_backward_grad_sync:
-            return
-        if any(id(p) in self._slots for p in active.parameters()):
-            raise ConfigError(
-                "the model runs inside DistributedDataParallel, which averages its gradients densely again, "
-                "so nothing would be saved: use laconic.ddp.register(ddp_model, method) instead of "
-                "distribute, or train the model without DistributedDataParallel"
-            )
-        self._harmless.add(id(active))
+        self._watches += [module.register_forward_pre_hook(self._wrapping) for module in modules]
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
@@ -430,22 +410,15 @@ class GradientSync(Uneven):
         while self._next < len(self._filler.holds):
             self._submit_next()
         self._await_join()
-        thin = [self._slots[id(p)].counts(p.grad) for p in self._sparse]
-        rows = [rows_of(p, use) for p, use in zip(self._sparse, thin, strict=True)]
-        outcome = self._exchanger.finish(
-            [*self._filler.used(), *thin],
-            self._passes.flags(),
-            extra=self._sparse_rounds(rows),
-            bad=not all(bool(r.values.isfinite().all()) for r in rows),
-        )
+        thin = self._sparse.used()
+        extra = self._sparse.rounds(thin)
+        used = [*self._filler.used(), *thin]
+        outcome = self._exchanger.finish(used, self._passes.flags(), extra=extra, bad=self._sparse.bad)
         self._sent(outcome)
         self._pass_id = -1
         due = self._check_every and (self.step + self.skipped) % self._check_every == 0
         if due and not self._passes.shadowed:  # a rank that ran out of inputs stays behind until the end
             self._guard.check(self.step)
-
-    def _sparse_rounds(self, rows: list[Rows]) -> Any:
-        return average_rows(rows, self.world_size) if rows else None
 
     def _sent(self, outcome: Future[Outcome]) -> None:
         """Go on once all buckets are on their way: wait for the averages, which `.grad` then holds."""
@@ -457,10 +430,4 @@ class GradientSync(Uneven):
         self._passes.exchanged(outcome.any_flags)
         self._finite = outcome.applied
         self._filler.write_back(outcome)
-        any_used = outcome.any_used[len(self._slots) - len(self._sparse) :]
-        for p, used, rows in zip(self._sparse, any_used, outcome.extra or [], strict=True):
-            slot = self._slots[id(p)]
-            slot.used = False
-            if used:
-                write_rows(p, rows)
-                slot.left = p.grad
+        self._sparse.write_back(outcome)

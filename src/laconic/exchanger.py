@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -22,53 +22,17 @@ from laconic.errors import LaconicError, first_line
 from laconic.parsing import Method
 from laconic.restore import check_state
 from laconic.riding import Flags
-from laconic.streams import is_finite
+from laconic.stepend import End, Outcome, not_finite, on, record, shows_finite
 from laconic.traffic import CONTROL, Label
 from laconic.wire import Rounds
 
-__all__ = ["Exchanger", "Outcome"]
+__all__ = ["Exchanger"]
 
 _FORMAT = 1  # of state_dict(); a reader refuses others
 _RIDE_BYTES = 1 << 20  # of a dense bucket, which flags make one copy more
 
 
 _Filled: TypeAlias = tuple[int, Tensor, torch.cuda.Event | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step's exchange gave.
-
-    averages: one flat tensor a bucket; all NaN where a rank's bucket was not finite.
-    any_used: whether any rank used each parameter, as given to `finish`.
-    any_flags: whether any rank set each of the flags given to `finish`.
-    applied: False where a non-finite bucket kept all states as they were.
-    errors: what this rank's bucket lost in compression; None where nothing was lost or nobody asked. They may
-        live in the buckets' memory.
-    extra: what the further coroutine given to `finish` returned.
-    """
-
-    averages: list[Tensor]
-    any_used: list[bool]
-    any_flags: list[bool]
-    applied: bool
-    errors: list[Tensor | None]
-    extra: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """What a rank brings to the end of a step; the arguments of `Exchanger.finish`."""
-
-    used: Sequence[bool]
-    flags: Sequence[bool]
-    extra: Rounds[Any] | None
-    bad: bool
-
-    @property
-    def told(self) -> list[bool]:
-        """What all ranks must hear of; a bad gradient elsewhere only where there is an elsewhere."""
-        return [*([self.bad] if self.extra is not None else []), *self.used, *self.flags]
 
 
 class Exchanger:
@@ -195,7 +159,7 @@ class Exchanger:
         self._check_sound()
         self._send_held()
         x = self.flat(index)
-        self._held = (index, x, _record(x.device))
+        self._held = (index, x, record(x.device))
         if index < len(self.buckets) - 1:
             self._send_held()
 
@@ -216,7 +180,7 @@ class Exchanger:
             extra: a coroutine that exchanges something else in this step.
             bad: whether what it exchanges is not finite on this rank.
         """
-        end = _End(used, flags, extra, bad)
+        end = End(used, flags, extra, bad)
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
         if not self._waits:
@@ -319,9 +283,9 @@ class Exchanger:
     def _add(
         self, index: int, x: Tensor, ready: torch.cuda.Event | None, flags: Sequence[bool] | None
     ) -> None:
-        with _on(self._streams.get(x.device), ready):
+        with on(self._streams.get(x.device), ready):
             if self._guarded:
-                self._bad[index] = _not_finite(x)
+                self._bad[index] = not_finite(x)
                 if x.device.type == "cpu" and bool(self._bad[index]):
                     x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
             site = replace(self._sites[index], step=self.step, spare=self._spare_memory(index, x))
@@ -346,7 +310,7 @@ class Exchanger:
         return self._averages[index]
 
     @torch.no_grad()
-    def _collect(self, jobs: list[Future[None]], held: _Filled | None, end: _End) -> Outcome:
+    def _collect(self, jobs: list[Future[None]], held: _Filled | None, end: End) -> Outcome:
         try:
             for job in jobs:
                 job.result()
@@ -355,7 +319,7 @@ class Exchanger:
             rides = held is not None and (not self.compressor.bulky or held[1].nbytes <= _RIDE_BYTES)
             if held is not None:
                 self._launch(*held, end.told if rides else None)
-            with _on(self._streams.get(device), None):
+            with on(self._streams.get(device), None):
                 if not rides:
                     self._flags = self._control(end.told, device)
                     self._pipeline.add(self._flags.alone(), Label(CONTROL, method=self.method.text))
@@ -369,7 +333,7 @@ class Exchanger:
             self._spare = {}
             self._begin()
 
-    def _concluded(self, end: _End) -> Outcome:
+    def _concluded(self, end: End) -> Outcome:
         """Receive all, decide alike on all ranks whether the step counts, and take new states if so."""
         self._pipeline.receive()
         told, count = self._flags.told(), len(self._bad)
@@ -401,7 +365,7 @@ class Exchanger:
 
     def _decide(self, exchanges: list[Exchange], entered: Sequence[bool], elsewhere: bool) -> bool:
         """Take the new states if everything was finite on all ranks, else make the harmed averages NaN."""
-        found = [not (self._pipeline.verdict or _finite(e)) for e in exchanges]
+        found = [not (self._pipeline.verdict or shows_finite(e)) for e in exchanges]
         harmed = [e or f for e, f in zip(entered, found, strict=True)]
         if not (elsewhere or any(harmed)):
             self._commit(exchanges)
@@ -440,42 +404,3 @@ class Exchanger:
                 if new is not old[key] and new.untyped_storage().data_ptr() == memory:
                     same = old[key].dtype == mine.dtype and old[key].numel() == mine.numel()
                     self._flats[i] = old[key] if same else torch.empty_like(mine)
-
-
-def _finite(exchange: Exchange) -> bool:
-    """Return whether an exchange shows, alike on all ranks, that all was finite."""
-    return is_finite(exchange.average) and (exchange.finite is None or bool(exchange.finite))
-
-
-def _not_finite(x: Tensor) -> Tensor:
-    """Return 1.0 if x holds NaN or infinity, else 0.0; one pass, no temporary."""
-    if x.numel() == 0:
-        return torch.zeros((), device=x.device)
-    low, high = torch.aminmax(x)  # NaN wins both
-    return (~(torch.isfinite(low) & torch.isfinite(high))).float()
-
-
-def _record(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-class _on:
-    """Work on a side stream after an event; nothing on CPU."""
-
-    def __init__(self, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None) -> None:
-        self._stream, self._ready = stream, ready
-        self._context = torch.cuda.stream(stream) if stream is not None else None
-
-    def __enter__(self) -> None:
-        if self._context is not None and self._stream is not None:
-            self._context.__enter__()
-            if self._ready is not None:
-                self._stream.wait_event(self._ready)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(*exc)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from laconic.bucket import Bucket
 from laconic.errors import LaconicError, TensorTypeError
-from laconic.exchanger import Exchanger, Outcome
+from laconic.exchanger import Exchanger
+from laconic.sparserows import Rows, average_rows, rows_of, write_rows
+from laconic.stepend import Outcome
+from laconic.wire import Rounds
 
-__all__ = ["Filler", "Slot", "check_gradient"]
+__all__ = ["Filler", "Slot", "SparseFiller", "check_gradient"]
 
 # A bucket of tensors smaller than this on average is filled by one call when it is complete: with 10,000
 # tensors of 4 elements a call for each took twice the time of the whole backward pass.
@@ -207,6 +210,43 @@ class Filler:
         """Return a parameter's place in this step's flat tensor."""
         views = hold.views(self._exchanger.flat(index))
         return next(view for p, view in zip(hold.params, views, strict=True) if p is parameter)
+
+
+class SparseFiller:
+    """Exchanges the sparse gradients of some parameters.
+
+    Args:
+        slots: the parameters, and what is known of them.
+        world_size: number of ranks.
+
+    Attributes:
+        bad: whether this rank's gradients were not finite, when they were last read.
+    """
+
+    def __init__(self, slots: Mapping[nn.Parameter, Slot], world_size: int) -> None:
+        self._slots, self._world_size = dict(slots), world_size
+        self.bad = False
+
+    def used(self) -> list[bool]:
+        """Return for each parameter whether there is something to average."""
+        return [slot.counts(p.grad) for p, slot in self._slots.items()]
+
+    def rounds(self, used: Sequence[bool]) -> Rounds[list[Rows]] | None:
+        """Return what exchanges the gradients of the used parameters; None if there are no parameters."""
+        rows = [rows_of(p, use) for p, use in zip(self._slots, used, strict=False)]
+        self.bad = not all(bool(r.values.isfinite().all()) for r in rows)
+        return average_rows(rows, self._world_size) if rows else None
+
+    def write_back(self, outcome: Outcome) -> None:
+        """Make gradients the averages, which are the last in the outcome."""
+        start = len(outcome.any_used) - len(self._slots)
+        for (p, slot), used, rows in zip(
+            self._slots.items(), outcome.any_used[start:], outcome.extra or [], strict=True
+        ):
+            slot.used = False
+            if used:
+                write_rows(p, rows)
+                slot.left = p.grad
 
 
 def check_gradient(grad: Tensor | None, parameter: Tensor, bucket: Bucket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import warnings
@@ -16,7 +17,7 @@ from torch.autograd.graph import _engine_run_backward
 from laconic.errors import LaconicError
 from laconic.filling import Slot
 
-__all__ = ["Passes", "at_end", "forget_end", "refuse_nested"]
+__all__ = ["Passes", "at_end", "forget_end", "next_order", "refuse_nested", "warn_of_skip"]
 
 _BITS = 4  # of a pass's number that the ranks compare
 
@@ -24,6 +25,12 @@ _BITS = 4  # of a pass's number that the ranks compare
 # do). Engines that one pass reaches must end in the same order on all ranks, whichever was reached first.
 _ends: dict[int, list[tuple[int, Callable[[], None]]]] = {}
 _lock = threading.Lock()
+_orders = itertools.count()
+
+
+def next_order() -> int:
+    """Return a number for something that is being attached; all ranks attach in the same order."""
+    return next(_orders)
 
 
 def at_end(task: int, order: int, action: Callable[[], None]) -> None:
@@ -78,6 +85,17 @@ def refuse_nested() -> None:
                 "some of the gradients, so they cannot be averaged yet: use checkpoint(use_reentrant=False)"
             )
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def warn_of_skip() -> bool:
+    """Warn, once for each engine, that a step changes nothing; return True."""
+    warnings.warn(
+        "a gradient was not finite on some rank: this optimizer.step() changes nothing, on all ranks alike; "
+        "later ones are only counted, in `skipped` (skip_bad_steps=False turns this off)",
+        RuntimeWarning,
+        stacklevel=6,
+    )
+    return True
 
 
 class Passes:
@@ -178,14 +196,7 @@ class Passes:
         """Let the step find no gradients: optimizers then leave weights, momenta and counts as they are."""
         for p in held:
             p.grad = None
-        if not self._warned_of_bad:
-            self._warned_of_bad = True
-            warnings.warn(
-                "a gradient was not finite on some rank: this optimizer.step() changes nothing, on all ranks "
-                "alike; later ones are only counted, in sync.skipped (skip_bad_steps=False turns this off)",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+        self._warned_of_bad = self._warned_of_bad or warn_of_skip()
 
     def _warn_of_local(
         self, optimizer: torch.optim.Optimizer, held: Sequence[Tensor], slots: Mapping[int, Slot]

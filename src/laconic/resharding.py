@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laconic.errors import CheckpointError, bad_value
 
-__all__ = ["SUMMED", "alike", "reshard", "reshard_rank"]
+__all__ = ["SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
 
 SUMMED = frozenset({"residual"})  # keys of state whose sum over the ranks is kept; all others are equal
 
@@ -60,21 +60,112 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
     return [{**copy.deepcopy(first), "rank": rank} for rank in range(world_size)]
 
 
-def reshard_rank(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+def reshard_rank(states: Iterable[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """Return the state of one new rank; see `reshard`.
 
     Raises:
         CheckpointError: as in `reshard`.
     """
-    if not 0 <= rank < world_size:
-        raise bad_value("rank", f"must be in 0..{world_size - 1}", rank, "number the ranks from 0")
-    _check_set(states)
-    first = states[0]
-    parameters = {
-        name: {key: _joined(states, name, key, world_size) for key in tensors}
-        for name, tensors in first["parameters"].items()
-    }
-    return {**first, "rank": rank, "world_size": world_size, "parameters": parameters}
+    joint = Joint()
+    for state in states:
+        joint.add(state)
+    return joint.share(rank, world_size)
+
+
+class Joint:
+    """The states of all ranks, added up one after another; each may be forgotten when it is added.
+
+    It holds the sums of the residuals in float64, and copies of what is equal on all ranks.
+
+    Example:
+        >>> about = {"format": 1, "method": "topk", "step": 3, "world_size": 2}
+        >>> joint = Joint()
+        >>> for rank, lost in enumerate([1.0, 2.0]):
+        ...     joint.add({**about, "rank": rank, "parameters": {"w": {"residual": torch.tensor([lost])}}})
+        >>> joint.share(rank=0, world_size=1)["parameters"]
+        {'w': {'residual': tensor([3.])}}
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._about: dict[str, Any] = {}
+        self._layout: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._dtypes: dict[tuple[str, str], torch.dtype] = {}
+        self._tensors: dict[tuple[str, str], Tensor] = {}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Add the next rank's state.
+
+        Raises:
+            CheckpointError: it is not the next rank's, not of the same time, or differs where it should not.
+        """
+        if not isinstance(state.get("parameters"), Mapping):
+            raise CheckpointError(
+                "only a state of laconic.distribute can be re-sharded: load it on as many ranks"
+            )
+        if self._count == 0:
+            self._about = {key: value for key, value in state.items() if key != "parameters"}
+            self._layout = _layout(state)
+        self._check(state)
+        for name, tensors in state["parameters"].items():
+            for key, tensor in tensors.items():
+                self._add(name, key, tensor)
+        self._count += 1
+
+    def share(self, rank: int, world_size: int) -> dict[str, Any]:
+        """Return the state of one of `world_size` new ranks; see `reshard`.
+
+        Raises:
+            CheckpointError: not all ranks' states were added.
+        """
+        if not 0 <= rank < world_size:
+            raise bad_value("rank", f"must be in 0..{world_size - 1}", rank, "number the ranks from 0")
+        if self._count == 0 or self._count != self._about["world_size"]:
+            raise self._disorder(f"{self._count} states")
+        parameters = {
+            name: {key: self._share(name, key, world_size) for key in keys}
+            for name, keys in self._layout.items()
+        }
+        return {**self._about, "rank": rank, "world_size": world_size, "parameters": parameters}
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that is not the next rank's at one time."""
+        place = state.get("rank"), state.get("world_size")
+        if place != (self._count, self._about.get("world_size")):
+            raise self._disorder(f"rank {place[0]} of {place[1]} as number {self._count}")
+        for key in self._about.keys() | state.keys() - {"parameters"}:
+            if key != "rank" and state.get(key) != self._about.get(key):
+                raise CheckpointError(
+                    f"{key} is {self._about.get(key)!r} on rank 0 and {state.get(key)!r} on rank "
+                    f"{self._count}: give states that were saved together"
+                )
+        if _layout(state) != self._layout:
+            raise CheckpointError(
+                f"ranks 0 and {self._count} saved different parameters: give states of one model"
+            )
+
+    def _disorder(self, got: str) -> CheckpointError:
+        ranks = self._about.get("world_size")
+        return CheckpointError(
+            f"to re-shard, give the state of every rank in rank order, got {got}, saved by {ranks} ranks"
+        )
+
+    def _add(self, name: str, key: str, tensor: Tensor) -> None:
+        place, summed = (name, key), key in SUMMED
+        if self._count == 0:
+            self._dtypes[place] = tensor.dtype
+            self._tensors[place] = torch.zeros_like(tensor, dtype=torch.float64) if summed else tensor.clone()
+        if summed:
+            self._tensors[place] += tensor
+        elif not alike(self._tensors[place], tensor):
+            raise CheckpointError(
+                f"{key} of {name} differs from rank to rank and there is no rule for it: "
+                f"load it on {self._about['world_size']} ranks"
+            )
+
+    def _share(self, name: str, key: str, world_size: int) -> Tensor:
+        tensor, dtype = self._tensors[name, key], self._dtypes[name, key]
+        return (tensor / world_size).to(dtype) if key in SUMMED else tensor.clone()
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -94,42 +185,8 @@ def alike(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _check_set(states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse states that are not those of all ranks at one time."""
-    places = [(state.get("rank"), state.get("world_size")) for state in states]
-    if not states or places != [(rank, len(states)) for rank in range(len(states))]:
-        raise CheckpointError(
-            f"to re-shard, give the state of every rank in rank order, got (rank, world size) {places}"
-        )
-    for rank, state in enumerate(states):
-        for key in states[0].keys() | state.keys():
-            equal = key in ("rank", "world_size", "parameters") or state.get(key) == states[0].get(key)
-            if not equal:
-                raise CheckpointError(
-                    f"{key} is {states[0].get(key)!r} on rank 0 and {state.get(key)!r} on rank {rank}: "
-                    "give states that were saved together"
-                )
-        if _layout(state) != _layout(states[0]):
-            raise CheckpointError(f"ranks 0 and {rank} saved different parameters: give states of one model")
-
-
 def _layout(state: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:
     return {
         name: {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         for name, tensors in state["parameters"].items()
     }
-
-
-def _joined(states: Sequence[Mapping[str, Any]], name: str, key: str, world_size: int) -> Tensor:
-    tensors: list[Tensor] = [state["parameters"][name][key] for state in states]
-    if key not in SUMMED:
-        if not all(alike(tensors[0], tensor) for tensor in tensors):
-            raise CheckpointError(
-                f"{key} of {name} differs from rank to rank and there is no rule for it: "
-                f"load it on {len(states)} ranks"
-            )
-        return tensors[0].clone()
-    total = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor in tensors:
-        total += tensor
-    return (total / world_size).to(tensors[0].dtype)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from laconic.drive import Driver
 from laconic.errors import CheckpointError, bad_value
 from laconic.groups import join
-from laconic.resharding import alike, reshard_rank
-from laconic.sets import read_set, write_set
+from laconic.resharding import Joint, alike, reshard_rank
+from laconic.sets import Found, read_set, write_set
 from laconic.totals import agree
 
 __all__ = ["Loaded", "PerRank", "Stateful", "load_checkpoint", "save_checkpoint"]
@@ -88,7 +88,7 @@ def save_checkpoint(
         sampler: the place in the data: anything with `state_dict` and `load_state_dict`. To be loaded with
             another number of ranks, its state must be equal on all of them (samples seen by all together).
         generators: the caller's own, by name; private to the rank or equal on all.
-        extra: plain values and tensors.
+        extra: numbers, texts, None, and lists, tuples and dictionaries of them and of tensors.
         keep: number of checkpoints to keep, at least 1; with 2, one is left if the newest is damaged.
         group: process group; None for all ranks.
         timeout_s: seconds after which a silent peer is an error.
@@ -98,8 +98,10 @@ def save_checkpoint(
 
     Raises:
         ConfigError: step or keep is out of range.
-        CheckpointError: a rank cannot write, for want of room or rights; raised on every rank, and the
-            earlier checkpoints are as they were.
+        CheckpointError: a rank cannot write, for want of room or rights, or holds something that could not be
+            loaded again (a NumPy number in `extra`); raised on every rank, and the earlier checkpoints are
+            as they were.
+        LaconicError: a part's `state_dict()` raised on a rank; on every rank.
         PeerLost: a rank did not answer within timeout_s.
 
     Example:
@@ -120,16 +122,19 @@ def save_checkpoint(
         raise bad_value("keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged")
     path, driver = Path(folder), _driver(group, timeout_s)
     agree(driver, lambda: _made(path))
-    content = {
-        "model": model.state_dict(),
-        "optimizer": [optimizer.state_dict() for optimizer in _as_list(optimizer)],
-        **{name: part.state_dict() for name, part in _parts(sync, scheduler, sampler).items()},
-        "random": _random_states(),
-        "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
-        "extra": extra,
-    }
+
+    def content() -> dict[str, Any]:
+        return {
+            "model": model.state_dict(),
+            "optimizer": [optimizer.state_dict() for optimizer in _as_list(optimizer)],
+            **{name: part.state_dict() for name, part in _parts(sync, scheduler, sampler).items()},
+            "random": _random_states(),
+            "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
+            "extra": extra,
+        }
+
     method = str(getattr(sync, "method", ""))
-    return write_set(driver, path, step, content, method=method, keep=keep)
+    return write_set(driver, path, step, agree(driver, content), method=method, keep=keep)
 
 
 def load_checkpoint(
@@ -185,7 +190,7 @@ def load_checkpoint(
     parts = _parts(sync, scheduler, sampler)
 
     def take() -> dict[str, Any]:
-        content = _for_rank(found.contents, driver) if many else found.contents[0]
+        content = _for_rank(found, driver) if many else found.content
         _load(content, model, _as_list(optimizer), parts, generators or {})
         return content
 
@@ -311,22 +316,25 @@ def _load(
         raise CheckpointError(f"the checkpoint does not fit: {reason}: give what was saved") from cause
 
 
-def _for_rank(contents: Sequence[dict[str, Any]], driver: Driver) -> dict[str, Any]:
-    """Make this rank's content from those of another number of ranks."""
-    first, rank = contents[0], driver.rank
-    new = dict(first)
+def _for_rank(found: Found, driver: Driver) -> dict[str, Any]:
+    """Make this rank's content from those of another number of ranks, one of which is in memory at a time."""
+    first, rank = found.content, driver.rank
+    new, joint, generators = dict(first), Joint(), list[dict[str, Tensor]]()
+    for content in found.each():
+        if "sync" in first:
+            joint.add(content["sync"])
+        if not alike(first.get("sampler"), content.get("sampler")):
+            raise CheckpointError(
+                f"the sampler's state differs from rank to rank, so it cannot be loaded on "
+                f"{driver.world_size} ranks: load it on {found.manifest.world_size}, or let it count the "
+                "samples of all ranks together"
+            )
+        generators.append({name: state.clone() for name, state in content["generators"].items()})
     if "sync" in first:
-        states = [content["sync"] for content in contents]
-        new["sync"] = reshard_rank(states, rank, driver.world_size)
-    if "sampler" in first and not all(alike(first["sampler"], content["sampler"]) for content in contents):
-        raise CheckpointError(
-            f"the sampler's state differs from rank to rank, so it cannot be loaded on {driver.world_size} "
-            f"ranks: load it on {len(contents)}, or let it count the samples of all ranks together"
-        )
+        new["sync"] = joint.share(rank, driver.world_size)
     new["random"] = {"cpu": _private(first["random"]["cpu"], rank), "cuda": []}
     new["generators"] = {
-        name: _generator_state([content["generators"][name] for content in contents], rank)
-        for name in first["generators"]
+        name: _generator_state([states[name] for states in generators], rank) for name in generators[0]
     }
     return new
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from laconic.checkpoint import (
     Manifest,
     RankFile,
+    check_rank,
     drop_others,
     manifest_path,
+    map_rank,
     rank_path,
     read_manifest,
     read_rank,
@@ -24,23 +26,37 @@ from laconic.checkpoint import (
     write_rank,
 )
 from laconic.drive import Driver
-from laconic.errors import CheckpointError
+from laconic.errors import CheckpointError, LaconicError, PeerLost
 from laconic.totals import agree, everyone
 
 __all__ = ["Found", "read_set", "write_set"]
 
 
 class Found(NamedTuple):
-    """A checkpoint that every rank has read.
+    """A checkpoint that every rank has found whole.
 
     manifest: what belongs to it.
-    contents: this rank's alone where as many ranks saved it, else those of all ranks that did, in rank order.
+    content: this rank's where as many ranks saved it, else rank 0's.
+    folder: where its files are.
     refused: why newer ones were not taken, one line each.
     """
 
     manifest: Manifest
-    contents: list[dict[str, Any]]
+    content: dict[str, Any]
+    folder: Path
     refused: tuple[str, ...]
+
+    def each(self) -> Iterator[dict[str, Any]]:
+        """Yield what each of the ranks saved, in rank order, to re-shard it.
+
+        Tensors are read from the disk where they are used: whoever takes what he needs of one rank before he
+        asks for the next has one of them in memory at a time. Copy what shall be kept.
+
+        Raises:
+            CheckpointError: a file cannot be read any more.
+        """
+        for rank in range(self.manifest.world_size):
+            yield map_rank(self.folder, self.manifest, rank)
 
 
 def write_set(
@@ -72,7 +88,8 @@ def write_set(
         The manifest's path.
 
     Raises:
-        CheckpointError: a rank cannot write, on every rank; earlier checkpoints are as they were.
+        CheckpointError: a rank cannot write, or has something to save that could not be loaded, on every
+            rank; earlier checkpoints are as they were.
     """
     set_id = everyone(driver, secrets.token_hex(4))[0]
     try:
@@ -89,7 +106,9 @@ def write_set(
         )
         agree(driver, lambda: write_manifest(folder, manifest) if driver.rank == 0 else None)
         agree(driver, lambda: _copied(folder, manifest, driver.rank))
-    except CheckpointError:
+    except PeerLost:
+        raise  # what the others did is not known; the next save deletes what is left
+    except LaconicError:
         _take_back(folder, step, set_id, driver.rank)
         raise
     drop_others(folder, step, driver.rank, keep)
@@ -124,36 +143,41 @@ def read_set(
         steps = [step]
     refused: list[str] = []
     for number in steps:
-        manifest, contents, wrong = _attempt(driver, folder, number)
+        manifest, content, wrong = _attempt(driver, folder, number)
         if wrong or manifest is None:
             refused.append(wrong)
             continue
         agree(driver, lambda manifest=manifest: check(manifest))  # type: ignore[misc]
-        return Found(manifest, contents, tuple(refused))
+        return Found(manifest, content, folder, tuple(refused))
     if refused:
         raise CheckpointError("no whole checkpoint: " + "; ".join(refused) if step is None else refused[0])
     return None
 
 
-def _attempt(driver: Driver, folder: Path, step: int) -> tuple[Manifest | None, list[dict[str, Any]], str]:
-    """Read one checkpoint; the text says what is wrong with it, equally on all ranks."""
-    manifest, contents, wrong = None, list[dict[str, Any]](), ""
+def _attempt(driver: Driver, folder: Path, step: int) -> tuple[Manifest | None, dict[str, Any], str]:
+    """Check one checkpoint and read this rank's content; the text says what is wrong, equally on all ranks.
+
+    Where another number of ranks saved it, each rank takes rank 0's content, and the ranks share the work of
+    checking the other files, so that each is read whole once and not once a rank.
+    """
+    manifest, content, wrong = None, dict[str, Any](), ""
     try:
         manifest = read_manifest(folder, step)
         same = manifest.world_size == driver.world_size
-        ranks = [driver.rank] if same else range(manifest.world_size)
-        contents = [read_rank(folder, manifest, rank) for rank in ranks]
+        for rank in range(1, 1 if same else manifest.world_size):
+            check_rank(folder, manifest, rank, whole=rank % driver.world_size == driver.rank)
+        content = read_rank(folder, manifest, driver.rank if same else 0)
     except CheckpointError as error:
         wrong = str(error)
     set_id = manifest.set_id if manifest is not None else ""
     told = [json.loads(text) for text in everyone(driver, json.dumps([set_id, wrong]))]
     for rank, (other, theirs) in enumerate(told):
         if theirs:
-            return None, [], theirs if told.count([other, theirs]) == len(told) else f"rank {rank}: {theirs}"
+            return None, {}, theirs if told.count([other, theirs]) == len(told) else f"rank {rank}: {theirs}"
         if other != told[0][0]:
             path = manifest_path(folder, step)
-            return None, [], f"{path}: ranks 0 and {rank} have manifests of two saves ({told[0][0]}, {other})"
-    return manifest, contents, ""
+            return None, {}, f"{path}: ranks 0 and {rank} have manifests of two saves ({told[0][0]}, {other})"
+    return manifest, content, ""
 
 
 def _copied(folder: Path, manifest: Manifest, rank: int) -> None:

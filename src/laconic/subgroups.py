@@ -60,4 +60,9 @@ def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     backend, timeout = dist.get_backend(parent), timedelta(seconds=timeout_s)
     group, _ = c10d._new_process_group_helper(len(ranks), place, ranks, backend, store, name, timeout=timeout)
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    # A rank that left the group at once would break the connections that others are still making.
+    connected, everyone = f"{name}/connected", f"{name}/everyone"
+    if store.add(connected, 1) == len(ranks):
+        store.set(everyone, "1")
+    store.wait([everyone], timeout)
     return group

@@ -56,22 +56,29 @@ def agree(driver: Driver, action: Callable[[], T]) -> T:
         action: what to do; it may not communicate.
 
     Raises:
-        LaconicError: the error of the lowest rank that has one, of the same class, naming the rank unless
-            all ranks have the same. An OSError becomes a LaconicError.
+        LaconicError: on every rank, the error of the lowest rank that has one, naming the rank unless all
+            have the same. One of Laconic's own keeps its class; another's class stands in the text (but for
+            OSError, which says enough). A rank's own error is the cause.
     """
-    mine: LaconicError | None = None
+    mine: Exception | None = None
     try:
         result = action()
     except PeerLost:
         raise
-    except LaconicError as error:
+    except Exception as error:  # whatever it is, the other ranks are about to wait for this one
         mine = error
-    except OSError as error:
-        mine = LaconicError(str(error))
-    told = everyone(driver, json.dumps([type(mine).__name__, str(mine)] if mine else None))
+    told = everyone(driver, json.dumps(_described(mine)))
     if all(text == "null" for text in told):
         return result
     rank = next(rank for rank, text in enumerate(told) if text != "null")
     name, message = json.loads(told[rank])
     where = "" if all(text == told[rank] for text in told) else f"rank {rank}: "
     raise getattr(errors, name, LaconicError)(where + message) from mine
+
+
+def _described(error: Exception | None) -> tuple[str, str] | None:
+    """Return the class to raise everywhere and what to say."""
+    if error is None or isinstance(error, LaconicError):
+        return None if error is None else (type(error).__name__, str(error))
+    kind = "" if isinstance(error, OSError) else type(error).__name__
+    return LaconicError.__name__, ": ".join(part for part in (kind, str(error)) if part)

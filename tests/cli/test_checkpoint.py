@@ -1,15 +1,19 @@
 """Checkpoint files and agreement between ranks, below the command line."""
 
 import hashlib
+import time
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from laconic import checkpoint
 from laconic.drive import Driver
 from laconic.errors import CheckpointError, DataError, LaconicError
+from laconic.files import write_atomically
 from laconic.totals import agree, everyone, sum_over_ranks
 
 IDENTITY = {"task": "digits", "recipe": {"lr": 0.1, "betas": (0.9, 0.99)}}
@@ -61,10 +65,10 @@ def test_cleaning(tmp_path):
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    checkpoint.write_atomically(path, b"old")
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda number: (_ for _ in ()).throw(OSError("disk full")))
+    write_atomically(path, b"old")
+    monkeypatch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.write_atomically(path, b"new")
+        write_atomically(path, b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
 
 
@@ -135,6 +139,28 @@ def _disk_full(rank):
         return str(error)
 
 
+def _breaks(rank, error):
+    def action():
+        if rank == 1:
+            raise error
+
+    start = time.monotonic()
+    try:
+        return agree(Driver(timeout_s=30), action)
+    except LaconicError as raised:
+        return type(raised).__name__, str(raised), type(raised.__cause__), time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [(KeyError("lr"), "KeyError: 'lr'"), (MemoryError(), "MemoryError")], ids=repr
+)
+def test_any_error_on_one_rank_is_one_on_all_at_once(pool, error, says):
+    """Other ranks waited for the timeout, and then blamed rank 1's silence."""
+    first, second = pool.run(2, _breaks, error)
+    assert first == ("LaconicError", f"rank 1: {says}", type(None), True)
+    assert second == ("LaconicError", f"rank 1: {says}", type(error), True)
+
+
 def _sums(rank):
     driver = Driver(timeout_s=30)
     return sum_over_ranks(driver, [0.1, rank, 2**53]), everyone(driver, f"rank {rank}")
@@ -150,3 +176,33 @@ def test_sums(pool):
     """0.1 three times in rank order, 0 + 1 + 2, and 3 * 2^53, which float32 could not add."""
     texts = ["rank 0", "rank 1", "rank 2"]
     assert pool.run(3, _sums) == [([0.1 + 0.1 + 0.1, 3.0, 3.0 * 2**53], texts)] * 3
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (np.float64(0.9), r"extra\.best is a numpy\.float64, .*: give float\(x\), int\(x\) or x\.tolist\(\)"),
+        ([1, (2, np.int64(3))], r"extra\.best\[1\]\[1\] is a numpy\.int64"),
+        ({np.str_("a"): 1}, r"a key of extra\.best is a numpy\.str_"),
+        (print, r"extra\.best is a builtin_function_or_method"),
+        (lambda: 0, r"extra\.best is a function, .*: give tensors, numbers, texts, lists or"),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(tmp_path, value, says):
+    """A NumPy number was written for weeks and refused at resume, in every checkpoint kept."""
+    content = {"model": {"w": torch.ones(3)}, "extra": {"loss": 0.5, "best": value}}
+    with pytest.raises(CheckpointError, match=f"^cannot be saved: {says}"):
+        save(tmp_path, 3, **content)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_torch_reads_is_written(tmp_path):
+    plain = {"a": [None, True, 1, 0.5, 1j, "é", b"\0"], "b": (torch.Size([2]), torch.float16), 3: {}}
+    parts = {"ordered": OrderedDict(x=1), "counter": Counter("aab"), "bf16": torch.ones(2).bfloat16()}
+    save(tmp_path, 3, **parts, plain=plain, sparse=torch.eye(3).to_sparse())
+    loaded = checkpoint.read_rank(tmp_path, checkpoint.read_manifest(tmp_path, 3), 0)
+    assert loaded["plain"] == plain
+    assert {name: loaded[name] for name in ("ordered", "counter")} == {
+        name: parts[name] for name in ("ordered", "counter")
+    }
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))

@@ -16,6 +16,7 @@ from cli_process import QUICK, clean_env, execute, laconic_command
 
 import laconic
 from laconic.checkpoint import read_manifest, read_rank, saved_steps
+from laconic.cli import loop
 from laconic.resharding import alike
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the mpiexec packages")
@@ -126,6 +127,21 @@ def test_resumed_by_one_worker(here, alone, trained, tmp_path, monkeypatch):
     assert (status, len(rows(folder)), rows(folder)[2]["steps"]) == (0, 3, 23)
     assert rows(folder)[2]["train_loss"] < rows(folder)[1]["train_loss"]
     assert before[0].keys() == newest(folder)[0]["sync"]["parameters"].keys()
+
+
+def test_a_long_run_keeps_the_times_of_its_newest_steps(here, alone, monkeypatch):
+    """23 steps of which 5 are to be kept; the list of all grew for as long as the run took."""
+    kept, real = [], loop.Trainer.run_epoch
+
+    def run_epoch(trainer, *arguments):
+        row = real(trainer, *arguments)
+        kept.append((row.steps, len(trainer.step_s)))
+        return row
+
+    monkeypatch.setattr(loop.Trainer, "run_epoch", run_epoch)
+    monkeypatch.setattr(loop, "_STEPS_TIMED", 5)
+    assert here("train", *QUICK, "--epochs", 1)[0] == 0
+    assert kept == [(23, 5)]
 
 
 @linux_only

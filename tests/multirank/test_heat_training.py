@@ -1,5 +1,7 @@
 """DASO around the rest of a training script: scalers, schedulers, buffers, saving, faults, bad input."""
 
+import copy
+import gc
 import io
 import time
 import warnings
@@ -10,11 +12,13 @@ from heat_loops import LAYOUTS, batch, epoch, make, weights
 from models import mlp, shards
 from torch import nn
 
-from laconic.errors import ConfigError, LaconicError, LaunchError, MismatchError
+from laconic.errors import CheckpointError, ConfigError, LaconicError, LaunchError, MismatchError
 from laconic.heat.cycle import Skips
 from laconic.heat.daso import DASO
+from laconic.heat.multi_gpu import DataParallelMultiGPU
 from laconic.launchers import World
 from laconic.nodes import Layout, _placed
+from laconic.resharding import alike
 from laconic.testing.pool import RanksFailed
 
 
@@ -332,6 +336,145 @@ def _misused(rank):
 
 def test_misuse_is_named(pool):
     pool.run(1, _misused)
+
+
+def _part(path, value):
+    """Return a change of one part of a state."""
+
+    def change(state):
+        *way, last = path
+        for key in way:
+            state = state[key]
+        state[last] = value
+
+    return change
+
+
+def _refuses_states(rank):
+    """States that do not fit, in every part; what the DASO holds must be the same afterwards."""
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    arguments = {"warmup_epochs": 0, "node_size": 1, "timeout_s": 30, "local_method": "topk:ratio=0.3"}
+    daso = DASO(optimizer, 10, scheduler=schedule, **arguments)
+    daso.set_model(model)
+    daso.last_batch = 9
+    for number in range(3):
+        batch(rank, model, daso, number, world_size=2)
+    good = copy.deepcopy(daso.state_dict())
+    for number in range(3, 5):
+        batch(rank, model, daso, number, world_size=2)
+    before, said = copy.deepcopy(daso.state_dict()), []
+    (group,) = good["across"]["groups"]
+    changes = [
+        _part(["scheduler"], None),
+        _part(["scaler"], {"scale": 2.0}),
+        _part(["across", "groups"], {}),
+        _part(["across", "groups", group, "arrived"], [torch.ones(1)]),
+        _part(["local", "method"], "dense"),
+        _part(["local", "parameters"], {}),
+        _part(["optimizer", "param_groups"], []),
+        _part(["stability"], {"best": 1.0}),
+        _part(["skips"], [1]),
+        _part(["epoch"], None),
+        lambda state: state.pop("last_batch"),
+    ]
+    for number, change in enumerate(changes):
+        state = copy.deepcopy(good)
+        change(state)
+        try:
+            daso.load_state_dict(state)
+        except CheckpointError as refused:
+            said.append(str(refused))
+        assert len(said) == number + 1, f"change {number} was taken"
+        assert alike(daso.state_dict(), before), said[-1]
+    daso.load_state_dict(good)
+    assert alike(daso.state_dict(), good)
+    assert not alike(good, before)
+    daso.close()
+    return said
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(pool):
+    """A scheduler on one side only was dropped silently, or a TypeError after half of the state was taken."""
+    first, second = pool.run(2, _refuses_states)
+    assert first == second
+    assert "a scheduler is given now and was not saved: use one in both or in none" in first[0]
+    assert "a scaler was saved and is not given now: use one in both or in none" in first[1]
+    assert all("nothing was changed" in text for text in first[2:])
+
+
+def _in_turn(rank, world_size, how):
+    """Train with one DASO, then with a second on the same model, which must equal one on a fresh model."""
+    results = []
+    for fresh in (False, True):
+        model = mlp(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        first = DASO(optimizer, 10, warmup_epochs=0, node_size=world_size // 2, timeout_s=30)
+        if not fresh:
+            first.set_model(model)
+            first.last_batch = 9
+            for number in range(5):  # batch 4 sends what is not merged yet
+                batch(rank, model, first, number, world_size)
+            if how == "reset":
+                first.reset()
+            elif how == "forgotten":
+                first = None
+                gc.collect()
+            model.load_state_dict(mlp(0).state_dict())
+        if how == "other optimizer":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        kept = {"downcast_type": torch.half, "use_mpi_groups": False, "sending_chunk_size": 50}
+        second = DASO(optimizer, 10, warmup_epochs=0, node_size=world_size // 2, timeout_s=30, **kept)
+        net = DataParallelMultiGPU(model, second)
+        for e in range(2):
+            epoch(rank, net, second, 6, first=6 * e, world_size=world_size)
+        results.append((weights(model), second.traffic.moved_bytes))
+        if first is not None and not fresh:
+            for call in (first.step, first.state_dict, first.reset):
+                with pytest.raises(LaconicError, match="DASO was replaced: another one was given its model"):
+                    call()
+            first.close()  # takes nothing from the second
+            batch(rank, model, second, 0, world_size)
+            first.set_model(model)  # takes it back
+            first.last_batch = 9
+            batch(rank, model, first, 0, world_size)
+            with pytest.raises(LaconicError, match="was replaced"):
+                second.step()
+            first.close()
+        second.close()
+    return results
+
+
+@pytest.mark.parametrize("how", ["as it was", "reset", "forgotten", "other optimizer"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_second_daso_takes_over_from_the_first(pool, world_size, how):
+    """Heat's own test makes two in turn on one optimizer and closes none. The second was refused."""
+    ranks = pool.run(world_size, _in_turn, world_size, how)
+    for (again, sent), (alone, sent_alone) in ranks:
+        assert torch.equal(again, alone)
+        assert sent == sent_alone
+        assert torch.equal(again, ranks[0][0][0])
+
+
+def _split(rank):
+    """27 parameters on two nodes: chunks of 10 at most, the remainder first."""
+    model = nn.Linear(8, 3)
+    said = []
+    for chunk, node_size in ((10, 1), (27, 1), (10, 2)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        daso = DASO(optimizer, 10, node_size=node_size, sending_chunk_size=chunk, timeout_s=30)
+        assert (daso.split, daso.split_inds) == (None, None)
+        daso.set_model(model)
+        said.append((daso.split_val, daso.split, daso.split_inds))
+        daso.close()
+    return said
+
+
+def test_split_says_what_is_sent_at_once(pool):
+    """On one node nothing is sent."""
+    cuts = [slice(0, 7), slice(7, 17), slice(17, 27)]
+    assert pool.run(2, _split) == [[(10, True, cuts), (27, False, None), (10, False, None)]] * 2
 
 
 def _different(rank):

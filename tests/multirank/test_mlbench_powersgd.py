@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import os
 import pickle
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from models import flat, mlp, shards
 from torch import nn
 
-from laconic.errors import CheckpointError, ConfigError
-from laconic.mlbench import PowerAggregation, PowerSGD
+from laconic.errors import CheckpointError, ConfigError, MismatchError
+from laconic.heat.daso import DASO
+from laconic.mlbench import DecentralizedSGD, PowerAggregation, PowerSGD
 
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
 
@@ -193,3 +195,29 @@ def test_a_bad_batch_on_one_rank_changes_nothing_on_any(pool):
     for moved, skipped, parameters in ranks:
         assert (moved, skipped) == ([True, False, True], 1)
         assert torch.equal(parameters, ranks[0][2])
+
+
+def _other_kernels(rank):
+    """Rank 1 is without numba, or told to be."""
+    before = os.environ.get("LACONIC_KERNELS")
+    os.environ["LACONIC_KERNELS"] = ["numba", "reference"][rank]
+    model, told = mlp(0), []
+    daso = DASO(torch.optim.SGD(model.parameters(), lr=0.1), 10, node_size=1, timeout_s=30)
+    for attach in (
+        lambda: PowerSGD(model, lr=1.0, world_size=2),
+        lambda: DecentralizedSGD(rank, [1 - rank], model, lr=0.1, timeout_s=30),
+        lambda: daso.set_model(model),
+    ):
+        with pytest.raises(MismatchError) as refused:
+            attach()
+        told.append(str(refused.value))
+    os.environ.pop("LACONIC_KERNELS", None)
+    if before is not None:
+        os.environ["LACONIC_KERNELS"] = before
+    return told
+
+
+def test_ranks_with_other_kernels_are_told(pool):
+    """Their averages differ in the last bits, and the ranks drifted apart without a word."""
+    says = "ranks differ in kernels: rank 0 has numba, rank 1 has reference: make them equal"
+    assert pool.run(2, _other_kernels) == [[says] * 3] * 2

@@ -1,11 +1,13 @@
 """`save_checkpoint` and `load_checkpoint` on real ranks: whole, damaged, mixed up, on more or fewer ranks."""
 
+import gc
 import json
 import os
 import warnings
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import laconic
+from laconic.checkpoint import Manifest, write_manifest, write_rank
 from laconic.errors import LaconicError
 
 
@@ -220,6 +223,84 @@ def test_a_full_disk(pool, tmp_path):
     assert again[1].endswith("cannot be made (File exists): give a folder that can be written")
     assert sorted(path.name.partition("-")[2][:5] for path in tmp_path.glob("*step*")) == ["step1"] * 3
     assert [first for first, *_ in pool.run(2, _loaded, tmp_path)] == [1, 1]
+
+
+def _cannot_be_read(rank, folder):
+    """Rank 1's scheduler keeps a NumPy number, as one does that was given NumPy's losses."""
+    run = Run(rank, "topk:ratio=0.2").steps(1)
+    run.save(folder, 1, extra={"best": 0.5})
+    if rank == 1:
+        run.scheduler.best = np.float64(0.5)
+    told = _told(lambda: run.steps(1).save(folder, 2))
+    if rank == 1:
+        del run.scheduler.best, run.sampler.seen
+    broken = _told(lambda: run.save(folder, 3))
+    run.sync.close()
+    return told, broken
+
+
+def test_what_could_not_be_read_is_refused_on_every_rank(pool, tmp_path):
+    told = pool.run(2, _cannot_be_read, tmp_path)
+    assert told[0] == told[1]
+    (name, text), broken = told[0]
+    assert broken == ("LaconicError", "rank 1: AttributeError: 'Counter' object has no attribute 'seen'")
+    assert name == "CheckpointError"
+    assert text.startswith("rank 1: cannot be saved: scheduler.best is a numpy.float64, ")
+    assert "give float(x)" in text
+    assert sorted(path.name.partition("-")[2][:5] for path in tmp_path.iterdir()) == ["step1"] * 3
+    assert [first for first, *_ in pool.run(2, _loaded, tmp_path)] == [1, 1]
+
+
+def _peak_mb(action):
+    """Megabytes that an action needs at its peak, beyond what is resident before it."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts over from the present
+    before = _resident_mb("VmRSS:")
+    action()
+    return _resident_mb("VmHWM:") - before
+
+
+def _resident_mb(what):
+    return int(Path("/proc/self/status").read_text().partition(what)[2].split()[0]) / 1024
+
+
+def _joined_by_one(rank, folder):
+    """Eight ranks' files of 16 MB each: 4 of weights, 8 of Adam's state, 4 of residuals."""
+    model = nn.Linear(1000, 1000)
+    optimizer = torch.optim.Adam(model.parameters())
+    sync = laconic.distribute(model, optimizer, "topk:ratio=0.2", timeout_s=60)
+    model(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    parts = {"model": model, "optimizer": optimizer, "sync": sync}
+    writing = _peak_mb(lambda: laconic.save_checkpoint(folder / "warm", step=1, **parts))
+    laconic.load_checkpoint(folder / "warm", **parts)
+    mine, states, files = sync.state_dict(), [], []
+    content = {"model": model.state_dict(), "optimizer": [optimizer.state_dict()], "extra": None}
+    content |= {"random": {"cpu": torch.get_rng_state(), "cuda": []}, "generators": {}}
+    for number in range(8):
+        residuals = {name: {"residual": torch.randn_like(p)} for name, p in model.named_parameters()}
+        states.append({**mine, "rank": number, "world_size": 8, "parameters": residuals})
+        files.append(write_rank(folder, 1, "ab", number, {**content, "sync": states[-1]}))
+    write_manifest(folder, Manifest(step=1, set_id="ab", world_size=8, files=tuple(files)))
+    (want,), states = laconic.reshard(states, 1), None
+    reading = _peak_mb(lambda: laconic.load_checkpoint(folder, **parts))
+    got = sync.state_dict()["parameters"]
+    sync.close()
+    same = all(torch.equal(want["parameters"][n]["residual"], got[n]["residual"]) for n in got)
+    return writing, reading, same
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of memory")
+def test_memory_of_saving_and_of_resharding(pool, tmp_path):
+    """Saving 16 MB held their bytes once more. Eight ranks' files were read whole: 8 x 16 MB and more.
+
+    Now one file is, and of the others the residuals one after another: 16 + 4 + 8 MB for their sum in
+    float64, and 4 for the share.
+    """
+    ((writing, reading, same),) = pool.run(1, _joined_by_one, tmp_path)
+    assert same
+    assert writing < 12
+    assert reading < 64
 
 
 def _misfits(rank, folder):

@@ -106,6 +106,17 @@ def test_averages_are_by_samples_and_by_mode_and_start_afresh():
     ]
 
 
+def test_a_long_run_keeps_the_newest_statistics_and_averages_all():
+    """0 to 24,999: the mean is 12,499.5, and what is kept starts at 15,000. The list grew without bound."""
+    passed_on = []
+    tracker = Tracker([], 0, 0, goal=lambda name, value, _: passed_on.append(value))
+    for value in range(25_000):
+        tracker.record_loss(value)
+    assert tracker.epoch_stats["train_loss"].avg == 12_499.5
+    assert [value for *_, value, _ in tracker.history] == list(range(15_000, 25_000))
+    assert passed_on == list(range(25_000))
+
+
 @pytest.mark.parametrize(
     ("minimize", "values", "best"),
     [(False, [3, 5, 4], 1), (True, [3, 1, 2], 1), (False, [-3, -5, -1], 2), (True, [0, 4, 4], 0)],

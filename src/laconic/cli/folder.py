@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 import laconic
-from laconic.checkpoint import Manifest, check_identity, manifest_path, saved_steps, write_atomically
+from laconic.checkpoint import Manifest, check_identity, manifest_path, saved_steps
 from laconic.cli.loop import Trainer
 from laconic.cli.rows import Row
 from laconic.drive import Driver
 from laconic.errors import CheckpointError, ConfigError
+from laconic.files import write_atomically
 from laconic.sets import Found, read_set, write_set
 
 __all__ = ["RunFolder", "make_folder", "versions", "write_json"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,7 @@ from laconic.drive import Driver
 from laconic.engine import distribute
 from laconic.errors import CheckpointError, MismatchError
 from laconic.parsing import Method
-from laconic.resharding import reshard_rank
+from laconic.resharding import Joint
 from laconic.totals import everyone, sum_over_ranks
 from laconic.traffic import moved_bytes
 from laconic.wire import Op
@@ -25,6 +26,7 @@ from laconic.wire import Op
 __all__ = ["Trainer"]
 
 _EVAL_BATCH = 256
+_STEPS_TIMED = 10_000  # enough for a median; a list of all would grow for as long as the run takes
 
 
 class Trainer:
@@ -39,7 +41,7 @@ class Trainer:
         driver: for scores, which are not part of the method's traffic.
 
     Attributes:
-        step_s: seconds of each training step of this rank, without evaluation.
+        step_s: seconds of the newest 10,000 training steps of this rank, without evaluation.
         taken: number of steps taken, skipped ones included.
         progress: of the epoch under way.
     """
@@ -50,7 +52,7 @@ class Trainer:
         self.optimizer = plan.recipe.make_optimizer(self.model)
         self._total_steps = plan.recipe.epochs * plan.steps
         self.scheduler = plan.recipe.make_scheduler(self.optimizer, self._total_steps)
-        self.step_s: list[float] = []
+        self.step_s: deque[float] = deque(maxlen=_STEPS_TIMED)
         self.taken = 0
         self.progress = Progress(epoch=0)
         opt = plan.options
@@ -139,24 +141,26 @@ class Trainer:
             "progress": asdict(self.progress),
         }
 
-    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+    def restore(self, state: dict[str, Any], everyone: Iterable[dict[str, Any]] = ()) -> None:
         """Continue from what `state` returned.
 
         Args:
-            states: this rank's alone, or those of all ranks of another world in rank order. Then residuals
-                are re-sharded (`laconic.reshard`), model and optimizer are rank 0's, the learning rate's
-                schedule goes on at the same share of all its steps, and `Progress.batches` says who trains
-                on what is left of the epoch.
+            state: this rank's, or rank 0's of another number of ranks.
+            everyone: those of all ranks, in rank order; looked at where their number is another one. Then
+                residuals are re-sharded (`laconic.reshard`), the learning rate's schedule goes on at the same
+                share of all its steps, and `Progress.batches` says who trains on what is left of the epoch.
 
         Raises:
             CheckpointError: it is not this model's, optimizer's or method's.
         """
         rank, world_size = self.driver.rank, self.driver.world_size
-        state = states[0]
         try:
-            if len(states) > 1 or state["sync"]["world_size"] != world_size:
-                sync = reshard_rank([other["sync"] for other in states], rank, world_size)
-                progress = merged([other["progress"] for other in states], rank)
+            if state["sync"]["world_size"] != world_size:
+                joint, progresses = Joint(), list[dict[str, Any]]()
+                for other in everyone:
+                    joint.add(other["sync"])
+                    progresses.append(other["progress"])
+                sync, progress = joint.share(rank, world_size), merged(progresses, rank)
                 state = {**state, "sync": sync, "progress": progress}
             self.sync.load_state_dict(state["sync"])
             self.model.load_state_dict(state["model"])
@@ -186,8 +190,9 @@ class Trainer:
             start = time.perf_counter()
             payload_before, moved_before = traffic.payload_bytes, traffic.moved_bytes
             loss, correct, count = self._step(indices)
-            self.step_s.append(time.perf_counter() - start)
-            now.seconds += self.step_s[-1]
+            seconds = time.perf_counter() - start
+            self.step_s.append(seconds)
+            now.seconds += seconds
             now.loss, now.correct = now.loss + loss * count, now.correct + correct
             now.count, now.skipped = now.count + count, now.skipped + (not count)
             now.payload_bytes += traffic.payload_bytes - payload_before

@@ -108,8 +108,9 @@ def _resumed(ready: _Ready, trainer: Trainer, saved: Found | None, display: Disp
     """Take the checkpoint's state and return its epochs; begin the run's files."""
     rows: list[Row] = []
     if saved is not None:
-        agree(trainer.driver, lambda: trainer.restore([content["trainer"] for content in saved.contents]))
-        rows = [Row(**row) for row in saved.contents[0]["rows"]]
+        everyone = (content["trainer"] for content in saved.each())
+        agree(trainer.driver, lambda: trainer.restore(saved.content["trainer"], everyone))
+        rows = [Row(**row) for row in saved.content["rows"]]
         for line in saved.refused:
             display.line(f"a newer checkpoint is damaged and was left: {line}")
         display.line(_whence(trainer, saved, len(rows)))

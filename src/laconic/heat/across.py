@@ -74,6 +74,12 @@ class AcrossNodes:
         return len(self.layout.nodes) == 1
 
     @property
+    def chunks(self) -> list[slice]:
+        """What is sent at once, in this order, as slices of all parameters in a row; none on one node."""
+        averager = next(iter(self._averagers.values()), None)
+        return [] if averager is None else averager.chunks
+
+    @property
     def between(self) -> Traffic:
         """What this rank sent to other nodes."""
         return sum((a.driver.traffic for a in self._averagers.values()), Traffic())

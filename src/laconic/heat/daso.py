@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.attach import broadcast_model, compare, synced_parameters
+from laconic.attach import broadcast_model, compare, synced_parameters, versions
 from laconic.averaging import difference_method
 from laconic.compressor import Compressor
 from laconic.drive import Driver
@@ -21,6 +21,7 @@ from laconic.heat.arguments import CAST_METHODS, check_arguments, made_scheduler
 from laconic.heat.cycle import Plan, Skips
 from laconic.heat.loop import Loop
 from laconic.heat.plateau import DetectMetricPlateau
+from laconic.heat.takeover import hold, take_over
 from laconic.nodes import find_layout
 from laconic.parsing import Method, method
 from laconic.totals import sum_over_ranks
@@ -79,6 +80,8 @@ class DASO(Loop):
         stability: the `DetectMetricPlateau` in use.
         amp, scaler: whether a GradScaler was added, and which.
         loc_gpus: number of ranks in this node.
+        split, split_val, split_inds: whether parameters are sent in chunks, of how many elements at most, and
+            which.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -136,8 +139,9 @@ class DASO(Loop):
         chosen = CAST_METHODS[downcast_type] if global_method is None else global_method
         self._global_method = difference_method(chosen)
         world = join(timeout_s=timeout_s)
-        driver = Driver.own(comm, timeout_s=timeout_s)
+        driver = Driver(comm, timeout_s=timeout_s)
         self._layout = find_layout(driver, world, node_size, nodes)
+        driver = driver.private()  # only now: a rank that raised would leave the others connecting
         here = len(self._layout.nodes[self._layout.node_of(driver.rank)])
         super().__init__(local_optimizer, schedule, driver, plan, here, record_events, average_buffers)
         self.comm, self.verbose, self.cast_dtype = comm, verbose, downcast_type
@@ -172,6 +176,16 @@ class DASO(Loop):
         """The local optimizer's groups."""
         return self.local_optimizer.param_groups
 
+    @property
+    def split(self) -> bool | None:
+        """Whether parameters are sent in chunks, being more than `split_val`; None without a model."""
+        return None if self._model is None else len(self._across.chunks) > 1
+
+    @property
+    def split_inds(self) -> list[slice] | None:
+        """The chunks, in sending order, as slices of all parameters in a row; None where there is one."""
+        return list(self._across.chunks) if self.split else None
+
     def add_scaler(self, scaler: Any) -> None:
         """Use a `torch.amp.GradScaler`: `step` steps and updates it, and all ranks skip a step together.
 
@@ -185,6 +199,8 @@ class DASO(Loop):
     def set_model(self, model: nn.Module) -> None:
         """Train this model: take rank 0's parameters and buffers everywhere, and hook its gradients.
 
+        A DASO that was given this model, or has the same optimizer, is replaced; it need not be closed.
+
         Raises:
             TypeError: it is no module.
             ConfigError: it has nothing to train, or the optimizer holds other parameters.
@@ -195,6 +211,7 @@ class DASO(Loop):
         parameters = synced_parameters(model, [self.local_optimizer])
         shapes = {f"parameter {name}": f"{tuple(p.shape)} {p.dtype}" for name, p in parameters.items()}
         settings = {
+            **versions(),
             "nodes": [list(node) for node in self._layout.nodes],
             "DASO's plan": repr(self._plan),
             "global_method": self._global_method.text,
@@ -202,6 +219,7 @@ class DASO(Loop):
         }
         compare(self._driver, {**settings, **shapes}, next(iter(parameters.values())).device)
         self.close()
+        take_over(model, self.local_optimizer)
         broadcast_model(self._driver, model)
         self._across = AcrossNodes(
             self._driver, self._layout, parameters, self._global_method, self.split_val, self._log
@@ -213,7 +231,8 @@ class DASO(Loop):
             group=self._across.node_driver.group,
             timeout_s=self._driver.timeout_s,
         )
-        self._model = model
+        self._model, self._replaced = model, False
+        hold(self, self._sync, model, self.local_optimizer)
         self._set_local(True)
 
     def epoch_loss_logic(self, loss: Tensor | float, loss_globally_averaged: bool = False) -> None:
@@ -256,6 +275,8 @@ class DASO(Loop):
         The model, the scaler, `last_batch` and the optimizer's own state (momentum) stay. What is on its way
         between the nodes is dropped, and ranks take rank 0's parameters again.
         """
+        if self._replaced:
+            self._check_model()
         if self._model is not None:
             self._across.discard()
             self.set_model(self._model)
@@ -288,7 +309,8 @@ class DASO(Loop):
         """Continue from a saved `state_dict()`, after `set_model` and `add_scaler`; load the model yourself.
 
         Raises:
-            CheckpointError: it is of another format, rank, layout or method.
+            CheckpointError: it is of another format, rank, layout or method, it has a scheduler or a scaler
+                and this DASO has none, or the reverse, or a part of it does not fit; nothing is changed.
         """
         self._check_model()
         for key, wanted in self._identity().items():
@@ -296,6 +318,24 @@ class DASO(Loop):
                 raise CheckpointError(
                     f"the state's {key} must be {wanted!r}, got {state.get(key)!r}: load it on its own rank"
                 )
+        for part in ("scheduler", "scaler"):
+            saved, given = state.get(part) is not None, getattr(self, part) is not None
+            if saved != given:
+                what = "was saved and is not given now" if saved else "is given now and was not saved"
+                raise CheckpointError(f"the state does not fit: a {part} {what}: use one in both or in none")
+        # Whether a part fits is known when it is taken, so what was there before is put back if one does not.
+        before = self.state_dict()
+        try:
+            self._take(state)
+        except (AttributeError, CheckpointError, LookupError, RuntimeError, TypeError, ValueError) as cause:
+            self._take(before)
+            reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:200]
+            raise CheckpointError(
+                f"the state does not fit ({reason}): load it into a DASO like the one that saved it; "
+                "nothing was changed"
+            ) from cause
+
+    def _take(self, state: Mapping[str, Any]) -> None:
         self._across.load_state_dict(state["across"])
         self._sync.load_state_dict(state["local"])
         self.local_optimizer.load_state_dict(state["optimizer"])
@@ -304,7 +344,7 @@ class DASO(Loop):
                 getattr(self, part).load_state_dict(state[part])
         self.stability.set_state(state["stability"])
         self.epoch, self.current_batch = int(state["epoch"]), int(state["current_batch"])
-        self.last_batch, self._skips = state["last_batch"], Skips(*state["skips"])
+        self.last_batch, self._skips = state["last_batch"], Skips._make(state["skips"])
         self._set_local(self._skips.is_local_sync(self.current_batch, self.last_batch or 0))
 
     def close(self) -> None:
@@ -313,6 +353,13 @@ class DASO(Loop):
             self._sync.close()
             self._across.close()
             self._model = None
+
+    def give_up(self) -> None:
+        """Close, since another DASO trains the model now; what is on its way between the nodes is dropped."""
+        if self._model is not None:
+            self._across.discard()
+            self.close()
+            self._replaced = True
 
     def _identity(self) -> dict[str, Any]:
         return {

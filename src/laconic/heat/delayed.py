@@ -11,8 +11,8 @@ from torch import Tensor
 
 from laconic.engine import GradientSync
 from laconic.errors import LaconicError
-from laconic.exchanger import Outcome
 from laconic.filling import Slot
+from laconic.stepend import Outcome
 
 __all__ = ["DelayedSync"]
 

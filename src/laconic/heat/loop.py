@@ -54,6 +54,7 @@ class Loop:
         self.skipped = 0
         self.last_batch: int | None = None
         self._model: nn.Module | None = None
+        self._replaced = False
         self._begin()
 
     @property
@@ -109,6 +110,11 @@ class Loop:
         self._syncs_locally = True
 
     def _check_model(self) -> None:
+        if self._replaced:
+            raise LaconicError(
+                "DASO was replaced: another one was given its model or optimizer: use that one, or take "
+                "both back with set_model(model)"
+            )
         if self._model is None:
             raise LaconicError("DASO has no model: call set_model(model), or use DataParallelMultiGPU")
 

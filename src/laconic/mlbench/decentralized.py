@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laconic.attach import compare
+from laconic.attach import compare, versions
 from laconic.drive import Driver
 from laconic.errors import bad_value
 from laconic.gossip import Gossip
@@ -152,6 +152,6 @@ class DecentralizedSGD(torch.optim.Optimizer):
 
 
 def _compare_settings(driver: Driver, params: Sequence[Tensor], by_layer: bool, use_cuda: bool) -> None:
-    settings: dict[str, Any] = {"by_layer": bool(by_layer)}
+    settings: dict[str, Any] = {**versions(), "by_layer": bool(by_layer)}
     forms = {f"parameter {i}": f"{p.dtype} of shape {tuple(p.shape)}" for i, p in enumerate(params)}
     compare(driver, settings | forms, torch.device("cuda") if use_cuda else _CPU)

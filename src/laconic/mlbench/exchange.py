@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from laconic import groups, simulate
-from laconic.attach import compare
+from laconic.attach import compare, versions
 from laconic.compressor import Compressor, Exchange, Site, State
 from laconic.drive import Driver, Pipeline
 from laconic.errors import ConfigError, TensorTypeError, bad_value
 from laconic.traffic import Label
-from laconic.version import __version__
 from laconic.wire import Rounds, mean, together
 
 __all__ = ["Part", "Settled", "exchange", "flat_gradient", "join", "meet", "put_gradient", "trainable"]
@@ -102,14 +101,14 @@ def join(world_size: int | None) -> Driver:
 
 @torch.no_grad()
 def meet(driver: Driver, tensors: Mapping[str, Tensor], options: Mapping[str, object]) -> None:
-    """Check that all ranks hold the same parameters and options.
+    """Check that all ranks hold the same parameters and options, and run the same versions and kernels.
 
     Raises:
         MismatchError: naming the first difference.
     """
     if driver.world_size > 1 and tensors:
         parameters = {f"parameter {name}": f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
-        what = {"laconic version": __version__, **{k: repr(v) for k, v in options.items()}, **parameters}
+        what = {**versions(), **{k: repr(v) for k, v in options.items()}, **parameters}
         compare(driver, what, next(iter(tensors.values())).device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,8 @@ __all__ = ["AverageMeter", "Goal", "Tracker"]
 
 # goal(name of the statistic, its value, tracker): a text once the goal is reached, else None
 Goal = Callable[[str, float, "Tracker"], "str | None"]
+
+_HISTORY = 10_000  # statistics kept: about 2 MB; averages, totals and goals take in all of them
 
 
 class Tracker(BatchTimes):
@@ -35,8 +38,12 @@ class Tracker(BatchTimes):
         minimize: whether a smaller primary metric is better.
         clock: returns the time in seconds.
 
+    Attributes:
+        history: the newest 10,000 statistics, as (run_id, rank, name, value, time).
+
     Departs from MLBench: time spent in validation is measured, an epoch may be the best with a metric of 0 or
-    less, the goal's text is kept in `goal_result` instead of printed, and nothing is posted to a dashboard.
+    less, the goal's text is kept in `goal_result` instead of printed, and statistics go to `history` instead
+    of a dashboard; whoever wants to keep all of them gives a `goal` that passes them on and returns None.
 
     Example:
         >>> ticks = iter([0.0, 2.0, 5.0, 6.0])
@@ -80,7 +87,7 @@ class Tracker(BatchTimes):
         self.best_metric_value = float("inf" if minimize else "-inf")
         self.is_training = True
         self.start_time: float | None = None
-        self.history: list[tuple[Any, int, str, float, float]] = []
+        self.history: deque[tuple[Any, int, str, float, float]] = deque(maxlen=_HISTORY)
         self._validation_start: float | None = None
         self._val_s = 0.0
         self.reset_epoch_stats()

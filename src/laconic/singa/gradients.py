@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.attach import compare
+from laconic.attach import compare, versions
 from laconic.compressor import Compressor
 from laconic.drive import Driver
 from laconic.errors import CheckpointError, TensorTypeError
@@ -16,7 +16,6 @@ from laconic.feedback import ErrorFeedback
 from laconic.singa.exchanges import Exchanges
 from laconic.singa.fusion import Fusion, Group
 from laconic.singa.graph import Walker, backward, parameters_of
-from laconic.version import __version__
 
 __all__ = ["Gradients"]
 
@@ -156,7 +155,7 @@ class Gradients:
         parameters = parameters_of(loss)
         description = {f"parameter {self.name(p)}": f"{tuple(p.shape)} {p.dtype}" for p in parameters}
         what = {"threshold": threshold, "mode": repr(compressor), "parameters": len(parameters)}
-        compare(self._driver, {"laconic version": __version__, **what, **description}, parameters[0].device)
+        compare(self._driver, {**versions(), **what, **description}, parameters[0].device)
         self._compared = True
 
 
