@@ -95,7 +95,9 @@ def configurations() -> list[str]:
 
 def run(rank: int, world: int, program: str, method: str, steps: int) -> dict[str, Any]:
     """Run a program on this rank and return what to judge it by."""
-    warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)  # it is what users use
+    warnings.filterwarnings(
+        "ignore", "torch.distributed.nn.functional", FutureWarning
+    )  # it is what users use
     job = Job(rank, world, steps, method)
     with watched(job):
         losses = PROGRAMS[program](job)

@@ -99,6 +99,30 @@ def test_optimizers_that_step_in_turn_apply_every_gradient_once(pool, method, wh
         assert float((computed - applied - owed).norm() / computed.norm()) < 1e-5
 
 
+def _left_alone(rank, method):
+    """Accumulate two passes into one step, both with an exchange; the second does not use `a`."""
+    model = _Heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    slope = torch.randn(20, 20, generator=torch.Generator().manual_seed(rank))
+    kept = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((model.a + model.b) * slope).sum().backward()
+        before = model.a.grad.clone()
+        (model.b * slope).sum().backward()
+        kept.append(torch.equal(model.a.grad, before))
+        optimizer.step()
+    sync.close()
+    return kept
+
+
+@pytest.mark.parametrize("method", [*METHODS, "qsgd"])
+def test_a_gradient_stays_as_it_is_in_a_pass_that_does_not_use_it(pool, method):
+    for kept in pool.run(2, _left_alone, method):
+        assert all(kept)
+
+
 def _ran_out(rank):
     """Two engines in one Join, the second with another method; rank 1 has no batch at all in the first."""
     models = [mlp(0), mlp(1)]
