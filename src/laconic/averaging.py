@@ -20,6 +20,7 @@ from laconic.parsing import Method, method
 from laconic.stepend import Outcome
 from laconic.streams import Stream, by_kind, is_finite
 from laconic.traffic import Label
+from laconic.warming import load_kernels
 from laconic.wire import mean
 from laconic.wrappers import Clip
 
@@ -81,6 +82,7 @@ class ParameterAverager:
         self.driver = driver.private()
         self.method = difference_method(how)
         self.weight = weight
+        load_kernels(self.method, self.driver.world_size, parameters.values())
         self._lossless = self.method.compressor.lossless
         self._streams = [Stream(part) for part in by_kind(parameters)]
         whole = not (self._lossless or self.method.compressor.propagates)

@@ -21,6 +21,7 @@ from laconic.parsing import Method, method
 from laconic.passes import at_end, next_order, warn_of_skip
 from laconic.sparserows import sparse_parameters
 from laconic.traffic import Traffic
+from laconic.warming import load_kernels
 
 __all__ = ["DDPHook", "register"]
 
@@ -105,6 +106,7 @@ class DDPHook:
         self._ddp = weakref.ref(ddp)  # which holds this hook where Python's garbage collector cannot look
         module: nn.Module = ddp.module
         self._driver = Driver.own(ddp.process_group, timeout_s=timeout_s)
+        load_kernels(how, self._driver.world_size, module.parameters())
         described = {**versions(), "method": how.text, "skip_bad_steps": skip_bad_steps}
         compare(self._driver, described, next(module.parameters()).device)
         self._names = {id(p): name for name, p in module.named_parameters()}

@@ -37,6 +37,7 @@ from laconic.stepend import Outcome
 from laconic.tracing import MAX_EVENTS, Tracing
 from laconic.traffic import Traffic
 from laconic.uneven import Uneven
+from laconic.warming import load_kernels
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "distribute"]
 
@@ -139,11 +140,17 @@ class GradientSync(Uneven):
         self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
         refuse_taken(self._model, self._optimizers)
         check_interval(check_every, repair)
-        synced_parameters(self._model, self._optimizers)  # complain before any connection is made
+        parameters = synced_parameters(self._model, self._optimizers)  # complain before connecting
         assign({}, bucket_bytes)
         join(timeout_s=timeout_s)
         self._group = group
         self._driver = Driver.own(group, timeout_s=timeout_s)
+        load_kernels(
+            self.method,
+            self._driver.world_size,
+            parameters.values(),
+            checks=check_every > 0,
+        )
         self._bucket_bytes = bucket_bytes
         self._enabled, self._closed, self._finite = True, False, True
         self._check_every = check_every

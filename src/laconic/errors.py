@@ -32,6 +32,7 @@ __all__ = [
     "TensorTypeError",
     "WireError",
     "bad_value",
+    "check_count",
     "first_line",
 ]
 
@@ -122,3 +123,19 @@ def first_line(error: BaseException) -> str:
         'too large'
     """
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def check_count(
+    name: str, got: int, advice: str, error: type[ConfigError] = ConfigError, *, most: int = 2**31 - 1
+) -> None:
+    """Refuse a count outside [1, most]; kernels add such counts to places in 64 bits without wrapping.
+
+    Example:
+        >>> check_count("block", 2**40, "use 1024")
+        Traceback (most recent call last):
+        laconic.errors.ConfigError: block must be at most 2147483647, got 1099511627776: use 1024
+    """
+    if not got >= 1:
+        raise bad_value(name, "must be at least 1", got, advice, error)
+    if got > most:
+        raise bad_value(name, f"must be at most {most}", got, advice, error)

@@ -23,6 +23,7 @@ WRAPPER_KEYS: dict[str, type] = {
     "clip_value": float,
     "clip_norm": float,
 }
+_WORD = 1 << 63  # a seed may have 64 bits; counts have narrower bounds of their own
 _TRUTH = {
     "true": True,
     "yes": True,
@@ -136,10 +137,13 @@ def _parse(entry: Entry, rest: str) -> dict[str, Any]:
 
 def _value(name: str, key: str, kind: type, value: str) -> Any:
     try:
-        return _TRUTH[value.lower()] if kind is bool else kind(value)
+        parsed = _TRUTH[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError) as cause:
         wanted = "true or false" if kind is bool else f"of type {kind.__name__}"
         raise MethodError(f"{name}: {key} must be {wanted}, got {value!r}: correct the value") from cause
+    if kind is int and not -_WORD <= parsed < _WORD:
+        raise MethodError(f"{name}: {key} must be from -2^63 to 2^63 - 1, got {value}: correct the value")
+    return parsed
 
 
 def _canonical(entry: Entry, codec: Compressor, given: Mapping[str, Any]) -> str:

@@ -128,6 +128,8 @@ class Tracing:
     def _check_path(self) -> None:
         if self.driver.rank != 0:
             return
+        if os.path.isdir(self.path):
+            raise ConfigError(f"the trace must be a file, got the folder {self.path}: give another")
         try:
             with open(f"{self.path}.part", "w"):
                 pass

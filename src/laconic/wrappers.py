@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic.compressor import Compressor, Exchange, Site, State
 from laconic.compressors.identity import Identity
 from laconic.direct import direct_means
-from laconic.errors import MethodError, bad_value
+from laconic.errors import MethodError, bad_value, check_count
 from laconic.wire import Rounds, settle, together
 
 __all__ = ["Clip", "PerSize", "Warmup"]
@@ -66,6 +66,10 @@ class _Wrapper(Compressor):
     def detects(self, world_size: int) -> bool:
         """As inside."""
         return self.inner.detects(world_size)
+
+    def settles(self, world_size: int) -> bool:
+        """As inside: what acts on x before it is compressed leaves the residual's memory alone."""
+        return self.inner.settles(world_size)
 
     def init(self, like: Tensor, site: Site) -> State:
         """Create the state of the compressor inside."""
@@ -133,10 +137,10 @@ class Warmup(_Wrapper):
 
     Args:
         inner: what compresses afterwards.
-        steps: number of dense exchanges, at least 1; skipped (non-finite) steps do not count.
+        steps: number of dense exchanges, 1 to 2^31 - 1; skipped (non-finite) steps do not count.
 
     Raises:
-        MethodError: steps below 1.
+        MethodError: steps outside its range.
 
     Example:
         >>> from laconic.compressors.topk import TopK
@@ -150,10 +154,7 @@ class Warmup(_Wrapper):
     dense: Compressor = field(default_factory=Identity, repr=False)
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise bad_value(
-                "warmup_steps", "must be at least 1", self.steps, "leave it out for none", MethodError
-            )
+        check_count("warmup_steps", self.steps, "leave it out for none", MethodError)
 
     def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
         """Choose by the step, which is equal on every rank."""
@@ -171,10 +172,10 @@ class PerSize(_Wrapper):
 
     Args:
         inner: what compresses the large tensors.
-        below: number of elements from which a tensor is compressed, at least 1.
+        below: number of elements from which a tensor is compressed, 1 to 2^31 - 1.
 
     Raises:
-        MethodError: below is less than 1.
+        MethodError: below is outside its range.
 
     Example:
         >>> import torch
@@ -188,10 +189,7 @@ class PerSize(_Wrapper):
     below: int = 0
 
     def __post_init__(self) -> None:
-        if self.below < 1:
-            raise bad_value(
-                "dense_below", "must be at least 1", self.below, "leave it out for none", MethodError
-            )
+        check_count("dense_below", self.below, "leave it out for none", MethodError)
 
     def one_round(self, world_size: int) -> bool:
         """Small and large tensors travel in collectives of their own."""

@@ -22,7 +22,7 @@ CASES = {
     "missing folder": (["train", "--task", "mnist", "--data", "nowhere"], "nowhere: expected a folder"),
     "missing text": (["train", "--task", "text", "--data", "nowhere.txt"], "nowhere.txt"),
     "negative epochs": (["train", "--epochs", "-1"], "--epochs must be at least 0"),
-    "bad batch": (["train", "--batch-size", "0"], "batch_size must be"),
+    "bad batch": (["train", "--batch-size", "0"], "--batch-size must be at least 1"),
     "bad rate": (["train", "--lr", "0"], "lr must be finite and > 0"),
     "bad momentum": (["train", "--momentum", "1"], "momentum must be in [0, 1)"),
     "bad decay": (["train", "--weight-decay", "-1"], "weight_decay must be"),
@@ -46,6 +46,33 @@ CASES = {
         "unknown method 'foo'",
     ),
     "tensor of nothing": (["methods", "--size", "0"], "--size must be at least 1"),
+    "no size at all": (["methods", "--size", ""], "--size"),
+    "not a count": (["methods", "--size", "nan"], "--size"),
+    "size beyond memory": (["methods", "--size", "99999999999999"], "--size must be at most 2147483647"),
+    "size times workers": (
+        ["methods", "--size", "2000000000", "--workers", "1000"],
+        "--size times --workers must be at most 1073741824",
+    ),
+    "a crowd": (["methods", "--workers", "1000000"], "--workers must be at most 1024"),
+    "a million processes": (["train", "--workers", "1000000"], "--workers must be at most 4096"),
+    "block beyond int64": (["train", "--method", f"sign:block={10**22}"], "sign: block must be from -2^63"),
+    "block beyond int32": (
+        ["train", "--method", "qsgd:block=4294967296"],
+        "block must be at most 2147483647",
+    ),
+    "rank beyond int32": (["train", "--method", "powersgd:rank=2147483648"], "rank must be at most"),
+    "seed beyond int64": (["train", "--method", f"randomk:seed=-{10**22}"], "seed must be from -2^63"),
+    "no number": (["train", "--method", "topk:ratio=nan"], "ratio must be in (0, 1], got nan"),
+    "no method": (["train", "--method", ""], "unknown method ''"),
+    "endless": (["train", "--epochs", f"{10**25}"], "--epochs must be at most"),
+    "everything at once": (["train", "--batch-size", f"{10**25}"], "--batch-size must be at most"),
+    "patient": (["train", "--timeout-s", "1e300"], "--timeout-s must be above 0 and at most 31536000"),
+    "no time": (["train", "--timeout-s", "nan"], "--timeout-s must be above 0"),
+    "many threads": (["train", "--threads", "100000"], "--threads must be at most 1024"),
+    "more threads": (["train", "--threads", "99999999999"], "--threads must be at most 1024"),
+    "out is empty": (["train", "--out", ""], "'--out': it is empty"),
+    "data is empty": (["train", "--task", "text", "--data", ""], "'--data': it is empty"),
+    "trace is empty": (["train", "--trace", ""], "'--trace': it is empty"),
 }
 
 
@@ -56,6 +83,11 @@ def test_one_line_and_status_2(case, here):
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("laconic: error: ")
     assert reason in err
+
+
+def test_a_trace_is_no_folder(here, tmp_path):
+    status, _, err = here("train", "--epochs", "0", "--trace", tmp_path)
+    assert (status, err.count("\n"), "the trace must be a file, got the folder" in err) == (2, 1, True)
 
 
 def test_debug_shows_the_traceback(here, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from laconic.errors import ConfigError
-from laconic.kernels import backend, cpu_jit, dispatch
+from laconic.kernels import backend, cpu_jit, dispatch, dispatch_dense, dispatch_sparse
 from laconic.kernels.backend import pick
 
 
@@ -68,3 +68,25 @@ def test_kernels_run_where_no_cache_can_be_kept(monkeypatch):
 def test_importing_laconic_imports_no_numba():
     code = "import sys, laconic, laconic.kernels.dispatch; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("numel", [1 << 31, (1 << 31) + 1])
+@pytest.mark.parametrize(
+    ("module", "decode"),
+    [
+        (dispatch_sparse, lambda payload, n: dispatch.scatter_mean([payload], n)),
+        (dispatch_dense, lambda payload, n: dispatch.sign_decode_mean([payload], 1024, [n])),
+        (dispatch_dense, lambda payload, n: dispatch.qsgd_decode_mean([payload], 4, 512, [n])),
+    ],
+)
+def test_numba_makes_no_mean_whose_places_an_int32_cannot_hold(monkeypatch, module, decode, numel):
+    """Without `out`, nothing of that length exists when the version is chosen; int32 places would wrap."""
+    chosen = []
+
+    def instead(*args, **options):
+        chosen.append(pick(*args, **options).__module__)
+        return lambda *_: torch.zeros(0)  # allocates nothing of that length
+
+    monkeypatch.setattr(module, "pick", instead)
+    decode((torch.zeros(1, dtype=torch.int32), torch.zeros(1)), numel)
+    assert ("reference" in chosen[0]) == (numel > 1 << 31)

@@ -7,7 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
+from laconic.compressor import Site
+from laconic.compressors.qsgd import QSGD
+from laconic.compressors.sign import Sign
 from laconic.errors import ConfigError, WireError
 from laconic.kernels import cpu_quantize, cpu_sign, cpu_values, dispatch
 from laconic.kernels import reference_quantize as plain_quantize
@@ -159,6 +163,35 @@ def test_the_hash_is_uniform_and_independent_over_places_and_seeds():
     for other in (*others, u.roll(1), u.roll(2), u.roll(1024)):
         correlation = float(((u - 0.5) * (other - 0.5)).mean() * 12)
         assert abs(correlation) < 5 / math.sqrt(n)
+
+
+CODES = {
+    "sign": lambda x, r, n: dispatch.sign_encode_feedback(x, r, 64, [n]),
+    "qsgd": lambda x, r, n: dispatch.qsgd_encode_feedback(x, r, 4, 64, [n], seed=3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("encode", CODES.values(), ids=CODES)
+def test_nothing_to_add_is_the_same_as_zeros(encode, dtype):
+    x = data(1000, "normal", 0)[0].to(dtype)
+    with_zeros, alone = x.clone(), x.clone()
+    same(encode(torch.zeros_like(x), with_zeros, 1000), encode(None, alone, 1000))
+    assert torch.equal(with_zeros, alone)
+    assert not torch.equal(alone, x)
+    with pytest.raises(ConfigError, match="x and residual are both None: give what is to be sent"):
+        encode(None, None, 1000)
+
+
+@pytest.mark.parametrize("method", [Sign(), QSGD()])
+def test_encoding_in_place_allocates_no_second_tensor(method):
+    """Zeros to add to 2^20 elements would take 4 MiB."""
+    x = data(1 << 20, "normal", 0)[0]
+    site = Site(shapes=(x.shape,))
+    method.encode_error(x, None, site)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        method.encode_error(x, None, site)
+    assert sum(max(0, event.self_cpu_memory_usage) for event in seen.events()) < 1 << 20
 
 
 def test_payloads_of_another_size_are_refused():

@@ -1,9 +1,14 @@
 """Methods as text."""
 
+from dataclasses import fields
+from typing import get_type_hints
+
 import pytest
 
 import laconic
 from laconic.errors import MethodError
+from laconic.parsing import WRAPPER_KEYS
+from laconic.registry import entries
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,27 @@ def test_text_is_canonical_and_makes_itself_again(text, canonical):
 def test_wrong_text_is_named(text, says):
     with pytest.raises(MethodError, match=says):
         laconic.method(text)
+
+
+def _integer_keys():
+    """Every integer key of every method, from the registry: a new method's are in it by themselves."""
+    for name, entry in entries().items():
+        hints = get_type_hints(entry.compressor) | WRAPPER_KEYS
+        own = {f.name for f in fields(entry.compressor)} - set(entry.preset)
+        yield from (f"{name}:{key}" for key in sorted(own | set(WRAPPER_KEYS)) if hints[key] is int)
+
+
+@pytest.mark.parametrize("key", list(_integer_keys()))
+def test_every_integer_has_bounds(key):
+    """Beyond 64 bits, the parser refuses all; from 2^31 on, every count is refused."""
+    for huge in (10**22, -(10**22)):
+        with pytest.raises(
+            MethodError, match=r"must be from -2\^63 to 2\^63 - 1, got -?10+: correct the value"
+        ):
+            laconic.method(f"{key}={huge}")
+    if not key.endswith("seed"):
+        with pytest.raises(MethodError, match=r"must be (at most 2147483647|2 to 8), got 2147483648"):
+            laconic.method(f"{key}={2**31}")
 
 
 def test_feedback_is_on_for_the_biased_ones_and_can_be_turned_off():

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from laconic.cli.plan import check_at_least_1
+from laconic.cli.plan import check_option
 from laconic.cli.report import console
+from laconic.errors import bad_value
 from laconic.parsing import WRAPPER_KEYS, Method, method, methods
 from laconic.registry import Entry, entries
 from laconic.simulate import exchange
@@ -20,6 +21,8 @@ from laconic.wire import Op
 __all__ = ["Cost", "cost", "run"]
 
 _DENSE_BYTES = 4  # float32
+_MOST_WORKERS = 1024
+_MOST_ELEMENTS = 1 << 30  # 4 GiB, of which some methods make two more copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,11 @@ class Cost:
 
 def run(size: int, workers: int) -> int:
     """Print the methods, and return the exit status."""
-    check_at_least_1("--size", size)
-    check_at_least_1("--workers", workers)
+    check_option("--size", size)
+    check_option("--workers", workers, _MOST_WORKERS)
+    if size * workers > _MOST_ELEMENTS:
+        rule = f"times --workers must be at most {_MOST_ELEMENTS}, for each is simulated with its numbers"
+        raise bad_value("--size", rule, size, f"use {_MOST_ELEMENTS // workers} or less")
     screen, rows = console(), _nearly_square(size)[0]
     title = (
         f"one float32 tensor of {size:,} elements ({rows} rows), {workers} workers; bytes per step and worker"

@@ -30,6 +30,14 @@ __all__ = [
 
 _WORK, _RECIPE, _RUN = "What to train", "Recipe (default: the task's own)", "How to run"
 
+
+def _path(text: str) -> Path:
+    """Refuse the empty text that `--out "$UNSET"` gives: as a path it would be the current folder."""
+    if not text:
+        raise typer.BadParameter("it is empty; give a path")
+    return Path(text)
+
+
 TaskName = Annotated[
     str,
     typer.Option("--task", metavar="digits|mnist|text", help="Data set and model.", rich_help_panel=_WORK),
@@ -38,6 +46,7 @@ Data = Annotated[
     Path | None,
     typer.Option(
         "--data",
+        parser=_path,
         metavar="PATH",
         help="mnist: the folder with its four files. text: a UTF-8 file (default: Python's help pages).",
         rich_help_panel=_WORK,
@@ -112,12 +121,15 @@ Device = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="Folder for the results.", rich_help_panel="Files"),
+    typer.Option(
+        "--out", parser=_path, metavar="DIR", help="Folder for the results.", rich_help_panel="Files"
+    ),
 ]
 Trace = Annotated[
     Path | None,
     typer.Option(
         "--trace",
+        parser=_path,
         metavar="FILE",
         help="File for what each worker did when; open it with ui.perfetto.dev.",
         rich_help_panel="Files",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,12 +10,14 @@ import torch
 from laconic import tasks
 from laconic.bucket import assign
 from laconic.cli.options import Options
-from laconic.errors import ConfigError, bad_value
+from laconic.errors import ConfigError, bad_value, check_count
 from laconic.parsing import Method
 from laconic.tasks import Recipe, Task
 
-__all__ = ["Plan", "check_at_least_1", "make_plan"]
+__all__ = ["Plan", "check_option", "make_plan"]
 
+_MOST_THREADS = 1024  # PyTorch crashed with 100,000
+_LONGEST_S = 31_536_000
 _RECIPE_KEYS = ("batch_size", "lr", "momentum", "weight_decay")
 
 
@@ -87,26 +88,29 @@ def make_plan(options: Options, world_size: int) -> Plan:
     )
 
 
-def check_at_least_1(name: str, got: int | None) -> None:
-    """Refuse a count below 1; None is no count.
+def check_option(name: str, got: int | None, most: int = 2**31 - 1) -> None:
+    """Refuse a count that is not in [1, most]; None is no count.
 
     Raises:
         ConfigError: naming the option.
     """
-    if got is not None and got < 1:
-        raise bad_value(name, "must be at least 1", got, "use 1 or more")
+    if got is not None:
+        check_count(name, got, "use 1 or more" if got < 1 else "use less", most=most)
 
 
 def _check(options: Options) -> None:
-    check_at_least_1("--threads", options.threads)
+    check_option("--threads", options.threads, _MOST_THREADS)
     if options.epochs is not None and options.epochs < 0:
         raise bad_value("--epochs", "must be at least 0", options.epochs, "use 0 to evaluate only")
+    check_option("--epochs", options.epochs or None)
+    check_option("--batch-size", options.batch_size)
     if not 0 <= options.seed < 2**63:
         raise bad_value("--seed", "must be from 0 to 2^63 - 1", options.seed, "use 0, 1, 2, ...")
     if options.shards not in ("contiguous", "shuffled"):
         raise bad_value("--shards", "must be contiguous or shuffled", options.shards, "choose one of the two")
-    if not 0 < options.timeout_s < math.inf:
-        raise bad_value("--timeout-s", "must be finite and above 0", options.timeout_s, "leave it at 300")
+    if not 0 < options.timeout_s <= _LONGEST_S:
+        rule = f"must be above 0 and at most {_LONGEST_S} (a year)"
+        raise bad_value("--timeout-s", rule, options.timeout_s, "leave it at 300")
     if options.device not in ("cpu", "cuda"):
         raise bad_value("--device", "must be cpu or cuda", options.device, "choose one of the two")
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from laconic.cli.options import Options
-from laconic.cli.plan import check_at_least_1
+from laconic.cli.plan import check_option
 from laconic.drive import Driver
 from laconic.errors import ConfigError
 from laconic.groups import World, detect, init, run_local
@@ -19,6 +19,7 @@ from laconic.totals import agree
 __all__ = ["in_ranks"]
 
 T = TypeVar("T")
+_MOST_WORKERS = 4096  # processes on one machine, some 200 MB each
 
 
 def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, Driver], int]) -> int:
@@ -36,9 +37,10 @@ def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, D
         ConfigError: `--workers` contradicts the launcher.
         LaconicError: whatever `prepare` or `body` raised.
     """
-    check_at_least_1("--workers", options.workers)
+    check_option("--workers", options.workers)
     world = detect(os.environ)
     if world.launcher == "alone" and options.workers is not None and options.workers > 1:
+        check_option("--workers", options.workers, _MOST_WORKERS)
         prepare(options.workers)
         argv = [sys.executable, "-m", "laconic", *sys.argv[1:]]
         return run_local(argv, options.workers, timeout_s=options.timeout_s)

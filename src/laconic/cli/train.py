@@ -12,7 +12,7 @@ from pathlib import Path
 from laconic.cli.folder import RunFolder, make_folder
 from laconic.cli.loop import Trainer
 from laconic.cli.options import Options
-from laconic.cli.plan import Plan, check_at_least_1, make_plan
+from laconic.cli.plan import Plan, check_option, make_plan
 from laconic.cli.ranks import in_ranks
 from laconic.cli.report import Display, headline, megabytes, percent, row_line
 from laconic.cli.rows import Row
@@ -67,8 +67,8 @@ def run(job: Job) -> int:
 
 def _prepare(job: Job, world_size: int) -> _Ready:
     how = method(job.method)
-    check_at_least_1("--save-every", job.save_every)
-    check_at_least_1("--save-steps", job.save_steps)
+    check_option("--save-every", job.save_every)
+    check_option("--save-steps", job.save_steps)
     for name, given in (("--resume", job.resume), ("--save-steps", job.save_steps is not None)):
         if given and job.out is None:
             raise ConfigError(f"{name} needs --out: give the folder of the run")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic.compressor import Compressor, Exchange, Site, State, all_bounded, require_floating
 from laconic.direct import direct_means
-from laconic.errors import MethodError, bad_value
+from laconic.errors import MethodError, check_count
 from laconic.kernels.dispatch_lowrank import Place, expand, project_columns, project_rows
 from laconic.linalg import orthogonalize
 from laconic.wire import Rounds, settle
@@ -38,12 +38,12 @@ class PowerSGD(Compressor):
     float64), two all-reduces, whatever the number of ranks.
 
     Args:
-        rank: largest rank of an approximation, at least 1; 1 to 4 are usual.
+        rank: largest rank of an approximation, 1 to 2^31 - 1; 1 to 4 are usual.
         warm_start: whether to start from the last Q (state "q/i" for tensor i) instead of a random one.
         seed: of the random Q; any integer, the same on every rank.
 
     Raises:
-        MethodError: rank below 1.
+        MethodError: rank outside its range.
 
     Example:
         >>> import torch
@@ -66,8 +66,7 @@ class PowerSGD(Compressor):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise bad_value("rank", "must be at least 1", self.rank, "use 4", MethodError)
+        check_count("rank", self.rank, "use 4", MethodError)
 
     @classmethod
     def examples(cls) -> Iterator[PowerSGD]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.compressor import Codec, Exchange, Payload, Site, State, all_bounded
-from laconic.errors import MethodError, bad_value
+from laconic.errors import MethodError, bad_value, check_count
 from laconic.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
 from laconic.twophase import FEWEST_RANKS, chunks_for, two_phase
 from laconic.wire import Rounds
@@ -34,7 +34,7 @@ class QSGD(Codec):
 
     Args:
         bits: bits an element, sign included, 2 to 8; 2 bits are the three levels of TernGrad.
-        block: elements a block, at least 1; the last block may be shorter.
+        block: elements a block, 1 to 2^31 - 1; the last block may be shorter.
         seed: of the rounding; any integer.
 
     Raises:
@@ -60,8 +60,7 @@ class QSGD(Codec):
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
             raise bad_value("bits", "must be 2 to 8", self.bits, "use 4; 'sign' sends 1 bit", MethodError)
-        if self.block < 1:
-            raise bad_value("block", "must be at least 1", self.block, "use 512", MethodError)
+        check_count("block", self.block, "use 512", MethodError)
 
     @classmethod
     def examples(cls) -> Iterator[QSGD]:
@@ -88,8 +87,6 @@ class QSGD(Codec):
 
     def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
         """Add, encode and leave the rest in x, in one pass over each block."""
-        if residual is None:
-            residual = x.new_zeros(1).expand(x.numel())
         # the sum is the same either way round, and x's memory takes what is left
         key = self._key(site)
         return qsgd_encode_feedback(residual, x, self.bits, self.block, site.numels, key), x

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.compressor import Codec, Exchange, Payload, Site, State, all_bounded, average_of
-from laconic.errors import MethodError, bad_value
+from laconic.errors import MethodError, check_count
 from laconic.kernels.dispatch import sign_decode_mean, sign_encode_feedback
 from laconic.kernels.reference import block_views, unpack_bits
 from laconic.twophase import FEWEST_RANKS, chunks_for, two_phase
@@ -32,12 +32,12 @@ class Sign(Codec):
     allows, and the owner of a chunk keeps what that loses.
 
     Args:
-        block: elements a block, at least 1; blocks do not span tensors, so a tensor's last may be shorter.
+        block: elements a block, 1 to 2^31 - 1; blocks do not span tensors, so a tensor's last may be shorter.
         majority: whether the average is `mean_r(scale_r) * sign(sum_r sign(x_r))`, the ranks' vote (a tie
             is 0), instead of the mean of what the ranks sent. Residuals stay those of the rank's own message.
 
     Raises:
-        MethodError: block below 1.
+        MethodError: block outside its range.
 
     Example:
         >>> import torch
@@ -59,8 +59,7 @@ class Sign(Codec):
     majority: bool = False
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise bad_value("block", "must be at least 1", self.block, "use 1024", MethodError)
+        check_count("block", self.block, "use 1024", MethodError)
 
     @classmethod
     def examples(cls) -> Iterator[Sign]:
@@ -105,8 +104,6 @@ class Sign(Codec):
 
     def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
         """Add, encode and leave the rest in x, in one pass over each block."""
-        if residual is None:
-            residual = x.new_zeros(1).expand(x.numel())
         # the sum is the same either way round, and x's memory takes what is left
         return sign_encode_feedback(residual, x, self.block, site.numels), x
 

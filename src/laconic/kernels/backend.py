@@ -18,13 +18,13 @@ from torch import Tensor
 
 from laconic.errors import ConfigError, TensorTypeError
 
-__all__ = ["check_out", "matching", "pick", "present", "wanted"]
+__all__ = ["check_out", "corrected", "length_of", "matching", "pick", "present", "wanted"]
 
 _CHOICES = ("reference", "numba", "triton")
 _MOST = 1 << 31  # elements, whose places an int32 holds
 
 
-def pick(family: str, name: str, *tensors: Tensor) -> Callable[..., Any]:
+def pick(family: str, name: str, *tensors: Tensor, numel: int = 0) -> Callable[..., Any]:
     """Return the version of a function that suits some tensors.
 
     numba is imported on the first call that needs it, never with Laconic; without it the reference runs, and
@@ -34,6 +34,7 @@ def pick(family: str, name: str, *tensors: Tensor) -> Callable[..., Any]:
         family: the modules' common name, such as "sign" for `reference_sign` and `cpu_sign`.
         name: the function.
         tensors: what it will work on.
+        numel: elements of a result that is not among the tensors.
 
     Raises:
         ConfigError: LACONIC_KERNELS has an unknown value, or asks for what is not installed.
@@ -47,7 +48,8 @@ def pick(family: str, name: str, *tensors: Tensor) -> Callable[..., Any]:
         raise ConfigError(f"LACONIC_KERNELS must be one of {list(_CHOICES)}, got {asked!r}: or leave it out")
     if asked == "triton" and all(t.is_cuda for t in tensors):
         return _triton(family, name)
-    if asked != "reference" and all(map(_suits_numba, tensors)) and _numba_runs(asked == "numba"):
+    suits = numel <= _MOST and all(map(_suits_numba, tensors))
+    if asked != "reference" and suits and _numba_runs(asked == "numba"):
         return _load("cpu", family, name)
     return _load("reference", family, name)
 
@@ -131,8 +133,35 @@ def matching(x: Tensor, residual: Tensor | None) -> Tensor:
     return x.to(residual.dtype).contiguous()
 
 
+def corrected(x: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Return `x + residual` in residual's memory, or the only one that there is.
+
+    Example:
+        >>> corrected(torch.ones(2), torch.ones(2)), corrected(None, torch.ones(1))
+        (tensor([2., 2.]), tensor([1.]))
+    """
+    if x is None or residual is None:
+        return present(x, residual)[0]
+    return residual.add_(x)
+
+
+def length_of(x: Tensor | None, residual: Tensor | None) -> int:
+    """Return the number of elements that both have.
+
+    Raises:
+        ConfigError: neither is there.
+
+    Example:
+        >>> length_of(None, torch.ones(3))
+        3
+    """
+    for t in present(x, residual):
+        return t.numel()
+    raise ConfigError("x and residual are both None: give what is to be sent")
+
+
 def check_out(payloads: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor | None) -> Tensor:
-    """Return a tensor of the kind that the mean of some payloads will be.
+    """Return a tensor of the kind that the mean of some payloads will be: out, or an empty one.
 
     Raises:
         ConfigError: there are no payloads, or out has another shape.

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import numba
 import numpy as np
 import torch
+from llvmlite import __version__ as llvmlite_version  # type: ignore[import-untyped]
+from llvmlite.binding import get_host_cpu_name  # type: ignore[import-untyped]
 from numba import carray, njit  # type: ignore[attr-defined]
 from torch import Tensor
 
 from laconic.errors import WireError
 from laconic.kernels.cpu_lanes import as_pointer, load_word
+from laconic.kernels.host_cache import folder, once_per_host
 
 __all__ = [
     "CHUNK",
@@ -36,9 +40,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def kernel(function: F) -> F:
     """Compile on first use, without the interpreter's lock and without reordering any floating-point sum.
 
-    The machine code is kept beside the source, or in the user's cache folder; where neither can be written,
-    every process compiles for itself. numba notices a change of the file that a kernel is in, but not of a
-    file that it calls: after editing this one, delete `__pycache__`.
+    The machine code is kept on disk, see `host_cache`; where nothing can be written, every process compiles
+    for itself.
 
     Args:
         function: what to compile; `kernel(f).py_func` is f.
@@ -71,10 +74,19 @@ def reordering(function: F) -> F:
 def _compiled(function: F, **more: Any) -> F:
     settings: Any = {"nogil": True, "boundscheck": False, "error_model": "numpy", **more}
     compiler: Any = njit  # numba's own types differ from version to version
-    try:
-        return cast(F, compiler(cache=True, **settings)(function))
-    except RuntimeError:  # no folder for the cache
+    config: Any = numba.config
+    place = folder(config.CACHE_DIR, (numba.__version__, llvmlite_version, get_host_cpu_name()))
+    if place is None:
         return cast(F, compiler(**settings)(function))
+    before, config.CACHE_DIR = config.CACHE_DIR, str(place)  # numba reads it when a kernel is made
+    try:
+        dispatcher = compiler(cache=True, **settings)(function)
+    except RuntimeError:  # numba finds no way to keep it, as for a function that is in no file
+        return cast(F, compiler(**settings)(function))
+    finally:
+        config.CACHE_DIR = before
+    once_per_host(dispatcher, place)
+    return cast(F, dispatcher)
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laconic.kernels.backend import length_of
 from laconic.kernels.cpu_jit import addresses, array_at, bits_of, divide, kernel, one_over, peek, put, view
 from laconic.kernels.reference import packed_bytes
 from laconic.kernels.reference_quantize import hash_keys, levels_of
@@ -21,17 +22,17 @@ _U32 = np.uint32
 
 
 def qsgd_encode_feedback(
-    x: Tensor, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
+    x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
 ) -> tuple[Tensor, Tensor]:
     """Round at random, and leave the error in residual; see `dispatch`."""
-    n, levels = x.numel(), levels_of(bits)
-    scales = torch.empty(block_count(block, numels, n))
+    n, levels = sum(numels), levels_of(bits)
+    scales = torch.empty(block_count(block, numels, length_of(x, residual)))
     words = np.empty(n * bits // 32 + 2, np.uint32)
-    left = _NONE if residual is None else view(residual)
+    more, left = (_NONE if t is None else view(t) for t in (x, residual))
     keys = np.array(hash_keys(seed), np.uint32)
     codes = _codes(block, numels)
     _encode(
-        view(x),
+        more,
         left,
         bits,
         np.float32(levels),
@@ -65,12 +66,11 @@ def _encode(
         end = start + numel
         while start < end:
             stop = min(start + block, end)
-            v = x[start:stop]
-            if residual.size:
-                left = residual[start:stop]
+            v = residual[start:stop] if residual.size else x[start:stop]
+            if residual.size and x.size:
+                more = x[start:stop]
                 for i in range(v.size):
-                    left[i] += v[i]
-                v = left
+                    v[i] += more[i]
             scale = _largest(v)
             _quantize(v, scale, levels, start, keys, codes)
             if residual.size:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laconic.kernels.backend import length_of
 from laconic.kernels.cpu_jit import (
     addresses,
     array_at,
@@ -29,14 +30,14 @@ _NONE = np.empty(0, np.float32)
 
 
 def sign_encode_feedback(
-    x: Tensor, residual: Tensor | None, block: int, numels: Sequence[int]
+    x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Send signs and mean magnitudes, and leave the error in residual; see `dispatch`."""
-    n = x.numel()
-    scales = torch.empty(block_count(block, numels, n))
+    n = sum(numels)
+    scales = torch.empty(block_count(block, numels, length_of(x, residual)))
     words = np.empty(n // 32 + 1, np.uint32)
-    left = _NONE if residual is None else view(residual)
-    _encode(view(x), left, block, np.array(numels, np.int64), words, view(scales))
+    more, left = (_NONE if t is None else view(t) for t in (x, residual))
+    _encode(more, left, block, np.array(numels, np.int64), words, view(scales))
     return torch.from_numpy(words.view(np.uint8)[: packed_bytes(n, 1)]), scales
 
 
@@ -49,12 +50,11 @@ def _encode(x: Any, residual: Any, block: int, numels: Any, words: Any, scales: 
         end = start + numel
         while start < end:
             stop = min(start + block, end)
-            v = x[start:stop]
-            if residual.size:
-                left = residual[start:stop]
+            v = residual[start:stop] if residual.size else x[start:stop]
+            if residual.size and x.size:
+                more = x[start:stop]
                 for i in range(v.size):
-                    left[i] += v[i]
-                v = left
+                    v[i] += more[i]
             scale = mean_magnitude(v, lanes)
             for i in range(0, v.size, 32):
                 width = min(v.size - i, 32)

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def sign_encode_feedback(
-    x: Tensor, residual: Tensor | None, block: int, numels: Sequence[int]
+    x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Send signs and mean magnitudes: `v = x + r`, `scale = mean|v|` of a block, `r' = v - scale sign(v)`.
 
@@ -29,7 +29,7 @@ def sign_encode_feedback(
     every machine.
 
     Args:
-        x: flat tensor (n,); left alone.
+        x: flat tensor (n,); left alone. None where all that is to send is in residual.
         residual: flat tensor (n,), overwritten; None for none.
         block: elements a scale; blocks never span tensors, so a tensor's last may be shorter.
         numels: lengths of the tensors that lie one after another in x.
@@ -38,14 +38,14 @@ def sign_encode_feedback(
         Bits, uint8 (ceil(n / 8),), lowest first, set for `v >= 0`; scales, float32, one a block.
 
     Raises:
-        ConfigError: block below 1, or lengths that do not fit.
+        ConfigError: block below 1, lengths that do not fit, or neither x nor residual.
         TensorTypeError: a tensor is not flat and floating.
 
     Example:
         >>> sign_encode_feedback(torch.tensor([3.0, -1.0, 0.5]), None, block=2, numels=[3])
         (tensor([5], dtype=torch.uint8), tensor([2.0000, 0.5000]))
     """
-    x = matching(x, residual)
+    x = matching(x, residual) if x is not None else None
     function = pick("sign", "sign_encode_feedback", *present(x, residual))
     bits, scales = function(x, residual, block, numels)
     return bits, scales
@@ -71,13 +71,14 @@ def sign_decode_mean(
         >>> sign_decode_mean([payload], block=2, numels=[3])
         tensor([ 2.0000, -2.0000,  0.5000])
     """
-    kind = check_out(payloads, sum(numels), out)
-    total: Tensor = pick("sign", "sign_decode_mean", kind)(payloads, block, numels, out)
+    n = sum(numels)
+    kind = check_out(payloads, n, out)
+    total: Tensor = pick("sign", "sign_decode_mean", kind, numel=n)(payloads, block, numels, out)
     return total
 
 
 def qsgd_encode_feedback(
-    x: Tensor, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
+    x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
 ) -> tuple[Tensor, Tensor]:
     """Send integers: `code = floor(s v / m + u) + s`, `v = x + r`, `m = max|v|` of a block.
 
@@ -86,7 +87,7 @@ def qsgd_encode_feedback(
     infinite or NaN element has such a scale.
 
     Args:
-        x: flat tensor (n,); left alone.
+        x: flat tensor (n,); left alone. None where all that is to send is in residual.
         residual: flat tensor (n,), overwritten; None for none.
         bits: bits an element, 2 to 8.
         block: elements a scale; blocks never span tensors.
@@ -97,14 +98,14 @@ def qsgd_encode_feedback(
         Codes, uint8 (ceil(n bits / 8),), lowest bit first; scales m, float32, one a block.
 
     Raises:
-        ConfigError: bits or block outside its range, or lengths that do not fit.
+        ConfigError: bits or block outside its range, lengths that do not fit, or neither x nor residual.
         TensorTypeError: a tensor is not flat and floating.
 
     Example:
         >>> qsgd_encode_feedback(torch.tensor([1.0, -1.0, 0.0]), None, bits=2, block=4, numels=[3], seed=0)
         (tensor([18], dtype=torch.uint8), tensor([1.]))
     """
-    x = matching(x, residual)
+    x = matching(x, residual) if x is not None else None
     function = pick("quantize", "qsgd_encode_feedback", *present(x, residual))
     codes, scales = function(x, residual, bits, block, numels, seed)
     return codes, scales
@@ -135,8 +136,9 @@ def qsgd_decode_mean(
         >>> qsgd_decode_mean([payload], bits=2, block=4, numels=[3])
         tensor([ 1., -1.,  0.])
     """
-    kind = check_out(payloads, sum(numels), out)
-    total: Tensor = pick("quantize", "qsgd_decode_mean", kind)(payloads, bits, block, numels, out)
+    n = sum(numels)
+    kind = check_out(payloads, n, out)
+    total: Tensor = pick("quantize", "qsgd_decode_mean", kind, numel=n)(payloads, bits, block, numels, out)
     return total
 
 

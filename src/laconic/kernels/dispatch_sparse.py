@@ -123,7 +123,8 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
         >>> scatter_mean([a, b], n=3)
         tensor([1., 2., 0.])
     """
-    total: Tensor = pick("scatter", "scatter_mean", check_out(vectors, n, out))(vectors, n, out)
+    kind = check_out(vectors, n, out)
+    total: Tensor = pick("scatter", "scatter_mean", kind, numel=n)(vectors, n, out)
     return total
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError
+from laconic.kernels.backend import corrected, length_of
 from laconic.kernels.reference import block_views, pack_bits, unpack_bits
 from laconic.kernels.reference_sign import block_count, check_scales
 
@@ -17,7 +18,7 @@ _WORD = 0xFFFFFFFF
 
 
 def qsgd_encode_feedback(
-    x: Tensor, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
+    x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
 ) -> tuple[Tensor, Tensor]:
     """Round at random, and leave the error in residual; see `dispatch`.
 
@@ -28,8 +29,8 @@ def qsgd_encode_feedback(
         (tensor([2.]), True)
     """
     levels = levels_of(bits)
-    block_count(block, numels, x.numel())
-    v = x if residual is None else residual.add_(x)
+    block_count(block, numels, length_of(x, residual))
+    v = corrected(x, residual)
     u = uniforms(seed, v.numel(), v.device)
     scales = [torch.zeros(0, device=v.device)]
     for rows, y in zip(block_views(v, block, numels), block_views(u, block, numels), strict=True):

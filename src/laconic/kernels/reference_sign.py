@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import ConfigError, WireError
+from laconic.kernels.backend import corrected, length_of
 from laconic.kernels.reference import block_views, pack_bits, unpack_bits
 
 __all__ = ["block_count", "check_scales", "lane_means", "sign_decode_mean", "sign_encode_feedback"]
@@ -16,7 +17,7 @@ _LANES = 64
 
 
 def sign_encode_feedback(
-    x: Tensor, residual: Tensor | None, block: int, numels: Sequence[int]
+    x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Send signs and mean magnitudes, and leave the error in residual; see `dispatch`.
 
@@ -25,8 +26,8 @@ def sign_encode_feedback(
         >>> sign_encode_feedback(torch.tensor([1.0, -3.0]), residual, block=2, numels=[2]), residual
         ((tensor([1], dtype=torch.uint8), tensor([2.])), tensor([-1., -1.]))
     """
-    block_count(block, numels, x.numel())
-    v = x if residual is None else residual.add_(x)
+    block_count(block, numels, length_of(x, residual))
+    v = corrected(x, residual)
     scales = [v.new_zeros(0, dtype=torch.float32)]
     bits = pack_bits((v >= 0).view(torch.uint8), 1)
     for rows in block_views(v, block, numels):

@@ -1,0 +1,84 @@
+"""How long attaching and the first steps take, on 8 ranks of this machine, for every method of the registry.
+
+    python benchmarks/first_step.py [--ranks 8] [METHOD ...]
+
+Bar: with kernels on disk, the first compressed step takes at most twice the median step and 0.5 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from ranks import Ranks
+from torch import nn
+
+import laconic
+
+_STEPS = 12
+_SLACK_S = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("methods", nargs="*")
+    args = parser.parse_args(argv)
+    if "RANK" in os.environ:
+        print(json.dumps(_measure(args.methods[0])))
+        return 0
+    print(f"{args.ranks} ranks, {os.cpu_count()} cores; seconds of the slowest rank")
+    print(f"{'method':<12} {'attach':>8} {'first step':>11} {'median step':>12}  within the bar")
+    late = 0
+    for method in args.methods or laconic.methods():
+        attach, first, median = (max(column) for column in zip(*_run(method, args.ranks), strict=True))
+        good = first <= 2 * median + _SLACK_S
+        late += not good
+        print(
+            f"{method:<12} {attach:8.2f} {first:11.3f} {median:12.3f}  {'yes' if good else 'NO'}", flush=True
+        )
+    return 1 if late else 0
+
+
+def _run(method: str, count: int) -> list[list[float]]:
+    """Return what every rank measured, once each has its kernels on disk."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    more = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(count)}
+    with Ranks(timeout_s=300, echo=False) as ranks:
+        for rank in range(count):
+            env = {**os.environ, **shared, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.start([sys.executable, __file__, method], env)
+        return [json.loads(text.splitlines()[-1]) for text in ranks.wait()]
+
+
+def _measure(method: str) -> list[float]:
+    """Attach to a network of a million parameters, and take a few steps."""
+    laconic.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    start = time.perf_counter()
+    sync = laconic.distribute(model, optimizer, method)
+    attach_s, steps_s = time.perf_counter() - start, []
+    for _ in range(_STEPS):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model(torch.randn(16, 512)).square().mean().backward()
+        optimizer.step()
+        steps_s.append(time.perf_counter() - start)
+    sync.close()
+    return [attach_s, steps_s[0], statistics.median(steps_s)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
