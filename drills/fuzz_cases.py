@@ -332,6 +332,7 @@ class _RollCall:
         if self._presence is None:
             self._presence = Presence(0, "127.0.0.1")
             self._presence.close()
+            self._presence.meet(dict.fromkeys((1, 2, 3), self._presence.card))
         token = json.loads(self._presence.card)[2]
         line = json.dumps({"from": 1, "group": "world", "lost": [2, 3], "to": token}).encode()
         junk = [b"[]", b"3", b'{"to": 1}', b"", b'{"lost": 3, "to": "%s"}' % token.encode()]

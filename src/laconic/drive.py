@@ -17,6 +17,7 @@ from laconic.groups import came, go_on_without, roll_call
 from laconic.packing import pack, pack_rows
 from laconic.pending import All, Pending, Several
 from laconic.pipeline import Pipeline
+from laconic.presence import Presence
 from laconic.subgroups import leave, make_group
 from laconic.timeline import Tracer
 from laconic.traffic import ATTACH, PLAIN, Label, Tally, Traffic
@@ -54,6 +55,9 @@ class Driver:
     Args:
         group: a process group, or None for the default one; where there is none, this process is alone.
         timeout_s: seconds after which a collective counts as lost, above 0.
+
+    Attributes:
+        presence: what tells after a failure who is lost, where that is not the presence that `init` made.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 300.0) -> None:
@@ -66,6 +70,7 @@ class Driver:
         self.world_size: int = 1 if self._groupless else dist.get_world_size(group)
         self.traffic = Traffic(self.rank)
         self.tracer: Tracer | None = None
+        self.presence: Presence | None = None
         self._leave: weakref.finalize[[Any], Driver] | None = None
         self._name = "world" if group is None else str(group.group_name)
 
@@ -133,7 +138,9 @@ class Driver:
         nbytes = dense.numel() * dense.element_size()
         self.traffic.count_broadcast(nbytes, place, self.world_size, label=label)
         start = time.perf_counter()
-        self.await_work(self._issue(lambda: dist.broadcast(dense, sender, self.group, True), what), what)
+        self.await_work(
+            self._issue(lambda: dist.broadcast(dense, sender, self.group, True), what), what, start
+        )
         self.traffic.tally(label, "broadcast").wait_s += time.perf_counter() - start
         if dense is not tensor:
             tensor.copy_(dense)
@@ -158,10 +165,11 @@ class Driver:
         if self.world_size == 1:
             return Driver(self.group, timeout_s=self.timeout_s) if self.rank in part else None
         ranks = [self._global_rank(rank) for rank in part]
+        start = time.perf_counter()
         try:
             group = make_group(self.group, ranks, what, self.timeout_s)
         except RuntimeError as cause:
-            self._lost(f"connection of the rank(s) {', '.join(map(str, ranks))}", cause)
+            self._lost(f"connection of the rank(s) {', '.join(map(str, ranks))}", cause, start)
         if group is None:
             return None
         driver = self._in_own(group)
@@ -175,6 +183,11 @@ class Driver:
         driver._leave = weakref.finalize(driver, leave, group)
         driver._leave.atexit = False  # shutting down is up to whoever made the world
         return driver
+
+    def words_device(self) -> torch.device:
+        """Return where a message that is no part of training must live: NCCL takes CUDA tensors only."""
+        nccl = self.world_size > 1 and dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda" if nccl else "cpu")
 
     def name_of(self, rank: int) -> int:
         """Return the number in the whole world, as in `PeerLost.ranks`, of a rank of this group."""
@@ -193,13 +206,17 @@ class Driver:
             PeerLost: the survivors did not come, or the store that they would meet at was lost, too.
         """
         kept = [rank for rank in dist.get_process_group_ranks(self.group) if rank not in lost]
+        start = time.perf_counter()
         try:
             group = make_group(self.group, kept, "without", 2 * self.timeout_s + 2 * _ROLL_CALL_S)
         except RuntimeError as cause:
-            self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause)
+            self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause, start)
         go_on_without(lost)  # all survivors have met, so none tells of this loss any more
+        if self.presence is not None:
+            self.presence.go_on_without(lost)
         driver = self._in_own(group)
-        driver.traffic, driver.tracer = self.traffic, self.tracer
+        driver.traffic, driver.tracer, driver.presence = self.traffic, self.tracer, self.presence
+        driver.traffic.keep([rank for rank in range(self.world_size) if self.name_of(rank) in kept])
         return driver
 
     def close(self) -> None:
@@ -235,22 +252,25 @@ class Driver:
         if self.tracer is not None:
             self.tracer.add(on, start, end, **label._asdict())
 
-    def await_work(self, work: Any, what: str) -> None:
-        """Wait for a torch.distributed work object within the timeout."""
+    def await_work(self, work: Any, what: str, start: float) -> None:
+        """Wait within the timeout for a torch.distributed work object, asked for at `start`."""
         try:
             if dist.get_backend(self.group) == "nccl":
                 work.wait()  # makes the current stream wait; the group's own timeout watches
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as cause:
-            self._lost(what, cause)
+            self._lost(what, cause, start)
 
     def _issue(self, call: Callable[[], Any], what: str) -> Any:
         came(self._name)
+        if self.presence is not None:
+            self.presence.came[self._name] += 1
+        start = time.perf_counter()
         try:
             return call()
         except RuntimeError as cause:
-            self._lost(what, cause)
+            self._lost(what, cause, start)
 
     def _start_mean(self, tensors: tuple[Tensor, ...], scaled: bool, label: Label) -> Pending:
         flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
@@ -317,10 +337,10 @@ class Driver:
 
         if not theirs.numel():
             return Pending(self, None, finish, "", label, Op.EXCHANGE)
-        what = f"exchange of {mine.numel()} bytes with rank(s) {', '.join(map(str, peers))}"
+        of = self._global_rank
+        what = f"exchange of {mine.numel()} bytes with rank(s) {', '.join(str(of(peer)) for peer in peers)}"
         framed = mine.device.type == "cpu"
         self.traffic.count(Op.EXCHANGE, mine.numel(), self.world_size, peers, label=label, framed=framed)
-        of = self._global_rank
         receives = [
             dist.P2POp(dist.irecv, row, of(peer), self.group) for peer, row in zip(peers, theirs, strict=True)
         ]
@@ -344,17 +364,29 @@ class Driver:
         )
         return self._issue(call, what) if self.world_size > 1 else None
 
-    def _lost(self, what: str, cause: RuntimeError) -> NoReturn:
-        members = set(dist.get_process_group_ranks(self.group))
-        absent = roll_call(_ROLL_CALL_S, self._name)
-        lost, late = members.intersection(absent.lost), members.intersection(absent.late)
+    def _lost(self, what: str, cause: RuntimeError, start: float) -> NoReturn:
+        waited_s = time.perf_counter() - start
+        ranks = dist.get_process_group_ranks(self.group)
+        if self.presence is not None:
+            absent = self.presence.absent(self._name, _ROLL_CALL_S)
+        else:
+            absent = roll_call(_ROLL_CALL_S, self._name)
+        lost, late = set(ranks).intersection(absent.lost), set(ranks).intersection(absent.late)
         who = "a peer did not answer"
         if lost or late:  # of a lost rank others may wait in vain, which makes them late
             verb = "did not answer" if lost else "did not come, but run"
             who = f"rank(s) {', '.join(map(str, sorted(lost or late)))} {verb}"
         error = PeerLost(
-            f"rank {self.rank} of {self.world_size}: {what} failed within {self.timeout_s:g} s, {who} "
-            f"({first_line(cause)}): look at that rank's log, and restart from the last checkpoint"
+            f"{self._in_the_world(ranks)}: {what} failed after {waited_s:.1f} s (timeout_s is "
+            f"{self.timeout_s:g}), {who} ({first_line(cause)}): look at that rank's log, and restart from "
+            "the last checkpoint"
         )
         error.ranks = tuple(sorted(lost))
         raise error from cause
+
+    def _in_the_world(self, ranks: Sequence[int]) -> str:
+        """Name this rank by its number in the whole world, like all others in a message."""
+        me, size = f"rank {self._global_rank(self.rank)}", dist.get_world_size()
+        if len(ranks) == size:
+            return f"{me} of {size}"
+        return f"{me} (of the group of ranks {', '.join(map(str, ranks))})"

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laconic.attach import compare
 from laconic.drive import Driver, Pipeline
-from laconic.errors import CheckpointError, ConfigError, PeerLost, TensorTypeError, bad_value
+from laconic.errors import CheckpointError, ConfigError, LaunchError, PeerLost, TensorTypeError, bad_value
+from laconic.groups import attends
+from laconic.network import own_address
+from laconic.presence import Presence, attend
 from laconic.streams import is_finite
-from laconic.topology import Topology, check
+from laconic.topology import Checked, Topology, describe
 from laconic.traffic import Label
 from laconic.wire import Rounds, exchange, gather
 
@@ -68,6 +73,9 @@ def mixing(tensors: Sequence[Tensor], weights: Mapping[int, float], rank: int) -
 class Gossip:
     """Mixes this rank's tensors with its neighbours', step after step.
 
+    All ranks make it at the same place, where they compare their topologies. The graph is checked again at
+    every step at which it may change, on all ranks alike and before anything is sent.
+
     Args:
         driver: the way to the other ranks; its `traffic` counts what is sent.
         topology: who mixes with whom, the same on all ranks.
@@ -90,6 +98,10 @@ class Gossip:
     Raises:
         ConfigError: the topology does not fit the number of ranks, is not symmetric, a row of weights does
             not sum to 1, or `lost` is another word.
+        MismatchError: the ranks' topologies or their `lost` differ.
+        LaunchError: lost ranks are to be dropped, in a group that `laconic.init` did not make, and a rank has
+            no address at which the others could ask whether it is there.
+        PeerLost: a rank did not come.
 
     Example:
         >>> from laconic.groups import init, shutdown
@@ -103,7 +115,10 @@ class Gossip:
     """
 
     def __init__(self, driver: Driver, topology: Topology, *, lost: str = "raise") -> None:
-        check(topology, driver.world_size)
+        self.driver = driver.private()
+        described = {"topology": describe(topology, driver.world_size), "lost": lost}
+        compare(self.driver, described, self.driver.words_device())  # so all are told of one rank's mistake
+        self._checked = Checked(topology, driver.world_size)
         if lost not in _LOST:
             raise bad_value("lost", f"must be one of {', '.join(_LOST)}", lost, "use 'raise'")
         self._drops = lost == "drop"
@@ -111,10 +126,12 @@ class Gossip:
         self._left = list(range(driver.world_size))  # those of the whole group that are left
         self._skip_to = 0
         self.events: list[dict[str, Any]] = []
-        self.driver = driver.private()
         self.topology = topology
         self.step = 0
         self.skipped = 0
+        if self._drops and driver.world_size > 1 and not attends():
+            self.driver.presence = _attend(self.driver)
+            weakref.finalize(self, self.driver.presence.close)
 
     def mix(self, tensors: Sequence[Tensor], *, separately: bool = False) -> None:
         """Mix tensors in place with the weights of this step.
@@ -126,7 +143,8 @@ class Gossip:
         Raises:
             TensorTypeError: a tensor is integer, boolean or complex.
             PeerLost: a neighbour did not answer in time; the tensors of that message are kept.
-            ConfigError: `separately`, and lost ranks are to be dropped: a mixing must fail or succeed as one.
+            ConfigError: `separately`, and lost ranks are to be dropped: a mixing must fail or succeed as one;
+                or the topology is not symmetric at this step.
         """
         if separately and self._drops:
             raise ConfigError("separately must be False where lost ranks are dropped: mix all in one message")
@@ -156,22 +174,24 @@ class Gossip:
 
     def _weights(self) -> dict[int, float]:
         """Return this rank's weights of those that are left, by their ranks in the driver's group."""
-        rank, size = self._whole
-        row = dict(self.topology.weights(rank, size, self.step))
+        rank, _ = self._whole
+        row = dict(self._checked.row(rank, self.step))
         row[rank] += math.fsum(row.pop(other) for other in list(row) if other not in self._left)
         return {self._left.index(other): weight for other, weight in row.items()}
 
     def _drop(self, error: PeerLost) -> None:
         """Go on without the lost ranks, all survivors from the same step."""
         start, before = time.monotonic(), self.driver
+        me = before.name_of(before.rank)
         self.driver = before.without(error.ranks)
         self._left = [rank for i, rank in enumerate(self._left) if before.name_of(i) not in error.ranks]
-        steps = self.driver.run(gather(torch.tensor([self.step])), Label(method="gossip"))
+        mine = torch.tensor([self.step], device=self.driver.words_device())
+        steps = self.driver.run(gather(mine), Label(method="gossip"))
         self._skip_to = max(int(step) for (step,) in steps)
         seconds = time.monotonic() - start
         self.events.append({"step": self.step, "lost": list(error.ranks), "seconds": seconds})
         warnings.warn(
-            f"rank {self._whole[0]}: rank(s) {', '.join(map(str, error.ranks))} were lost after {self.step} "
+            f"rank {me}: rank(s) {', '.join(map(str, error.ranks))} were lost after {self.step} "
             f"mixings; {len(self._left)} of {self._whole[1]} ranks go on without them",
             RuntimeWarning,
             stacklevel=4,
@@ -180,10 +200,10 @@ class Gossip:
     def _left_out(self) -> None:
         self.skipped += 1
         if self.skipped == 1:
+            me = self.driver.name_of(self.driver.rank)
             warnings.warn(
-                f"rank {self.driver.rank}: its own tensors or a neighbour's were not finite after "
-                f"{self.step} mixings and were left out; later ones are only counted. Skip "
-                "steps whose gradients are not finite",
+                f"rank {me}: its own tensors or a neighbour's were not finite after {self.step} mixings and "
+                "were left out; later ones are only counted. Skip steps whose gradients are not finite",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -201,6 +221,33 @@ class Gossip:
         if not isinstance(state.get("step"), int):
             raise CheckpointError(f"a gossip state holds the number of its step, got {state!r}")
         self.step = state["step"]
+
+
+def _attend(driver: Driver) -> Presence:
+    """Let the ranks ask each other after a failure who is there, in a group that `init` did not make.
+
+    `roll_call` knows only who left a mark in the group's store. A rank that is no neighbour of the lost one
+    notices the loss much later than the neighbours, so it leaves none in time, and they would go on without
+    it.
+
+    Raises:
+        LaunchError: on all ranks: some cannot be reached by the others.
+    """
+    one_host = len(set(driver.traffic.hosts)) == 1
+    names = [driver.name_of(rank) for rank in range(driver.world_size)]
+    presence = attend(names[driver.rank], lambda: "127.0.0.1" if one_host else own_address())
+    mine = "" if presence is None else presence.card
+    cards = [card.decode() for card in driver.gather_bytes(mine.encode(), driver.words_device())]
+    if presence is not None and all(cards):
+        presence.meet(dict(zip(names, cards, strict=True)))
+        return presence
+    if presence is not None:
+        presence.close()
+    silent = ", ".join(str(name) for name, card in zip(names, cards, strict=True) if not card)
+    raise LaunchError(
+        f"rank(s) {silent} cannot listen at the address of their host's name, so nobody could tell whether "
+        "they are lost: let the name resolve, or join by laconic.init"
+    )
 
 
 def _without(weights: Mapping[int, float], fit: set[int], rank: int) -> Mapping[int, float]:

@@ -28,14 +28,7 @@ from .errors import LaunchError, bad_value
 from .gathering import gather_ranks, introduce, store_errors
 from .launchers import World, bad_variable, detect
 from .meeting import Meeting, meeting_point
-from .network import (
-    GLOO_INTERFACE,
-    address_towards,
-    await_port,
-    bounded,
-    own_address,
-    use_loopback,
-)
+from .network import GLOO_INTERFACE, address_towards, await_port, bounded, own_address, use_loopback
 from .presence import Absent, Presence, attend
 from .rejoining import agree_on_start
 from .workers import TIMEOUT_VARIABLE, run_local
@@ -43,6 +36,7 @@ from .workers import TIMEOUT_VARIABLE, run_local
 __all__ = [
     "Absent",
     "World",
+    "attends",
     "backends",
     "came",
     "detect",
@@ -198,6 +192,11 @@ def roll_call(grace_s: float, group: str = "") -> Absent:
         return Absent(bounded(lambda: _unmarked(store, rank, size, grace_s), grace_s + 1.0))
     except Exception:  # no group, a PyTorch that keeps its store elsewhere, or a store that is gone
         return Absent()
+
+
+def attends() -> bool:
+    """Return whether `init` made the group, so that each rank answers the others' roll calls."""
+    return _own_session() is not None
 
 
 def came(group: str) -> None:

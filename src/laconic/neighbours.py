@@ -46,13 +46,16 @@ def check_peers(rank: int, peers: Sequence[int], size: int) -> None:
         raise bad_value(f"neighbours of rank {rank}", rule, [*peers], "leave out the rank itself")
 
 
-def check_symmetric(rank: int, row: Iterable[int], rows: Sequence[Any] | Mapping[int, Any]) -> None:
+def check_symmetric(
+    rank: int, row: Iterable[int], rows: Sequence[Any] | Mapping[int, Any], when: str = ""
+) -> None:
     """Refuse a rank's neighbours of which one does not have the rank among its own."""
     for other in row:
         if rank not in rows[other] and other != rank:
             raise ConfigError(
-                f"neighbours must be symmetric, got rank {other} among those of rank {rank}, not reversed: "
-                f"add {rank} to the neighbours of rank {other}, or ranks wait for each other in vain"
+                f"neighbours{when} must be symmetric, got rank {other} among those of rank {rank}, not "
+                f"reversed: add {rank} to the neighbours of rank {other}, or ranks wait for each other in "
+                "vain"
             )
 
 

@@ -39,7 +39,7 @@ class Pending:
         """
         if self._work is not None:
             start = time.perf_counter()
-            self._driver.await_work(self._work, self._what)
+            self._driver.await_work(self._work, self._what, self.start)
             end = time.perf_counter()
             self.tally.wait_s += end - start
             if self._driver.tracer is not None:

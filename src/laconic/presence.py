@@ -10,23 +10,19 @@ notice later do not take it for the lost one. No store is needed, so rank 0 may 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
-import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
+from .answering import LineServer
 from .network import bounded
 
 __all__ = ["Absent", "Presence", "attend"]
 
-_PATIENCE_S = 1.0  # for the words of whoever connects to the listener
 _TELL_S = 0.5  # for survivors to take note
-_LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -72,17 +68,8 @@ class Presence:
         self._gave_up = False
         self._told: dict[int, list[int]] = {}
         self._others: dict[int, tuple[str, int, str]] = {}
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.socket(family, kind, protocol)
-        try:
-            self._listener.bind(address)
-            self._listener.listen(socket.SOMAXCONN)
-        except OSError:
-            self._listener.close()
-            raise
-        self.card = json.dumps([address[0], self._listener.getsockname()[1], self._token])
-        self._thread = threading.Thread(target=self._serve, name="laconic-presence", daemon=True)
-        self._thread.start()
+        self._server = LineServer(host, self._answer)
+        self.card = json.dumps([*self._server.address, self._token])
 
     def meet(self, cards: Mapping[int, str]) -> None:
         """Take the cards of the others; this rank's own is left out."""
@@ -101,7 +88,7 @@ class Presence:
         silent = set(self._others) - set(replies) - set(leavers)
         lost = sorted(silent.union(*leavers.values()) - {self.rank})
         mine = self.came[group]
-        behind = {r for r, reply in replies.items() if reply["came"] < mine and not reply["gave_up"]}
+        behind = {r for r, reply in replies.items() if reply["came"] < mine and not reply.get("gave_up")}
         rest = {r: place for r, place in self._others.items() if r not in silent}
         self._ask(rest, {"from": self.rank, "lost": lost}, min(grace_s, _TELL_S))
         return Absent(lost, sorted(behind - set(lost)))
@@ -114,30 +101,21 @@ class Presence:
 
     def close(self) -> None:
         """Stop answering."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close() alone does not
-        self._listener.close()
-        self._thread.join(_PATIENCE_S + 1)
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                return
-            with peer, contextlib.suppress(Exception):  # whatever strangers write must not end this thread
-                peer.settimeout(_PATIENCE_S)
-                peer.sendall(self._answer(peer.makefile("rb").readline(_LINE_BYTES)))
+        self._server.close()
 
     def _answer(self, line: bytes) -> bytes:
         question = json.loads(line)
         if not isinstance(question, dict) or question.get("to") != self._token:
             return b""
         asker, lost = question.get("from"), question.get("lost")
-        if isinstance(asker, int) and isinstance(lost, list) and all(isinstance(r, int) for r in lost):
-            self._told[asker] = lost
-        came = self.came[str(question.get("group"))]
+        if self._knows(asker) and isinstance(lost, list):
+            self._told[asker] = [rank for rank in lost if self._knows(rank)]
+        came = self.came[str(question.get("group"))]  # a Counter does not keep what it is only asked for
         return json.dumps({"rank": self.rank, "came": came, "gave_up": self._gave_up}).encode() + b"\n"
+
+    def _knows(self, rank: object) -> TypeGuard[int]:
+        """Return whether this is the number of another rank; what others say must not fill the memory."""
+        return type(rank) is int and rank in self._others  # True == 1, but is no rank
 
     def _ask(
         self, places: Mapping[int, tuple[str, int, str]], question: Mapping[str, Any], limit_s: float
@@ -166,7 +144,7 @@ class Presence:
         return {
             rank: reply
             for rank, reply in zip(places, replies, strict=True)
-            if isinstance(reply, dict) and reply.get("rank") == rank
+            if isinstance(reply, dict) and reply.get("rank") == rank and isinstance(reply.get("came"), int)
         }
 
 

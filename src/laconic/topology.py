@@ -7,8 +7,9 @@ is kept.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,12 +21,14 @@ from laconic.graph import Graph
 from laconic.neighbours import check_peers, check_rank, check_symmetric
 
 __all__ = [
+    "Checked",
     "Complete",
     "Graph",
     "OnePeer",
     "Ring",
     "Topology",
     "check",
+    "describe",
     "mixing_matrix",
     "second_eigenvalue",
 ]
@@ -131,18 +134,89 @@ def second_eigenvalue(topology: Topology, size: int, step: int = 0) -> float:
     return float(values.sort().values[-2])
 
 
-def check(topology: Topology, size: int, step: int = 0) -> None:
+class Checked:
+    """A topology and the number of ranks it is for, checked at every step before anything is sent.
+
+    Rows that were right in the step before are not checked again, and those of the topologies above are right
+    at every step if they are at the first. Other topologies cost one evaluation of all rows per step.
+
+    Args:
+        topology: who mixes with whom, the same on all ranks.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: as `row` does, for step 0.
+
+    Example:
+        >>> Checked(Ring(), 4).row(0, step=7)
+        {0: 0.3333333333333333, 1: 0.3333333333333333, 3: 0.3333333333333333}
+    """
+
+    def __init__(self, topology: Topology, size: int) -> None:
+        self._topology, self._size = topology, size
+        self._sure = type(topology) in _ALWAYS_SYMMETRIC
+        self._rows = check(topology, size)
+
+    def row(self, rank: int, step: int) -> Mapping[int, float]:
+        """Return a rank's row of the mixing matrix of a step, as `Topology.weights` does.
+
+        Raises:
+            ConfigError: on every rank: the ranks' rows of this step would make real ranks hang, or would
+                change equal values.
+        """
+        if self._sure:
+            return self._topology.weights(rank, self._size, step)
+        self._rows = check(self._topology, self._size, step, self._rows)
+        return self._rows[rank]
+
+
+def describe(topology: Topology, size: int) -> str:
+    """Return words that are equal on ranks whose rows are, at all steps or at least at the first 16.
+
+    Example:
+        >>> describe(Ring(), 4)
+        'Ring() (digest c4fc50f1)'
+    """
+    if type(topology) in _ALWAYS_SYMMETRIC:
+        name = whole = repr(topology)
+    else:
+        name = type(topology).__name__
+        rows = [topology.weights(rank, size, step) for step in range(_DESCRIBED) for rank in range(size)]
+        whole = repr([sorted((int(j), float(weight)) for j, weight in row.items()) for row in rows])
+    return f"{name[:80]} (digest {hashlib.sha256(whole.encode()).hexdigest()[:8]})"
+
+
+def check(
+    topology: Topology, size: int, step: int = 0, known: Sequence[Mapping[int, float]] = ()
+) -> Sequence[Mapping[int, float]]:
     """Refuse a topology on which real ranks would hang, or whose mixing would change equal values.
+
+    Args:
+        topology: who mixes with whom.
+        size: number of ranks.
+        step: number of mixings before this one.
+        known: rows that were right.
+
+    Returns:
+        Each rank's row of the mixing matrix.
 
     Raises:
         ConfigError: a rank's weights do not sum to 1, lack its own, name no rank, or the relation is not
             symmetric.
     """
-    rows = [topology.weights(rank, size, step) for rank in range(size)]
+    rows = [dict(topology.weights(rank, size, step)) for rank in range(size)]
+    if rows == known:
+        return rows
     for rank, row in enumerate(rows):
         if abs(math.fsum(row.values()) - 1) > _ROUNDING or rank not in row:
             advice = f"give rank {rank} a weight of its own, and divide by the sum"
-            raise bad_value(f"weights of rank {rank}", "must sum to 1, its own included", dict(row), advice)
+            what = f"weights of rank {rank} at step {step}"
+            raise bad_value(what, "must sum to 1, its own included", row, advice)
         check_peers(rank, [other for other in row if other != rank], size)
     for rank, row in enumerate(rows):
-        check_symmetric(rank, row, rows)
+        check_symmetric(rank, row, rows, f" at step {step}")
+    return rows
+
+
+_ALWAYS_SYMMETRIC = (Complete, Graph, OnePeer, Ring)  # these types, not what others derive from them
+_DESCRIBED = 16  # steps: several periods of what changes with the logarithm of the number of ranks

@@ -121,7 +121,7 @@ class Traffic:
     - `wait_s`, `encode_s`, `decode_s`: seconds in which communication was waited for, and spent on coding.
 
     Args:
-        rank: this rank in its group.
+        rank: this rank in its group, as written into records, also when ranks are lost later.
 
     Example:
         >>> traffic = Traffic()
@@ -134,6 +134,7 @@ class Traffic:
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
+        self._place = rank  # its number among those that are left, like the numbers of targets
         self.hosts: Sequence[str] = ()  # each rank's, once known
         self._tallies: dict[tuple[Label, str], Tally] = {}
 
@@ -192,6 +193,15 @@ class Traffic:
             for (label, op), tally in list(self._tallies.items())
         ]
 
+    def keep(self, ranks: Sequence[int]) -> None:
+        """Go on counting in what is left of the group, whose ranks are numbered anew.
+
+        Args:
+            ranks: those that are left, this one among them, ascending, as they were numbered so far.
+        """
+        self._place = ranks.index(self._place)
+        self.hosts = [self.hosts[rank] for rank in ranks] if self.hosts else ()
+
     def tally(self, label: Label, op: str) -> Tally:
         """Return the sums to add to."""
         tally = self._tallies.get((label, op))
@@ -228,7 +238,7 @@ class Traffic:
         if framed and direct:
             framing = frames(Op.SCATTER, world_size * nbytes, world_size)
         elif framed:
-            framing = frames(op, nbytes, world_size, rank=self.rank, itemsize=itemsize, peers=len(peers))
+            framing = frames(op, nbytes, world_size, rank=self._place, itemsize=itemsize, peers=len(peers))
         targets = self._targets(Op.SCATTER if direct else op, world_size, peers)
         self._add(self.tally(label, op.value), nbytes, moved, targets, framing)
 
@@ -244,7 +254,7 @@ class Traffic:
         """
         reach = [1 << i for i in range((world_size - 1).bit_length())]
         children = [step for step in reach if place < step and place + step < world_size]
-        targets = [(self.rank + step) % world_size for step in children]
+        targets = [(self._place + step) % world_size for step in children]
         framing = broadcast_frames(nbytes, len(children), place == 0)
         payload = nbytes if place == 0 else 0
         self._add(self.tally(label, "broadcast"), payload, len(children) * nbytes, targets, framing)
@@ -311,8 +321,8 @@ class Traffic:
         if op is Op.EXCHANGE:
             return peers
         if op is Op.SCATTER:
-            return [rank for rank in range(world_size) if rank != self.rank]
-        return [(self.rank + (1 if op is Op.GATHER else -1)) % world_size]
+            return [rank for rank in range(world_size) if rank != self._place]
+        return [(self._place + (1 if op is Op.GATHER else -1)) % world_size]
 
     def _add(self, tally: Tally, payload: int, moved: int, targets: Sequence[int], framing: Frames) -> None:
         tally.count += 1
@@ -321,7 +331,7 @@ class Traffic:
         tally.messages += framing.messages
         tally.header_bytes += framing.header_bytes
         if self.hosts and moved:
-            others = sum(self.hosts[target] != self.hosts[self.rank] for target in targets)
+            others = sum(self.hosts[target] != self.hosts[self._place] for target in targets)
             across = moved * others // len(targets)
             tally.across_bytes += across
             tally.inside_bytes += moved - across

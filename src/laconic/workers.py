@@ -47,8 +47,9 @@ def run_local(
     They get the variables that torchrun sets and a private file to meet in, so no port is needed.
     `OMP_NUM_THREADS` is set to the cores divided by the workers, unless it is set already. Rank 0 has the
     terminal; the others' output is dropped, but for their errors, of which a failure shows the end.
-    When a worker fails, the others get five seconds to report it and end, and are then stopped. Ctrl-C
-    or SIGTERM to this process stops all workers; on Linux they also end when it is killed.
+    When a worker fails, the others get five seconds to report it and end, and are then stopped; one that
+    SIGSTOP holds cannot, and is killed as soon as the rest have ended. Ctrl-C or SIGTERM to this process
+    stops all workers; on Linux they also end when it is killed.
 
     Args:
         argv: the command and its arguments, at least one string.
@@ -169,14 +170,16 @@ class _Crew:
                 return None
             time.sleep(_POLL_S)
 
-    def _wait(self, limit_s: float) -> bool:
-        """Wait until all have ended, and return whether they did within the limit."""
+    def _wait(self, limit_s: float) -> None:
+        """Wait until all have ended, but no longer than the limit, nor for those that SIGSTOP has stopped.
+
+        A stopped worker can neither report a failure nor act on SIGTERM.
+        """
         deadline = time.monotonic() + limit_s
-        while any(process.poll() is None for process in self.processes):
+        while any(process.poll() is None and not _is_stopped(process) for process in self.processes):
             if time.monotonic() > deadline:
-                return False
+                return
             time.sleep(_POLL_S)
-        return True
 
     def _stop(self) -> None:
         try:
@@ -205,6 +208,16 @@ class _Crew:
 
     def _errors(self, rank: int) -> Path:
         return self.directory / f"stderr-{rank}"
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether SIGSTOP or the like has stopped a child, where the system can tell."""
+    if not hasattr(os, "waitid"):  # Windows, and macOS before Python 3.13
+        return False
+    try:  # WNOWAIT: the status of one that ended stays for Popen
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
 
 
 def _signal_name(number: int) -> str:

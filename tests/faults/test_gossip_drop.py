@@ -3,13 +3,16 @@
 import os
 import pickle
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from laconic.drive import Driver
 from laconic.errors import ConfigError
 from laconic.gossip import Gossip
+from laconic.groups import shutdown
 from laconic.testing.pool import RanksFailed
 from laconic.topology import Ring
 
@@ -17,8 +20,24 @@ MIXINGS = 6
 DIES_AT = 2
 
 
-def _rank(rank, folder):
-    gossip = Gossip(Driver(timeout_s=10), Ring(), lost="drop")
+def _rank(rank, folder, own_group):
+    if own_group:
+        shutdown()
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        meet = {"init_method": f"file://{folder / 'store'}", "rank": rank, "world_size": 4}
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30), **meet)
+    try:
+        _train(rank, folder)
+    finally:
+        if own_group:
+            dist.destroy_process_group()
+            del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _train(rank, folder):
+    gossip = Gossip(Driver(timeout_s=6), Ring(), lost="drop")
+    traffic = gossip.driver.traffic
+    traffic.hosts = ["a", "b", "a", "b"]
     x = torch.tensor([float(rank)], dtype=torch.float64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -27,21 +46,33 @@ def _rank(rank, folder):
                 os._exit(9)
             if step == DIES_AT + 1:  # rank 0, no neighbour of 2, may have mixed once more than 1 and 3
                 before = x.clone()
+            links = traffic.inside_bytes, traffic.across_bytes
             gossip.mix([x])
+    links = traffic.inside_bytes - links[0], traffic.across_bytes - links[1]
     told = [str(w.message) for w in caught if "were lost" in str(w.message)]
-    (folder / f"{rank}").write_bytes(pickle.dumps((before, x, gossip.step, gossip.events, told)))
+    (folder / f"{rank}").write_bytes(
+        pickle.dumps((before, x, gossip.step, gossip.events, told, links, traffic.rank))
+    )
 
 
-def test_survivors_go_on_and_keep_their_mean(pool, tmp_path):
+@pytest.mark.parametrize("own_group", [False, True])
+def test_survivors_go_on_and_keep_their_mean(pool, tmp_path, own_group):
     """On a ring of 4 rank 2 dies: 1 - 0 - 3 is left, with weights 1/3 and the rest for the rank itself.
 
-    The ring's matrix is symmetric, so what is left of it keeps the mean of the survivors.
+    The ring's matrix is symmetric, so what is left of it keeps the mean of the survivors. Rank 0 is no
+    neighbour of 2 and notices only after the timeout. It is alone on host a, so a mixing sends all 8 bytes
+    per neighbour across.
     """
     with pytest.raises(RanksFailed) as failed:
-        pool.run(4, _rank, tmp_path)
+        pool.run(4, _rank, tmp_path, own_group)
     assert list(failed.value.errors) == [2], failed.value
     told = {rank: pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in (0, 1, 3)}
-    for _, _, step, events, words in told.values():
+    assert {rank: words[-2:] for rank, words in told.items()} == {
+        0: ((0, 16), 0),
+        1: ((0, 8), 1),
+        3: ((0, 8), 3),
+    }
+    for _, _, step, events, words, _, _ in told.values():
         assert step == MIXINGS
         assert len(words) == 1
         assert "rank(s) 2 were lost" in words[0]

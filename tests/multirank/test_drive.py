@@ -1,12 +1,20 @@
 """The torch.distributed driver: same answers as simulate, counted, in a fixed order."""
 
+import os
+import re
+import time
+
+import pytest
 import torch
 
 from laconic.compressor import Site
 from laconic.drive import Driver
+from laconic.errors import PeerLost
 from laconic.parsing import method
 from laconic.simulate import exchange
+from laconic.testing.pool import RanksFailed
 from laconic.traffic import Traffic
+from laconic.wire import exchange as exchange_with
 from laconic.wire import gather, gather_ragged, mean, means
 
 METHODS = [
@@ -153,3 +161,48 @@ def test_rounds_of_several_buckets_are_issued_in_one_order(pool):
     first, second = pool.run(2, _ordered)
     assert first == second
     assert first == [1, 11, 21, 12, 31, 13, 22, 32, 33]
+
+
+def _lost_in_a_part(rank):
+    """Ranks 2 and 3 are a group, and 3 does not come, but answers the roll call."""
+    part = Driver(timeout_s=30).split([[0, 1], [2, 3]])[rank // 2]
+    if rank != 2:
+        time.sleep(2.5)
+        return None
+    with pytest.raises(PeerLost) as failed:
+        Driver(part.group, timeout_s=0.5).run(exchange_with(torch.ones(1), [1]))
+    return str(failed.value)
+
+
+def test_a_message_has_one_numbering_of_ranks_and_the_time_that_was_waited(pool):
+    """Number 0 of the group of ranks 2 and 3 is rank 2 everywhere, and its neighbour 1 is rank 3."""
+    told = pool.run(4, _lost_in_a_part)[2]
+    words = re.fullmatch(
+        r"rank 2 \(of the group of ranks 2, 3\): exchange of 4 bytes with rank\(s\) 3 failed after "
+        r"(\d+\.\d) s \(timeout_s is 0\.5\), rank\(s\) 3 did not come, but run \(.*\): look at .*",
+        told,
+    )
+    assert words, told
+    assert 0.5 <= float(words[1]) < 2.5
+
+
+def _lost_at_once(rank, folder):
+    if rank == 1:
+        os._exit(9)
+    with pytest.raises(PeerLost) as failed:
+        Driver(timeout_s=60).run(gather(torch.ones(1)))
+    assert failed.value.ranks == (1,)
+    (folder / f"{rank}").write_text(str(failed.value))
+
+
+def test_the_time_in_the_message_is_not_the_timeout(pool, tmp_path):
+    """The connections of a rank that ends break at once."""
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(3, _lost_at_once, tmp_path)
+    assert list(failed.value.errors) == [1], failed.value
+    for rank in (0, 2):
+        told = (tmp_path / f"{rank}").read_text()
+        words = re.match(rf"rank {rank} of 3: .* failed after (\d+\.\d) s \(timeout_s is 60\), ", told)
+        assert words, told
+        assert "rank(s) 1 did not answer" in told
+        assert float(words[1]) < 30

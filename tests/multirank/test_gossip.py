@@ -78,6 +78,61 @@ def test_what_cannot_be_mixed_is_refused(pool):
     pool.run(2, _refused)
 
 
+class Turning:
+    """A ring whose rank 0 forgets rank 1 at a step, while rank 1 still waits for it."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def weights(self, rank, size, step):
+        row = dict(Ring().weights(rank, size, step))
+        if (rank, step) == (0, self.at):
+            row[0] += row.pop(1)
+        return row
+
+
+def _asymmetric_later(rank):
+    gossip, x = Gossip(Driver(timeout_s=60), Turning(at=2)), torch.tensor([float(rank)])
+    gossip.mix([x])
+    gossip.mix([x])
+    before, moved = x.clone(), gossip.driver.traffic.moved_bytes
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ConfigError) as refused:
+            gossip.mix([x])
+    assert time.monotonic() - start < 30  # not the timeout
+    assert torch.equal(x, before)
+    assert (gossip.step, gossip.driver.traffic.moved_bytes) == (2, moved)
+    return str(refused.value)
+
+
+def test_a_graph_that_is_asymmetric_at_a_later_step_is_refused_on_all_ranks(pool):
+    """Rank 3 has nothing to do with it and would go on; ranks 0 and 1 would wait in vain."""
+    for told in pool.run(4, _asymmetric_later):
+        assert "neighbours at step 2 must be symmetric, got rank 0 among those of rank 1, not" in told
+
+
+def _different(rank):
+    driver = Driver(timeout_s=60)
+    for mine, says in [
+        (
+            OnePeer() if rank == 1 else Complete(),
+            r"topology: rank 0 has Complete\(\) .*, rank 1 has OnePeer\(\)",
+        ),
+        (Graph.chain(2, ["uniform", "metropolis"][rank]), "topology: rank 0 has Graph"),
+        (Turning(at=5 + rank), "topology: rank 0 has Turning .*, rank 1 has Turning"),
+    ]:
+        with pytest.raises(MismatchError, match=says):
+            Gossip(driver, mine)
+    with pytest.raises(MismatchError, match="lost: rank 0 has raise, rank 1 has drop"):
+        Gossip(driver, Ring(), lost=["raise", "drop"][rank])
+    Gossip(driver, Turning(at=100)).mix([torch.ones(1)])  # two objects, and equal graphs
+
+
+def test_ranks_with_different_graphs_are_told_so(pool):
+    pool.run(2, _different)
+
+
 def _lost(rank):
     gossip = Gossip(Driver(timeout_s=1), Ring())
     if rank == 1:

@@ -51,6 +51,23 @@ except RuntimeError:
     sys.exit(5)
 """
 
+# The rank in argv is stopped before the second exchange; survivors fail after two seconds and a roll call.
+STOP = """
+import atexit, os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[2])
+atexit.register(lambda: (folder / os.environ["RANK"]).write_text(str(time.time())))
+import torch
+from laconic.drive import Driver
+from laconic.groups import init
+from laconic.wire import mean
+rank = init(timeout_s=40).rank
+(driver,) = Driver(timeout_s=2).split([[0, 1, 2]])
+driver.run(mean(torch.ones(1)))
+if rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGSTOP)
+driver.run(mean(torch.ones(1)))
+"""
+
 
 def clean_env(**more):
     kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
@@ -147,6 +164,54 @@ def test_run_local_reports_a_status_and_stops_the_rest(capfd, monkeypatch):
     first, *tail = capfd.readouterr().err.splitlines()
     assert first == "laconic: worker 1 exited with status 1: in shard 1"
     assert tail == ["  no data", "  in shard 1"]
+
+
+@linux_only
+@pytest.mark.parametrize("victim", [0, 1])
+def test_run_local_does_not_wait_for_a_stopped_worker(victim, capfd):
+    """Not the five seconds for a report, nor the three between SIGTERM and SIGKILL."""
+    code = (
+        "import os, signal, sys, time\n"
+        f"if os.environ['RANK'] == '{victim}': os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(0.2)\n"
+        "sys.exit('nobody answered')"
+    )
+    start = time.monotonic()
+    assert run_local([PYTHON, "-I", "-S", "-c", code], 3) == 1
+    assert time.monotonic() - start < 4
+    err = capfd.readouterr().err
+    assert "exited with status 1" in err
+    assert "nobody answered" in err
+
+
+@linux_only
+def test_run_local_ends_with_the_survivors_of_a_stopped_rank_0(capfd, tmp_path):
+    assert run_local([PYTHON, "-c", STOP, "0", str(tmp_path)], 3, env=clean_env()) == 1
+    end = time.time()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["1", "2"]
+    assert end - max(float(file.read_text()) for file in tmp_path.iterdir()) < 4
+    assert "rank(s) 0 did not answer" in capfd.readouterr().err
+
+
+@linux_only
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_worker_does_not_hold_up_the_end_of_a_run(number, tmp_path):
+    pid = tmp_path / "pid"
+    worker = f"import os; open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), 19)"
+    parent = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it\n"
+        "from laconic import workers\n"
+        f"sys.exit(workers.run_local([sys.executable, '-c', {worker!r}], 1))"
+    )
+    with subprocess.Popen([PYTHON, "-c", parent], env=clean_env()) as process:
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.05)
+        start = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(LIMIT_S) == 128 + number
+        assert time.monotonic() - start < 2.5  # not the three seconds between SIGTERM and SIGKILL
+    assert not _runs(int(pid.read_text()))
 
 
 def test_run_local_sets_the_variables(capfd, monkeypatch):

@@ -173,9 +173,12 @@ class _Rows:
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([{0: 0.5, 1: 0.4}, {0: 0.5, 1: 0.5}], "weights of rank 0 must sum to 1"),
+        ([{0: 0.5, 1: 0.4}, {0: 0.5, 1: 0.5}], "weights of rank 0 at step 0 must sum to 1"),
         ([{1: 1.0}, {0: 1.0}], "its own included"),
-        ([{0: 0.5, 1: 0.5}, {1: 1.0}], "must be symmetric"),
+        (
+            [{0: 0.5, 1: 0.5}, {1: 1.0}],
+            "neighbours at step 0 must be symmetric, got rank 1 among",
+        ),
         ([{0: 0.5, 2: 0.5}, {1: 1.0}], "must be other ranks of 0..1"),
     ],
 )

@@ -1,0 +1,357 @@
+"""What else ordinary programs do beside the engine: unused layers, hooks, wrappers, bad steps, mistakes."""
+
+import os
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from models import SMALL_BUCKETS, flat, mlp, shards, step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic.testing.pool import RanksFailed
+
+LOSSY = {
+    "topk": "topk:ratio=0.05",
+    "topk-regions": "topk:ratio=0.05,reduce=regions",
+    "threshold": "threshold:value=0.5",
+    "randomk": "randomk:ratio=0.1",
+    "sign": "sign:dense_below=0",
+    "sign-small-dense": "sign:dense_below=50",
+    "qsgd": "qsgd:bits=2,feedback=true",
+    "powersgd": "powersgd:rank=1",
+    "fp16": "fp16:feedback=true",
+    "topk-wrapped": "topk:ratio=0.05,dense_below=20,clip_norm=1e9,warmup_steps=3",
+}
+
+
+class _Alternating(nn.Module):
+    """Two layers of which each step uses one or both; with 300 bytes a bucket they share one with `bias`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Parameter(torch.randn(20, 20))
+        self.bias = nn.Parameter(torch.randn(30))
+        self.b = nn.Parameter(torch.randn(40))
+
+    def loss(self, rank, s):
+        g = torch.Generator().manual_seed(100 * s + rank)
+        total = (self.a * torch.randn(20, 20, generator=g)).sum()
+        if s % 3 != 1:
+            total = total + (self.bias * torch.randn(30, generator=g)).sum()
+        if s % 2 == 0 or (s % 5 == 3 and rank == 0):  # some steps use it on one rank only
+            total = total + (self.b * torch.randn(40, generator=g)).sum()
+        return total
+
+
+def _conserved(rank, world_size, method, bucket_bytes):
+    model = _Alternating()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = laconic.distribute(model, optimizer, method, bucket_bytes=bucket_bytes, timeout_s=30)
+    applied = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters()}
+    made = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters()}
+
+    def note(name, grad):
+        made[name] += grad.double()
+
+    for n, p in model.named_parameters():
+        p.register_hook(partial(note, n))
+    for s in range(20):
+        optimizer.zero_grad()
+        model.loss(rank, s).backward()
+        for n, p in model.named_parameters():
+            if p.grad is not None:
+                applied[n] += p.grad.double()
+        optimizer.step()
+    owed = {n: state.get("residual") for n, state in sync.state_dict()["parameters"].items()}
+    sync.close()
+    return made, applied, owed, flat(model)
+
+
+@pytest.mark.parametrize("bucket_bytes", [300, 4 << 20])
+@pytest.mark.parametrize("method", LOSSY.values(), ids=LOSSY)
+def test_what_is_applied_and_what_is_owed_add_up_to_the_gradients(pool, method, bucket_bytes):
+    """sum of mean gradients = sum of what was applied + mean residual, whatever is used when."""
+    ranks = pool.run(2, _conserved, 2, method, bucket_bytes)
+    for name in ranks[0][0]:
+        total = sum(made[name] for made, *_ in ranks) / len(ranks)
+        owed = sum(residuals[name].double() for *_, residuals, _ in ranks) / len(ranks)
+        lost = total - ranks[0][1][name] - owed.view(total.shape)
+        rounding = 1e-3 if method.startswith("fp16") else 1e-5  # its sums round once more on the wire
+        assert lost.norm() < rounding * total.norm(), (
+            f"{lost.norm():.3g} of {total.norm():.3g} of {name} lost"
+        )
+    assert torch.equal(ranks[0][3], ranks[1][3])
+
+
+def _rests(rank, method):
+    """Layer b gets a gradient once; afterwards nobody uses it."""
+    model = _Alternating()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
+    with laconic.distribute(model, optimizer, method, timeout_s=30) as sync:
+        model.loss(rank, 0).backward()
+        optimizer.step()
+        before = sync.state_dict()["parameters"]["b"]["residual"].clone()
+        weights = model.b.detach().clone()
+        for s in (1, 5, 7):
+            optimizer.zero_grad()
+            model.loss(rank, s).backward()
+            assert model.b.grad is None
+            optimizer.step()
+        after = sync.state_dict()["parameters"]["b"]["residual"]
+        assert before.any()
+        assert torch.equal(before, after)
+        assert torch.equal(weights, model.b)
+
+
+@pytest.mark.parametrize("method", ["topk:ratio=0.05", "sign:dense_below=0"])
+def test_a_parameter_that_no_rank_uses_keeps_its_residual_and_its_weights(pool, method):
+    pool.run(2, _rests, method)
+
+
+def _stale(rank, method):
+    """A gradient that was left from the last pass, and no rank used since, is not sent again."""
+    model = _Alternating()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with laconic.distribute(model, optimizer, method, timeout_s=30) as sync:
+        model.loss(rank, 0).backward()
+        left = model.b.grad.clone()
+        residual = sync.state_dict()["parameters"]["b"]["residual"].clone()
+        model.a.grad = model.bias.grad = None
+        model.loss(rank, 1).backward()
+        assert torch.equal(model.b.grad, left)
+        assert torch.equal(sync.state_dict()["parameters"]["b"]["residual"], residual)
+
+
+def test_a_gradient_left_from_an_earlier_pass_is_not_sent_again(pool):
+    pool.run(2, _stale, "topk:ratio=0.05")
+
+
+def _double(rank):
+    """Both orders of wrapping; and a model that DDP only looks at without averaging."""
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 10)
+    wrapped = DistributedDataParallel(model)
+    with laconic.distribute(wrapped.module, optimizer, "topk", timeout_s=30):
+        with wrapped.no_sync():
+            wrapped(x).sum().backward()  # DDP averages nothing here
+        with pytest.raises(laconic.ConfigError, match=r"laconic\.ddp\.register"):
+            wrapped(x)
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.distribute(model, optimizer, "topk", timeout_s=30):
+        later = DistributedDataParallel(model)
+        with pytest.raises(laconic.ConfigError, match="inside DistributedDataParallel"):
+            later(x)
+        other = DistributedDataParallel(mlp(1))
+        other(x).sum().backward()  # another model of the program's
+    with pytest.raises(laconic.ConfigError, match=r"laconic\.ddp\.register"):
+        laconic.distribute(wrapped, optimizer, "topk")
+
+
+def test_averaging_twice_is_refused_in_both_orders(pool):
+    pool.run(2, _double)
+
+
+def _bad_step(rank, face, method, bad):
+    """AdamW steps after every backward pass; in step 5 a gradient is not finite on rank 1, or is left out."""
+    model = mlp(0)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001) if face == "hook" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if face == "hook":
+        sync = laconic.ddp.register(wrapped, method, timeout_s=30)
+    else:
+        sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for s in range(9):
+            if s == 5 and bad is None:
+                continue
+            xs, ys = shards(s, 2)
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(wrapped(xs[rank]), ys[rank])
+            (loss * (bad if s == 5 and rank == 1 else 1.0)).backward()
+            optimizer.step()
+    told = [w for w in caught if "not finite on some rank" in str(w.message)]
+    assert len(told) == (bad is not None)
+    assert sync.skipped == (bad is not None)
+    sync.close()
+    steps = {float(state["step"]) for state in optimizer.state.values()}
+    return flat(model), steps
+
+
+@pytest.mark.parametrize("method", ["dense", "fp16", "topk:ratio=0.1", "sign", "qsgd", "powersgd:rank=1"])
+@pytest.mark.parametrize("face", ["distribute", "hook"])
+def test_a_plain_loop_loses_one_step_to_a_nan_and_nothing_else(pool, face, method):
+    without = pool.run(2, _bad_step, face, method, None)
+    for bad in (float("nan"), float("inf")):
+        for (got, steps), (wanted, _) in zip(pool.run(2, _bad_step, face, method, bad), without, strict=True):
+            assert torch.equal(got, wanted)
+            assert steps == {8.0}
+
+
+def _torchs_way(rank):
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.distribute(model, optimizer, "dense", skip_bad_steps=False, timeout_s=30):
+        (model(torch.ones(1, 10)).sum() * (float("nan") if rank else 1.0)).backward()
+        optimizer.step()
+    return bool(flat(model).isnan().any())
+
+
+def test_bad_steps_are_taken_where_that_is_asked_for(pool):
+    assert pool.run(2, _torchs_way) == [True, True]
+
+
+class _Branches(nn.Module):
+    """The issue of DDP with unused parameters: a branch that alternate steps use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+        self.branch = nn.Linear(24, 24)
+
+    def forward(self, x, use):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.branch(x) if use else x
+
+
+def _unused(rank, method, options, uses):
+    model = DistributedDataParallel(_Branches(), bucket_cap_mb=0.004, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    hook = laconic.ddp.register(model, method, timeout_s=30) if method else None
+    for s in range(8):
+        optimizer.zero_grad()
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * s + rank))
+        if s % 3 == 2:
+            with model.no_sync():
+                model(x, uses[s % len(uses)]).square().mean().backward()
+        model(x, uses[s % len(uses)]).square().mean().backward()
+        optimizer.step()
+    if hook is not None:
+        hook.close()
+    return flat(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "uses"),
+    [
+        ({"find_unused_parameters": True}, [True, False]),
+        ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, [False, True, True]),
+        ({"static_graph": True}, [True]),
+        ({"static_graph": True}, [False]),
+        ({"gradient_as_bucket_view": True}, [True]),
+    ],
+)
+def test_ddp_with_unused_parameters_and_its_other_options(pool, options, uses):
+    """DDP all-reduces its map of used parameters itself; dense equals plain DDP, all keep replicas equal."""
+    plain = pool.run(2, _unused, None, options, uses)
+    for method in ("dense", "topk:ratio=0.1", "sign", "powersgd:rank=1"):
+        first, second = pool.run(2, _unused, method, options, uses, timeout_s=60)
+        assert torch.equal(first, second)
+        if method == "dense":
+            assert torch.equal(first, plain[0])
+
+
+def _hook_dies(rank):
+    model = DistributedDataParallel(mlp(0), bucket_cap_mb=0.001)
+    laconic.ddp.register(model, "topk", timeout_s=20)
+    model(torch.ones(1, 10)).sum().backward()
+    if rank == 1:
+        os._exit(9)
+    with pytest.raises(laconic.PeerLost) as caught:
+        model(torch.ones(1, 10)).sum().backward()
+    raise RuntimeError(f"lost {caught.value.ranks}")
+
+
+def test_the_ddp_hook_names_a_dead_rank_in_a_peer_lost(pool):
+    with pytest.raises(RanksFailed, match=r"lost \(1,\)"):
+        pool.run(2, _hook_dies, timeout_s=60)
+
+
+def _breaks_off(rank, face):
+    """A hook of the user's raises in the middle of a backward pass."""
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001) if face == "hook" else model
+    if face == "hook":
+        laconic.ddp.register(wrapped, "topk", timeout_s=20)
+    else:
+        laconic.distribute(model, optimizer, "topk", bucket_bytes=SMALL_BUCKETS, timeout_s=20)
+    wrapped(torch.ones(1, 10)).sum().backward()
+
+    def fails(grad):
+        raise ValueError("the user's own")
+
+    handle = model[0].weight.register_hook(fails)
+    with pytest.raises(ValueError, match="the user's own"):
+        wrapped(torch.ones(1, 10)).sum().backward()
+    handle.remove()
+    with pytest.raises((laconic.LaconicError, RuntimeError), match=r"did not finish|prior iteration"):
+        wrapped(torch.ones(1, 10)).sum().backward()
+
+
+@pytest.mark.parametrize("face", ["distribute", "hook"])
+def test_an_error_inside_a_backward_pass_is_named_in_the_next(pool, face):
+    pool.run(2, _breaks_off, face)
+
+
+def _codec_fails(rank):
+    """An error in a bucket's encoding, in the thread or not, ends the exchange and is named afterwards."""
+    from laconic.compressors.sign import Sign
+
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    laconic.distribute(model, optimizer, "sign:dense_below=20", bucket_bytes=SMALL_BUCKETS, timeout_s=5)
+    encode, calls = Sign.encode_error, []
+
+    def fails(self, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("no more")
+        return encode(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sign, "encode_error", fails)
+        with pytest.raises(MemoryError, match="no more"):
+            model(torch.ones(1, 10)).sum().backward()
+    with pytest.raises(laconic.LaconicError, match="restart from a checkpoint"):
+        model(torch.ones(1, 10)).sum().backward()
+
+
+def test_an_error_in_an_exchange_ends_it(pool):
+    pool.run(2, _codec_fails)
+
+
+def _mistakes(rank):
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.distribute(model, optimizer, "dense", timeout_s=30) as sync:
+        xs, ys = shards(0, 2)
+        model.to(torch.float64)
+        with pytest.raises(laconic.LaconicError, match=r"sync\.refresh\(\)"):
+            model(xs[rank].double()).sum().backward()
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.distribute(model, optimizer, "dense", timeout_s=30) as sync:
+        model.to(torch.float64)
+        sync.refresh()
+        step(model, optimizer, xs[rank].double(), ys[rank].double())
+        with pytest.warns(RuntimeWarning, match=r"torch\.autograd\.grad"):
+            optimizer.zero_grad()
+            loss = model(xs[rank].double()).sum()
+            for p, g in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                p.grad = g
+            optimizer.step()
+
+
+def test_changed_types_and_gradients_made_by_hand_are_told(pool):
+    pool.run(2, _mistakes)
