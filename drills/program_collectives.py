@@ -1,0 +1,223 @@
+"""Programs that do collectives of their own beside Laconic's, or run out of data on some ranks first."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from ledger import BUCKET_BYTES, Job
+from program_networks import net
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+
+__all__ = ["beside_a_thread", "clip", "ddp", "ddp_uneven", "metrics", "mixture", "uneven"]
+
+
+def clip(job: Job) -> list[float]:
+    """Two encoders and a loss over all ranks' pairs, gathered with gradients on the default group."""
+    model = nn.ModuleDict({"image": net(10, 32, 8), "text": net(3, 48, 8)})
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    losses = []
+    for step in range(job.steps):
+        x, y = job.batch(step)
+        images = nn.functional.normalize(model["image"](x), dim=1)
+        texts = nn.functional.normalize(model["text"](y), dim=1)
+        every_image = torch.cat(differentiable.all_gather(images))
+        every_text = torch.cat(differentiable.all_gather(texts))
+        scale, place = model.scale.exp(), torch.arange(len(x)) + job.rank * len(x)
+        loss = cross_entropy(scale * images @ every_text.T, place)
+        loss = loss + cross_entropy(scale * texts @ every_image.T, place)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Exchanged(nn.Module):
+    """An expert on each rank, this rank's own, and tokens that travel to their expert and back."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.expert = net(features, 24, features)
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """Send each token to the rank that is chosen for it."""
+        order = chosen.argsort()
+        to = torch.bincount(chosen, minlength=dist.get_world_size())
+        come = torch.empty_like(to)
+        dist.all_to_all_single(come, to)
+        there = _exchange(tokens[order], come.tolist(), to.tolist())
+        back = _exchange(self.expert(there), to.tolist(), come.tolist())
+        return back[order.argsort()]
+
+
+def mixture(job: Job) -> list[float]:
+    """Experts on ranks of their own behind differentiable all-to-all, and others that idle in some steps."""
+    model = nn.ModuleDict({"stem": net(10, 32, 12), "router": nn.Linear(12, job.world), "head": net(12, 3)})
+    model["shared"] = nn.ModuleList(net(12, 12) for _ in range(3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    private = Exchanged(12)
+    own = torch.optim.Adam(private.parameters(), lr=5e-3)
+    losses = []
+    for step in range(job.steps):
+        x, y = job.batch(step)
+        h = model["stem"](x)
+        gates = model["router"](h).softmax(1)
+        weight, chosen = gates.max(1)
+        h = h + weight[:, None] * private(h, chosen)
+        h = h + model["shared"][(step // 2 + (job.rank if step % 4 == 3 else 0)) % 3](h)
+        loss = mse_loss(model["head"](torch.tanh(h)), y)
+        optimizer.zero_grad()
+        own.zero_grad()
+        loss.backward()
+        optimizer.step()
+        own.step()
+        losses.append(loss.item())
+    return losses
+
+
+def metrics(job: Job) -> list[float]:
+    """Norms reduced over the default group in tensor hooks, and in hooks on what was accumulated."""
+    model = net(10, 32, 16, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    norms: list[Tensor] = []
+
+    def computed(gradient: Tensor) -> None:
+        norms.append(gradient.norm())
+        dist.all_reduce(norms[-1])
+
+    def accumulated(parameter: Tensor) -> None:
+        norms.append(parameter.grad.norm())
+        dist.all_reduce(norms[-1], dist.ReduceOp.MAX)
+
+    for p in model.parameters():
+        p.register_hook(computed)
+        p.register_post_accumulate_grad_hook(accumulated)
+    losses = []
+    for step in range(job.steps):
+        x, y = job.batch(step)
+        loss = mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert len(norms) == 2 * job.steps * len(list(model.parameters()))
+    return losses
+
+
+def beside_a_thread(job: Job) -> list[float]:
+    """A thread of the user's that does collectives on the default group all the while."""
+    model = net(10, 32, 16, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    totals: list[float] = []
+
+    def count() -> None:
+        for i in range(5 * job.steps):
+            total = torch.full((1 + i % 300,), float(job.rank))
+            dist.all_reduce(total)
+            totals.append(float(total[0]))
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    losses = []
+    for step in range(job.steps):
+        x, y = job.batch(step)
+        loss = mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    thread.join()
+    assert totals == [sum(range(job.world))] * (5 * job.steps)
+    return losses
+
+
+class Branches(nn.Module):
+    """A trunk, and a branch that is left out where it is not asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch, self.head = net(10, 32, 16), net(16, 24, 16), net(16, 3)
+
+    def forward(self, x: Tensor, *, use: bool) -> Tensor:
+        """Return the head's outputs."""
+        h = torch.tanh(self.trunk(x))
+        return self.head(torch.tanh(self.branch(h)) if use else h)
+
+
+def ddp(job: Job, *, unused: bool = False, accumulate: int = 1, **options: Any) -> list[float]:
+    """DistributedDataParallel with the hook; the branch is unused in alternate steps, or on one rank only."""
+    options |= {"find_unused_parameters": unused, "bucket_cap_mb": BUCKET_BYTES / 2**20}
+    model = DistributedDataParallel(Branches(), **options)
+    job.watch(model.module, laconic.ddp.register(model, job.method, timeout_s=60.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses = []
+    for step in range(job.steps):
+        use = not unused or (step % 2 == 1 and (step % 4 == 1 or job.rank == 0))
+        optimizer.zero_grad()
+        for i in range(accumulate):
+            x, y = job.batch(step * accumulate + i)
+            with model.no_sync() if i < accumulate - 1 else nullcontext():
+                loss = mse_loss(model(x, use=use), y)
+                (loss / accumulate).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def uneven(job: Job) -> list[float]:
+    """Two epochs in which the ranks have different numbers of batches; another rank is the last in each."""
+    model = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Tanh(), net(32, 16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sync = laconic.distribute(model, optimizer, job.method, **job.options)
+    job.watch(model, sync)
+    losses = []
+    for epoch in range(2):
+        batches = job.steps // 2 - 2 * ((job.rank + epoch) % job.world)
+        with Join([sync]) if epoch == 0 else sync.join():
+            for i in range(batches):
+                x, y = job.batch(epoch * job.steps + i)
+                loss = mse_loss(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    job.alike += [*model.buffers(), *(optimizer.state[p]["momentum_buffer"] for p in model.parameters())]
+    return losses
+
+
+def ddp_uneven(job: Job) -> list[float]:
+    """DistributedDataParallel's own `join` with the hook."""
+    model = DistributedDataParallel(Branches(), bucket_cap_mb=BUCKET_BYTES / 2**20)
+    job.watch(model.module, laconic.ddp.register(model, job.method, timeout_s=60.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for epoch in range(2):
+        with model.join():
+            for i in range(job.steps // 2 - 2 * ((job.rank + epoch) % job.world)):
+                x, y = job.batch(epoch * job.steps + i)
+                loss = mse_loss(model(x, use=True), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    return losses
+
+
+def _exchange(tokens: Tensor, come: list[int], go: list[int]) -> Tensor:
+    out = tokens.new_empty(sum(come), tokens.shape[1])
+    return differentiable.all_to_all_single(out, tokens, come, go)

@@ -1,0 +1,205 @@
+"""Twelve kinds of ordinary training programs under every method: do they run as they do without Laconic?
+
+Every program is a user's loop (`program_networks.py`, `program_collectives.py`) and shows that Laconic gets
+along with what it does:
+
+    gan, gan-one            alternating losses; a pass reaches another engine's parameters; frozen layers
+    actor-critic, -one      two engines in one backward pass; two optimizers on one
+    clip                    all-gather with gradients on the default group
+    mixture                 all-to-all with gradients on the default group; parameters unused in some steps
+    metrics                 all-reduces in gradient hooks, registered after Laconic's
+    beside-a-thread         all-reduces on the default group in a thread of the user's
+    ddp, ...                the DDP hook with unused parameters, static graph, bucket views, no_sync
+    sparse                  sparse embeddings with SparseAdam beside a dense head
+    uneven, ddp-uneven      ranks with different numbers of batches, by Join
+    penalty                 double backward
+    averaged                averages and copies of the weights, gradient clipping, a schedule
+    alternating             optimizers that step in turn; layers frozen and unfrozen
+    checkpointed            activation checkpointing
+
+It passes if it ends in time, all ranks' parameters are equal bit for bit and finite, every parameter has a
+gradient where some rank used it and keeps what it had where none did, no step is skipped, and
+
+    mean over ranks of sum g = sum of what was applied + mean over ranks of the residual
+
+for each parameter, to 1e-5 of the norm of the left side. The last holds for methods with error feedback,
+except those that vote, whose average is not the mean of what was sent; for lossless ones; and for sparse
+gradients. Methods without feedback lose what they lose; for them the losses must fall instead.
+
+    python drills/programs.py [--programs gan,clip] [--methods topk] [--worlds 2,4] [--steps 200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import program_collectives as collectives
+import program_networks as networks
+from common import table
+from ledger import Job, digest, watched
+
+import laconic
+from laconic.compressor import Compressor
+from laconic.registry import compressors, entries
+from laconic.testing.pool import RankPool, RanksFailed
+
+__all__ = ["PROGRAMS", "configurations", "faults", "run"]
+
+PROGRAMS: dict[str, Callable[[Job], list[float]]] = {
+    "gan": partial(networks.gan, engines=2),
+    "gan-one": partial(networks.gan, engines=1),
+    "actor-critic": partial(networks.actor_critic, engines=2),
+    "actor-critic-one": partial(networks.actor_critic, engines=1),
+    "clip": collectives.clip,
+    "mixture": collectives.mixture,
+    "metrics": collectives.metrics,
+    "beside-a-thread": collectives.beside_a_thread,
+    "ddp-unused": partial(collectives.ddp, unused=True),
+    "ddp-unused-views": partial(collectives.ddp, unused=True, gradient_as_bucket_view=True),
+    "ddp-static": partial(collectives.ddp, static_graph=True),
+    "ddp-views": partial(collectives.ddp, gradient_as_bucket_view=True),
+    "ddp-no-sync": partial(collectives.ddp, accumulate=2),
+    "sparse": networks.sparse,
+    "uneven": collectives.uneven,
+    "ddp-uneven": collectives.ddp_uneven,
+    "penalty": networks.penalty,
+    "averaged": networks.averaged,
+    "alternating": networks.alternating,
+    "checkpointed": networks.checkpointed,
+}
+# Sizes that suit models of a thousand parameters; a method that is not named here runs with its defaults.
+SIZES: dict[str, dict[str, Any]] = {
+    "topk": {"ratio": 0.1},
+    "randomk": {"ratio": 0.3},
+    "randomblock": {"ratio": 0.5},
+    "powersgd": {"rank": 2},
+    "threshold": {"value": 0.01},
+}
+TOLERANCE = 1e-5  # of the norm of a parameter's summed gradient; in float32, 200 steps lose about 1e-6
+FALLS = 0.9  # at most this part of the first losses must be left, from 100 steps on
+
+
+def configurations() -> list[str]:
+    """Return every method by name, and every example of every compressor, as the text that makes it."""
+    texts = [_text(name, SIZES.get(name, {})) for name in laconic.methods()]
+    texts += [_text(*_keys(example)) for cls in compressors() for example in cls.examples()]
+    return list(dict.fromkeys(texts))
+
+
+def run(rank: int, world: int, program: str, method: str, steps: int) -> dict[str, Any]:
+    """Run a program on this rank and return what to judge it by."""
+    warnings.filterwarnings(
+        "ignore", "torch.distributed.nn.functional", FutureWarning
+    )  # it is what users use
+    job = Job(rank, world, steps, method)
+    with watched(job):
+        losses = PROGRAMS[program](job)
+    tensors = [p for ledger in job.ledgers for p in ledger.model.parameters()] + job.alike
+    out = {
+        "digest": digest(tensors),
+        "finite": all(bool(t.isfinite().all()) for t in tensors),
+        "losses": losses,
+        "lost": {f"{i}.{n}": e for i, one in enumerate(job.ledgers) for n, e in one.lost().items()},
+        "misused": [found for ledger in job.ledgers for found in ledger.misused()],
+        "skipped": sum(ledger.sync.skipped for ledger in job.ledgers),
+    }
+    for ledger in job.ledgers:
+        ledger.sync.close()
+    return out
+
+
+def faults(ranks: list[dict[str, Any]]) -> Iterator[str]:
+    """Say what is wrong with a run, given what all ranks returned."""
+    first = ranks[0]
+    if len({row["digest"] for row in ranks}) > 1:
+        yield "replicas differ"
+    if not all(row["finite"] for row in ranks):
+        yield "not finite"
+    if any(row["skipped"] for row in ranks):
+        yield f"{first['skipped']} steps skipped"
+    if first["misused"]:
+        yield f"gradients wrongly there or missing: {first['misused'][:4]}"
+    worst = max(first["lost"], key=first["lost"].__getitem__, default=None)
+    if worst is not None and not first["lost"][worst] <= TOLERANCE:
+        yield f"lost {first['lost'][worst]:.1e} of {worst}"
+    if not first["lost"] and fallen(ranks) > FALLS:
+        yield f"losses fell to {fallen(ranks):.2f} only"
+
+
+def fallen(ranks: list[dict[str, Any]]) -> float:
+    """Return what part of the first losses is left in the end; of few steps nothing is asked, so 0."""
+    if min(len(row["losses"]) for row in ranks) < 50:
+        return 0.0
+    tenth = len(ranks[0]["losses"]) // 10
+    start = fmean(fmean(row["losses"][:tenth]) for row in ranks)
+    return fmean(fmean(row["losses"][-tenth:]) for row in ranks) / start
+
+
+def main() -> int:
+    """Run all cases; return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--programs", default="", help="parts of names, comma-separated; none for all")
+    parser.add_argument("--methods", default="", help="beginnings of texts, comma-separated; none for all")
+    parser.add_argument("--worlds", default="2,4", help="numbers of ranks")
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+    start, rows, failures = time.perf_counter(), [], 0
+    programs = [n for n in PROGRAMS if any(part in n for part in args.programs.split(","))]
+    methods = [m for m in configurations() if m.startswith(tuple(args.methods.split(",")))]
+    worlds = [int(world) for world in args.worlds.split(",")]
+    with RankPool(max(worlds)) as pool:
+        for program in programs:
+            for world in worlds:
+                for method in methods:
+                    row = _case(pool, program, world, method, args.steps)
+                    rows.append(row)
+                    print(*row, sep=", ", flush=True)
+                    failures += row[-1] != "pass"
+    print(table(["program", "ranks", "method", "lost at most", "losses left", "seconds", "result"], rows))
+    print(f"{len(rows) - failures} of {len(rows)} in {time.perf_counter() - start:.0f} s")
+    return 1 if failures else 0
+
+
+def _case(pool: RankPool, program: str, world: int, method: str, steps: int) -> list[object]:
+    begun = time.perf_counter()
+    worst, left = "", ""
+    try:
+        ranks = pool.run(world, run, world, program, method, steps, timeout_s=120 + steps)
+    except RanksFailed as error:
+        result = " / ".join(f"rank {r}: {e.strip().splitlines()[-1][:200]}" for r, e in error.errors.items())
+    else:
+        result = "; ".join(faults(ranks)) or "pass"
+        worst = f"{max(ranks[0]['lost'].values()):.0e}" if ranks[0]["lost"] else "-"
+        left = f"{fallen(ranks):.2f}"
+    return [program, world, method, worst, left, f"{time.perf_counter() - begun:.1f}", result]
+
+
+def _text(name: str, keys: Mapping[str, Any]) -> str:
+    """Return a method's text; small tensors are compressed too, or these models would travel densely."""
+    if entries()[name].compressor.default_dense_below:
+        keys = {**keys, "dense_below": 0}
+    items = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in keys.items())
+    return laconic.method(f"{name}:{items}").text
+
+
+def _keys(example: Compressor) -> tuple[str, dict[str, Any]]:
+    """Return the name and the keys that make an example."""
+    for entry in entries().values():
+        own = {f.name: getattr(example, f.name) for f in fields(example) if f.name not in entry.preset}
+        if entry.compressor is type(example) and entry.compressor(**{**entry.preset, **own}) == example:
+            usual = {f.name: f.default for f in fields(example)}
+            return entry.name, {key: value for key, value in own.items() if value != usual[key]}
+    raise LookupError(f"no method name makes {example}: add one to its class's names")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
