@@ -116,7 +116,6 @@ class DDPHook:
         self._members: list[list[int]] = []  # ids of the parameters in each bucket
         self._made: set[int] = set()  # ids of those that got a gradient since the last exchange
         self._handles: list[Any] = []
-        self._ddp_is_static = bool(ddp.static_graph)
         self._tracks = bool(ddp.find_unused_parameters or ddp.static_graph)  # else DDP refuses unused ones
         if self._tracks:
             made = self._made  # not this hook, which a parameter would keep from being collected
@@ -241,8 +240,8 @@ class DDPHook:
             self._exchanger.abandon()
         self._members = []
         # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
-        # graph DDP calls its hooks when the pass has ended, and waits before any other callback runs.
-        self._at_once = task == -1 or (self._ddp_is_static and self.step + self.skipped == 0)
+        # graph DDP calls its hooks when all nodes are done, and waits before any other callback runs.
+        self._at_once = task == -1 or torch._C._current_autograd_node() is None
         if not self._at_once:
             at_end(task, self._order, self._end)
 

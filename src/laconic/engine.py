@@ -234,7 +234,8 @@ class GradientSync(Hooked):
         device = next(iter(parameters.values())).device
         compare(self._driver, self._description(parameters), device)
         self._exchanger.arrange(buckets, device)
-        for slot in self._slots.values():
+        before = self._slots
+        for slot in before.values():
             slot.handle.remove()
         self._parameters = parameters
         by_bucket = [[parameters[name] for name in bucket.names] for bucket in buckets]
@@ -242,6 +243,8 @@ class GradientSync(Hooked):
         sparse = {p: Slot(-1) for p in parameters.values() if id(p) in thin}
         self._slots |= {id(p): slot for p, slot in sparse.items()}
         self._sparse = SparseFiller(sparse, self.world_size)
+        for i in before.keys() & self._slots.keys():
+            self._slots[i].left, self._slots[i].used = before[i].left, before[i].used
         slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
         self._filler = Filler(self._exchanger, by_bucket, slots, self._shares_memory)
         self._hook(parameters.values())

@@ -133,8 +133,12 @@ class Filler:
             self._fill_many(hold, index)
         elif hold.missing:
             for p, slot in zip(hold.params, hold.slots, strict=True):
-                if slot.at != number:
+                if slot.at == number:
+                    continue
+                if p.grad is None or slot.counts(p.grad):
                     self.fill(index, p)
+                else:
+                    self._fill_left(hold, index, p, slot)
 
     def zero(self, index: int) -> None:
         """Fill a bucket with zeros: this rank has nothing to say."""
@@ -201,6 +205,17 @@ class Filler:
             torch._foreach_copy_(targets, made)
         if self._exchanger.scale != 1.0:
             flat.mul_(self._exchanger.scale)
+
+    def _fill_left(self, hold: _Hold, index: int, parameter: Tensor, slot: Slot) -> None:
+        """Fill in the gradient that an earlier exchange left, in case that other ranks add to theirs.
+
+        If none does, it must stay as it is; so it moves out of the memory that this exchange writes to.
+        """
+        grad = parameter.grad
+        assert grad is not None  # it was left
+        if self._shares:
+            grad = parameter.grad = slot.left = grad.clone()
+        torch.mul(grad, self._exchanger.scale, out=self._view(hold, index, parameter))
 
     def _alone(self, hold: _Hold, parameter: Tensor, grad: Tensor) -> bool:
         """Return whether a gradient is a whole bucket in memory of its own, so that it need not be copied."""

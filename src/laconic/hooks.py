@@ -32,9 +32,7 @@ def _hook(sync: Callable[[], Hooked | None], slot: Slot, parameter: Tensor) -> N
     """
     running = sync()
     if running is None:
-        raise LaconicError(
-            "the model that was attached is gone: keep it as long as its parameters are trained"
-        )
+        raise LaconicError("the attached model is gone: keep it as long as its parameters are trained")
     running._on_gradient(slot, parameter)
 
 
@@ -89,7 +87,7 @@ class Hooked(Uneven):
             if len(hooks) > 1 and next(reversed(hooks)) != slot.handle.id:
                 # The user's hooks, registered later, may still change the gradient. They run before the next
                 # gradient's; from the next pass on ours is the last.
-                hooks.move_to_end(slot.handle.id)
+                hooks[slot.handle.id] = hooks.pop(slot.handle.id)  # C++ does not see what move_to_end does
                 self._late.append((slot, parameter))
                 return
             while self._late:

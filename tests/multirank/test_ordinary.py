@@ -1,5 +1,6 @@
 """What else ordinary programs do beside the engine: unused layers, hooks, wrappers, bad steps, mistakes."""
 
+import gc
 import os
 import warnings
 from functools import partial
@@ -355,3 +356,40 @@ def _mistakes(rank):
 
 def test_changed_types_and_gradients_made_by_hand_are_told(pool):
     pool.run(2, _mistakes)
+
+
+def _other_kernels(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("LACONIC_KERNELS", "reference")
+        with pytest.raises(laconic.MismatchError, match="kernels"):
+            laconic.ddp.register(DistributedDataParallel(mlp(0)), "powersgd", timeout_s=30)
+
+
+def test_the_ddp_hook_compares_kernels(pool):
+    pool.run(2, _other_kernels)
+
+
+def _loaded(rank, method):
+    """Every version of every kernel that the first steps call was there when attaching returned."""
+
+    def known():
+        compiled = [o for o in gc.get_objects() if type(o).__name__ == "CPUDispatcher"]
+        return {(id(d), signature) for d in compiled for signature in d.signatures}
+
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=60)
+    before = known()
+    for s in range(3):
+        xs, ys = shards(s, 2)
+        step(model, optimizer, xs[rank], ys[rank])
+    sync.close()
+    return len(before), len(known() - before)
+
+
+@pytest.mark.parametrize("method", ["topk:ratio=0.1", "sign", "qsgd", "powersgd:rank=2"])
+def test_the_first_step_finds_its_kernels_loaded(pool, method):
+    for before, new in pool.run(2, _loaded, method):
+        assert before > 0
+        assert new == 0

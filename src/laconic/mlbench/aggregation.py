@@ -58,8 +58,8 @@ class Aggregation(ABC):
 
     @property
     def traffic(self) -> Traffic:
-        """This rank's bytes."""
-        return self.driver.traffic
+        """This rank's bytes; a copy has sent none before it finds the ranks again."""
+        return self._driver.traffic if self._driver is not None else Traffic()
 
     def agg_grad(self, by_layer: bool = False) -> Aggregate:
         """Return a function that averages a model's gradients in place.

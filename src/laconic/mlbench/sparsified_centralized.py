@@ -76,8 +76,8 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
 
     @property
     def traffic(self) -> Traffic:
-        """This rank's bytes."""
-        return self._way().traffic
+        """This rank's bytes; a copy has sent none before it finds the ranks again."""
+        return self._driver.traffic if self._driver is not None else Traffic()
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None, tracker: Marks | None = None) -> Any:

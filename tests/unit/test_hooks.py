@@ -1,0 +1,104 @@
+"""Hooks as autograd calls them: from several threads, one for each device, and in whatever order."""
+
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic import hooks
+from laconic.exchanger import Exchanger
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LACONIC_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
+    """Two threads report one pass's gradients, as for a model on two GPUs, while submitting takes long."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    submitted, submit = Counter(), Exchanger.submit
+
+    def slowly(self, index):
+        time.sleep(0.002)
+        submitted[index] += 1
+        submit(self, index)
+
+    ends = []
+    monkeypatch.setattr(Exchanger, "submit", slowly)
+    monkeypatch.setattr(hooks, "_graph_task", lambda: 7)
+    monkeypatch.setattr(hooks, "at_end", lambda task, order, action: ends.append(action))
+    with laconic.distribute(model, optimizer, "topk:ratio=0.5", bucket_bytes=64) as sync:
+        parameters = list(model.parameters())
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        errors = []
+
+        def report(part):
+            try:
+                for p in part:
+                    sync._on_gradient(sync._slots[id(p)], p)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=report, args=(parameters[i::2],)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (end,) = ends
+        end()
+        assert not errors
+        assert len(submitted) >= 12
+        assert set(submitted.values()) == {1}
+        assert sync.step == 1
+
+
+@pytest.mark.parametrize("text", ["topk:warmup_steps=2", "topk:clip_norm=1.0", "sign:clip_value=1.0"])
+def test_clipping_and_warm_up_let_averages_take_the_residuals_memory(text):
+    """So a method needs one more tensor like the gradients, not two, with them as without."""
+    plain = laconic.method(text.partition(":")[0]).compressor
+    assert laconic.method(text).compressor.settles(2) == plain.settles(2)
+
+
+def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model(alone):
+    import copy
+    import io
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.distribute(model, optimizer, "topk") as sync:
+        twin = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        for other in (twin, loaded):
+            before = sync.step
+            other(torch.ones(1, 3)).sum().backward()
+            assert sync.step == before
+            assert torch.equal(other.weight, model.weight)
+
+
+def test_an_engine_goes_with_its_model(alone):
+    import gc
+    import weakref
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model.weight
+    engine = weakref.ref(laconic.distribute(model, optimizer, "topk"))
+    gc.collect()
+    assert engine() is not None  # nobody keeps what distribute returned
+    model(torch.ones(1, 3)).sum().backward()
+    del model, optimizer
+    gc.collect()
+    assert engine() is None
+    with pytest.raises(laconic.LaconicError, match="model is gone"):
+        weight.sum().backward()
