@@ -26,6 +26,8 @@ __all__ = ["load_kernels"]
 # that short is gathered whatever the number of ranks is. PowerSGD compresses the matrix.
 _SHAPES = ((torch.Size((300, 300)), torch.Size((7,))), (torch.Size((5,)),))
 
+_loaded: set[tuple[Compressor, int, tuple[torch.dtype, ...], bool]] = set()  # by this process
+
 
 @torch.no_grad()
 def load_kernels(how: Method, world_size: int, tensors: Iterable[Tensor], *, checks: bool = False) -> None:
@@ -48,13 +50,17 @@ def load_kernels(how: Method, world_size: int, tensors: Iterable[Tensor], *, che
     """
     if wanted() == "reference":
         return
-    dtypes = sorted({t.dtype for t in tensors if t.device.type == "cpu"}, key=str)
+    dtypes = tuple(sorted({t.dtype for t in tensors if t.device.type == "cpu"}, key=str))
+    what = (how.compressor, world_size, dtypes, checks)
+    if what in _loaded:
+        return
     with compiling(how.text.partition(":")[0]):
         for dtype in dtypes:
             for shapes in _SHAPES:
                 _call_all(how.compressor, shapes, dtype, world_size)
         if checks and dtypes:
             hash_tensor(torch.zeros(1, device="cpu"))
+    _loaded.add(what)
 
 
 def _call_all(whole: Compressor, shapes: Sequence[torch.Size], dtype: torch.dtype, world_size: int) -> None:
