@@ -26,7 +26,7 @@ __all__ = ["load_kernels"]
 # that short is gathered whatever the number of ranks is. PowerSGD compresses the matrix.
 _SHAPES = ((torch.Size((300, 300)), torch.Size((7,))), (torch.Size((5,)),))
 
-_loaded: set[tuple[Compressor, int, tuple[torch.dtype, ...], bool]] = set()  # by this process
+_loaded: set[tuple[str, int, tuple[torch.dtype, ...], bool]] = set()  # by this process
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def load_kernels(how: Method, world_size: int, tensors: Iterable[Tensor], *, che
     if wanted() == "reference":
         return
     dtypes = tuple(sorted({t.dtype for t in tensors if t.device.type == "cpu"}, key=str))
-    what = (how.compressor, world_size, dtypes, checks)
+    what = (how.text, world_size, dtypes, checks)
     if what in _loaded:
         return
     with compiling(how.text.partition(":")[0]):

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from laconic import warming
 from laconic.compressors.topk import TopK
 from laconic.kernels import backend
 from laconic.parsing import method, methods
@@ -32,6 +33,7 @@ def fresh_kernels(monkeypatch):
         for name in [name for name in sys.modules if name.startswith("laconic.kernels.cpu_")]:
             monkeypatch.delitem(sys.modules, name)
         backend._load.cache_clear()
+        monkeypatch.setattr(warming, "_loaded", set())
 
     yield forget
     monkeypatch.undo()
