@@ -216,9 +216,7 @@ class Passes:
         if self._local:
             cause = "gradients of this rank alone, from no_sync() or from before distribute()"
             advice = "end accumulation with a backward pass outside no_sync(), or call zero_grad() first"
-        elif self._exchanges == before and any(
-            id(p) in slots and p.grad is not slots[id(p)].left for p in held
-        ):
+        elif self._exchanges == before and any(_by_hand(p, slots) for p in held):
             cause = "gradients that no backward() made, such as those of torch.autograd.grad"
             advice = "let loss.backward() make them, or average them yourself"
         else:
@@ -227,3 +225,9 @@ class Passes:
         warnings.warn(
             f"optimizer.step() applies {cause}: the ranks drift apart; {advice}", RuntimeWarning, stacklevel=6
         )
+
+
+def _by_hand(parameter: Tensor, slots: Mapping[int, Slot]) -> bool:
+    """Return whether neither a backward pass nor an exchange left the gradient that a parameter has."""
+    slot = slots.get(id(parameter))
+    return slot is not None and not slot.used and parameter.grad is not slot.left
