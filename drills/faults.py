@@ -47,10 +47,15 @@ class Verdict:
 def _at_once(do: str, rank_0: bool, scene: Scene, verdict: Verdict) -> None:
     """A rank is killed, stopped, raises, quits or sleeps at a moment of its own."""
     victim = 0 if rank_0 else scene.draw.randrange(1, scene.size)
-    scene.start({victim: scene.fault(do)})
+    fault = scene.fault(do)
+    scene.start({victim: fault})
     scene.await_fault(victim)
     rest = [r for r in range(scene.size) if r != victim]
     scene.await_end(rest, GRACE_S)
+    if do == "raise" and fault["at"] == "save":  # all ranks agree on how a save went
+        scene.await_end([victim], GRACE_S)
+        scene.expect(verdict, range(scene.size), "LaconicError", None, f"rank {victim}: ZeroDivisionError")
+        return
     scene.expect(verdict, rest, _PEERS, [victim])
     if do == "stop":  # whoever continues it must not keep it for ever
         scene.resume(victim)
