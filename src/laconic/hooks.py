@@ -46,6 +46,7 @@ class Hooked(Uneven):
     _enabled: bool
     _exchanger: Exchanger
     _filler: Filler
+    _finite: bool
     _order: int
     _passes: Passes
     _slots: dict[int, Slot]
@@ -115,6 +116,7 @@ class Hooked(Uneven):
 
     def _begin_pass(self, task: int) -> None:
         refuse_nested()
+        self._finite = True  # what the last exchange was says nothing of gradients that this pass makes
         if self._enabled:
             self._check_pass()
             self._notify_join()

@@ -47,6 +47,7 @@ def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
 
 def leave(group: Any) -> None:
     """Take a group apart on this rank; nothing happens if it is gone already."""
+    # The program may take the world apart at the same time, and this may run while Python collects garbage.
     with contextlib.suppress(ValueError, KeyError, AttributeError, RuntimeError):
         if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)

@@ -393,3 +393,24 @@ def test_the_first_step_finds_its_kernels_loaded(pool, method):
     for before, new in pool.run(2, _loaded, method):
         assert before > 0
         assert new == 0
+
+
+def _local_after_bad(rank):
+    """A bad exchange, then a pass that exchanges nothing, as DASO makes them between its own exchanges."""
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.distribute(model, optimizer, "topk", timeout_s=30) as sync:
+        (model(torch.ones(1, 10)).sum() * float("nan")).backward()
+        optimizer.step()
+        before = flat(model)
+        sync.enabled = False
+        optimizer.zero_grad()
+        model(torch.ones(1, 10)).sum().backward()
+        optimizer.step()
+        return torch.equal(before, flat(mlp(0))), torch.equal(before, flat(model)), sync.skipped
+
+
+@pytest.mark.filterwarnings("ignore:a gradient was not finite")
+def test_a_bad_exchange_costs_no_step_after_a_later_pass_without_one(pool):
+    """The first step changes nothing; the second, on this rank's own finite gradients, does."""
+    assert pool.run(2, _local_after_bad) == [(True, False, 1)] * 2
