@@ -1,4 +1,4 @@
-"""Time and bytes per step: DistributedDataParallel against Laconic's methods, on emulated hosts and links.
+"""Time and bytes per step: DistributedDataParallel against Stenograd's methods, on emulated hosts and links.
 
 For every link and model one run, in which the rivals take turns, round after round. Needs root and iproute2.
 Writes NAME.json, NAME.md and NAME.png into --out:

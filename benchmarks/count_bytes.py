@@ -81,11 +81,11 @@ def run_rank(methods: list[str]) -> None:
     """Measure each method; rank 0 prints a line of JSON with all ranks' counts."""
     import torch
 
-    import laconic
-    from laconic.drive import Driver
-    from laconic.totals import everyone
+    import stenograd
+    from stenograd.comm.agreement import everyone
+    from stenograd.comm.driver import Driver
 
-    world = laconic.init(timeout_s=60)
+    world = stenograd.init(timeout_s=60)
     torch.manual_seed(0)
     for method in methods:
         counts = measure(method)
@@ -99,14 +99,14 @@ def measure(method: str) -> dict[str, int]:
     import torch
     from torch import nn
 
-    import laconic
+    import stenograd
 
     model = nn.Sequential(
         nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(32, 784)
-    with laconic.distribute(model, optimizer, method, timeout_s=60) as sync:
+    with stenograd.distribute(model, optimizer, method, timeout_s=60) as sync:
         for step in range(STEPS + 1):
             optimizer.zero_grad()
             model(x).square().mean().backward()

@@ -70,7 +70,7 @@ def enter(name: str, task: Any, world: Any, args: argparse.Namespace) -> Any:
 
     if name != DASO:
         return Trainee(name, task, world, args.seed, args.steps)
-    from laconic import heat
+    from stenograd import heat
 
     trainee = Trainee(FLOOR, task, world, args.seed, args.steps)
     trainee.name = DASO
@@ -91,11 +91,11 @@ def train(args: argparse.Namespace) -> None:
     """Be one rank; rank 0 prints a line an epoch and writes every rival's epochs."""
     import torch
 
-    import laconic
-    from laconic import tasks
+    import stenograd
+    from stenograd import tasks
 
     torch.set_num_threads(1)
-    world = laconic.init(timeout_s=120)
+    world = stenograd.init(timeout_s=120)
     task = tasks.load("mnist", args.data)
     trainees = [enter(name, task, world, args) for name in args.rivals]
     told: dict[str, list[dict[str, Any]]] = {name: [] for name in args.rivals}

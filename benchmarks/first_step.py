@@ -20,7 +20,7 @@ import torch
 from ranks import Ranks
 from torch import nn
 
-import laconic
+import stenograd
 
 _STEPS = 12
 _SLACK_S = 0.5
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{args.ranks} ranks, {os.cpu_count()} cores; seconds of the slowest rank")
     print(f"{'method':<12} {'attach':>8} {'first step':>11} {'median step':>12}  within the bar")
     late = 0
-    for method in args.methods or laconic.methods():
+    for method in args.methods or stenograd.methods():
         attach, first, median = (max(column) for column in zip(*_run(method, args.ranks), strict=True))
         good = first <= 2 * median + _SLACK_S
         late += not good
@@ -63,12 +63,12 @@ def _run(method: str, count: int) -> list[list[float]]:
 
 def _measure(method: str) -> list[float]:
     """Attach to a network of a million parameters, and take a few steps."""
-    laconic.init()
+    stenograd.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     start = time.perf_counter()
-    sync = laconic.distribute(model, optimizer, method)
+    sync = stenograd.distribute(model, optimizer, method)
     attach_s, steps_s = time.perf_counter() - start, []
     for _ in range(_STEPS):
         start = time.perf_counter()

@@ -14,9 +14,9 @@ import time
 import torch
 from models import WORKS, loss
 
-import laconic
-from laconic.groups import run_local
-from laconic.guard import ReplicaGuard
+import stenograd
+from stenograd.launch.process_group import run_local
+from stenograd.sync.replica_guard import ReplicaGuard
 
 _TURNS, _STEPS = 7, 10
 
@@ -26,7 +26,7 @@ def measure(model_name: str, method: str, rank: int) -> tuple[float, float, int]
     model, x, y = WORKS[model_name].make(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     steps, checks = [], []
-    with laconic.distribute(model, optimizer, method) as sync:
+    with stenograd.distribute(model, optimizer, method) as sync:
         guard = ReplicaGuard(model)
         for turn in range(_TURNS):
             for _ in range(_STEPS):
@@ -55,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         raise SystemExit(run_local([sys.executable, *sys.argv], 2))
-    rank = laconic.init().rank
+    rank = stenograd.init().rank
     for name in args.models.split(","):
         for method in args.methods.split(","):
             step_ms, check_ms, count = measure(name, method, rank)

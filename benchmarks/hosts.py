@@ -27,13 +27,15 @@ from ranks import Ranks
 
 __all__ = ["Hosts", "HostsError", "parse_rate", "why_not"]
 
-_PREFIX = "laconic-"  # namespaces are called laconic-PID-NUMBER-switch and laconic-PID-NUMBER-host0, ...
+_PREFIX = (
+    "stenograd-"  # namespaces are called stenograd-PID-NUMBER-switch and stenograd-PID-NUMBER-host0, ...
+)
 _NUMBERS = count()
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself
 _MAX_HOSTS = 254
 _FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobody else listens
-_LEFT_OUT = ("TORCHELASTIC_", "LACONIC_STORE", "OMPI_", "PMI", "SLURM_")  # an outer launcher's variables
+_LEFT_OUT = ("TORCHELASTIC_", "STENOGRAD_STORE", "OMPI_", "PMI", "SLURM_")  # an outer launcher's variables
 
 
 def parse_rate(text: str) -> float | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numba
 import torch
 
-from laconic.kernels import dispatch
+from stenograd.kernels import dispatch
 
 GOALS = {
     "top-k 1 %: encode with feedback": 3.0,

@@ -25,14 +25,14 @@ from models import WORKS, loss
 from rivals import FLOOR, Attached
 from torch import nn
 
-import laconic
-from laconic.groups import run_local
+import stenograd
+from stenograd.launch.process_group import run_local
 
 RIVALS = [
     *("ddp", "ddp-powersgd", "dense", "fp16", "topk:ratio=0.01", "threshold:value=0.003"),
     *("sign", "qsgd:bits=4", "powersgd:rank=4"),
 ]
-_CHILD = "LACONIC_BENCHMARK_CHILD"
+_CHILD = "STENOGRAD_BENCHMARK_CHILD"
 
 
 def status_bytes(key: str) -> int:
@@ -55,7 +55,7 @@ def train(name: str, model: nn.Module, inputs: torch.Tensor, targets: torch.Tens
 def child(name: str, steps: int, out: Path) -> None:
     """Measure on every rank; rank 0 writes the growth of its peak, in bytes."""
     torch.set_num_threads(1)
-    rank = laconic.init(timeout_s=120).rank
+    rank = stenograd.init(timeout_s=120).rank
     small = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10))
     _, inputs, targets = WORKS["mlp"].make(rank)
     train(name, small, inputs, targets, steps)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from laconic.tasks.models import CharGPT, mnist_cnn
+from stenograd.tasks.models import CharGPT, mnist_cnn
 
 __all__ = ["WORKS", "Work"]
 

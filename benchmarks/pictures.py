@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["curves", "step_times"]
 
 _MARKERS = "osD^vPX*"
-_NO_MATPLOTLIB = "pictures need matplotlib, install it with `pip install laconic[plots]`"
+_NO_MATPLOTLIB = "pictures need matplotlib, install it with `pip install stenograd[plots]`"
 
 
 def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from laconic.version import __version__
+from stenograd.version import __version__
 
 __all__ = ["Row", "document", "machine", "rows", "step_tables", "table", "write"]
 
@@ -27,7 +27,7 @@ class Row:
         ms: median over the turns of the milliseconds of a step.
         ddp_ratio: median over the rounds of its time divided by DDP's in the same round.
         floor_ratio: the same for training without communication.
-        counted_bytes: bytes that a rank sent a step, by Laconic's count.
+        counted_bytes: bytes that a rank sent a step, by Stenograd's count.
         interface_bytes: bytes that the host's interface sent a step.
         refused: why there is nothing else.
     """
@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
 
     Example:
         >>> sorted(machine())
-        ['cores', 'cpu', 'laconic', 'linux', 'python', 'ram_gb', 'torch']
+        ['cores', 'cpu', 'stenograd', 'linux', 'python', 'ram_gb', 'torch']
     """
     return {
         "cpu": _cpu(),
@@ -85,7 +85,7 @@ def machine() -> dict[str, Any]:
         "linux": platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "laconic": __version__,
+        "stenograd": __version__,
     }
 
 
@@ -157,7 +157,7 @@ def document(title: str, date: str, argv: Sequence[str], body: str) -> str:
     """Put a head that says what was measured where, and by which command, in front of the tables."""
     about = machine()
     where = f"{about['cpu']}, {about['cores']} cores, {about['ram_gb']} GB; Linux {about['linux']}"
-    software = f"Python {about['python']}, PyTorch {about['torch']}, Laconic {about['laconic']}"
+    software = f"Python {about['python']}, PyTorch {about['torch']}, Stenograd {about['stenograd']}"
     return f"# {title}\n\n{date}: {where}; {software}.\n\n```\n{shown_command(argv)}\n```\n\n{body}\n"
 
 

@@ -1,4 +1,4 @@
-"""The ways to train that are compared: no exchange, DistributedDataParallel's hooks, Laconic's methods."""
+"""The ways to train that are compared: no exchange, DistributedDataParallel's hooks, Stenograd's methods."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
-from laconic import simulate
+import stenograd
+from stenograd import simulate
 
 __all__ = ["DDP_HOOKS", "FLOOR", "Attached", "check_names", "host_bytes"]
 
@@ -25,11 +25,11 @@ def check_names(names: list[str]) -> None:
     """Check the rivals' names before anything is started.
 
     Raises:
-        MethodError: a name is none of DDP's and no Laconic method either.
+        MethodError: a name is none of DDP's and no Stenograd method either.
     """
     for name in names:
         if name != FLOOR and name not in DDP_HOOKS:
-            laconic.method(name)
+            stenograd.method(name)
 
 
 def host_bytes() -> int:
@@ -41,7 +41,7 @@ class Attached:
     """A model attached to the other ranks.
 
     Args:
-        name: "none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", or a Laconic method
+        name: "none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", or a Stenograd method
             such as "topk:ratio=0.01".
         model: the model; `module` is what to call in its place.
         optimizer: over the model's parameters.
@@ -52,16 +52,16 @@ class Attached:
 
     def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module = model
-        self._sync: laconic.GradientSync | None = None
+        self._sync: stenograd.GradientSync | None = None
         if name in DDP_HOOKS:
             self.module = DDP_HOOKS[name](model)
         elif name != FLOOR:
             _compile(name)
-            self._sync = laconic.distribute(model, optimizer, name)
+            self._sync = stenograd.distribute(model, optimizer, name)
 
     @property
     def moved_bytes(self) -> int | None:
-        """Bytes that this rank sent by Laconic's own count; None for the others, which do not count."""
+        """Bytes that this rank sent by Stenograd's own count; None for the others, which do not count."""
         return self._sync.traffic.moved_bytes if self._sync is not None else None
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ def _compile(name: str) -> None:
     """Exchange a few numbers in this process, so that kernels are compiled or loaded before time counts."""
     shapes, generator = [torch.Size((64, 64)), torch.Size((64,))], torch.Generator().manual_seed(0)
     xs = [torch.randn(64 * 65, generator=generator) for _ in range(dist.get_world_size())]
-    simulate.exchange(laconic.method(name).compressor, xs, shapes=shapes)
+    simulate.exchange(stenograd.method(name).compressor, xs, shapes=shapes)
 
 
 def _ddp_cast(hook: str) -> Callable[[nn.Module], nn.Module]:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-import laconic
-from laconic.compressor import Site
-from laconic.simulate import run
-from laconic.traffic import moved_bytes
-from laconic.wire import Request
+import stenograd
+from stenograd.comm.traffic import moved_bytes
+from stenograd.compression.contract import Site
+from stenograd.data.requests import Request
+from stenograd.simulate import run
 
 METHODS = ("sign:dense_below=0", "qsgd:bits=4", "topk:ratio=0.01")
 RANKS = (2, 3, 4, 8, 16, 32, 64)
@@ -35,7 +35,7 @@ def coded_bytes(name: str, n: int) -> float:
 
 def measure(name: str, ranks: int, n: int, rounds: int) -> tuple[float, float]:
     """Return the bytes that a rank sends and the milliseconds it computes, in one exchange."""
-    compressor = laconic.method(name).compressor
+    compressor = stenograd.method(name).compressor
     shapes = (torch.Size((n,)),)
     xs = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
     states = None

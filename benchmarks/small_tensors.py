@@ -2,7 +2,7 @@
 
     python benchmarks/small_tensors.py [--tensors 10000] [--turns 5]
 
-Two ranks on this machine take turns with plain training, DDP, and Laconic's methods. Each tensor has four
+Two ranks on this machine take turns with plain training, DDP, and Stenograd's methods. Each tensor has four
 elements, so there is next to nothing to send, and the time is that of handling tensors.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
-from laconic.testing.pool import RankPool
+import stenograd
+from stenograd.testing.pool import RankPool
 
 METHODS = ("dense", "topk:ratio=0.01")
 STEPS = 5
@@ -41,7 +41,7 @@ def measure(rank: int, how: str, tensors: int) -> tuple[float, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     start = time.perf_counter()
     net: nn.Module = DistributedDataParallel(model) if how == "DDP" else model
-    sync = laconic.distribute(model, optimizer, how) if how in METHODS else None
+    sync = stenograd.distribute(model, optimizer, how) if how in METHODS else None
     attach_s, steps_s = time.perf_counter() - start, []
     for _ in range(STEPS):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Time per training step: DistributedDataParallel against Laconic's methods, interleaved in one run.
+"""Time per training step: DistributedDataParallel against Stenograd's methods, interleaved in one run.
 
 Alone it starts two local ranks; under torchrun, mpiexec or hand-set variables it uses those. Prints medians
 on rank 0, and with --out writes them as JSON:
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
-from laconic.engine import DEFAULT_BUCKET_BYTES
-from laconic.groups import run_local
-from laconic.tasks.models import mnist_cnn
+import stenograd
+from stenograd.launch.process_group import run_local
+from stenograd.sync.gradient_sync import DEFAULT_BUCKET_BYTES
+from stenograd.tasks.models import mnist_cnn
 
 
 def build(name: str) -> tuple[nn.Module, Tensor]:
@@ -54,7 +54,7 @@ class Rival:
                 self.model.register_comm_hook(None, fp16_compress_hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         if not name.startswith(("ddp", "none")):
-            self.sync = laconic.distribute(self.model, self.optimizer, name, bucket_bytes=bucket_bytes)
+            self.sync = stenograd.distribute(self.model, self.optimizer, name, bucket_bytes=bucket_bytes)
 
     def steps(self, count: int) -> list[float]:
         """Train and return the milliseconds of each step."""
@@ -82,7 +82,7 @@ def main() -> None:
     args = parser.parse_args()
     if "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ and "PMI_RANK" not in os.environ:
         raise SystemExit(run_local([sys.executable, *sys.argv], 2))
-    world = laconic.init()
+    world = stenograd.init()
     rivals = [Rival(name, args.model, args.bucket_bytes) for name in args.methods.split(",")]
     times: dict[str, list[float]] = {r.name: [] for r in rivals}
     for rival in rivals:

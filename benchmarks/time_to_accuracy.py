@@ -58,11 +58,11 @@ def train(args: argparse.Namespace) -> None:
     import torch
     from trainee import Trainee
 
-    import laconic
-    from laconic import tasks
+    import stenograd
+    from stenograd import tasks
 
     torch.set_num_threads(1)
-    world = laconic.init(timeout_s=120)
+    world = stenograd.init(timeout_s=120)
     task = tasks.load("mnist", args.data)
     trainees = [Trainee(name, task, world, args.seed, args.steps) for name in args.rivals]
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in args.rivals}

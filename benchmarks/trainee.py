@@ -12,8 +12,8 @@ import torch.distributed as dist
 from rivals import Attached, host_bytes
 from torch import Tensor
 
-import laconic
-from laconic import tasks
+import stenograd
+from stenograd import tasks
 
 __all__ = ["Spent", "Trainee"]
 
@@ -28,7 +28,7 @@ class Spent:
     Attributes:
         seconds: of the slowest rank, evaluation excluded.
         host_bytes: sent by rank 0's host, read from its interface.
-        counted_bytes: sent by rank 0, by Laconic's count; None where nobody counts.
+        counted_bytes: sent by rank 0, by Stenograd's count; None where nobody counts.
         loss: mean over this rank's batches of the last piece.
     """
 
@@ -50,7 +50,7 @@ class Trainee:
     """
 
     def __init__(
-        self, name: str, task: tasks.Task, world: laconic.World, seed: int, steps: int | None = None
+        self, name: str, task: tasks.Task, world: stenograd.World, seed: int, steps: int | None = None
     ) -> None:
         self.name, self.task, self._world, self._seed = name, task, world, seed
         self.model = task.model(seed).to(memory_format=torch.channels_last)  # faster convolutions on CPU

@@ -19,7 +19,7 @@ from models import WORKS, Work, loss
 from plan import WARM_UP_STEPS, rounds_order, turn_steps
 from rivals import DDP_HOOKS, Attached, host_bytes
 
-import laconic
+import stenograd
 
 _SETTLE_S = 0.05  # until the last packets and acknowledgements of a turn are counted
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    world = laconic.init(timeout_s=120)
+    world = stenograd.init(timeout_s=120)
     rivals, refused = enter(args.rivals, WORKS[args.model], world.rank)
     logs = warm_up(rivals, args.turn_s, args.max_steps)
     idle_bytes = idle_turn_bytes()

@@ -1,4 +1,4 @@
-"""Step times of two checkouts of Laconic, interleaved in one run: what did a change cost, or gain?
+"""Step times of two checkouts of Stenograd, interleaved in one run: what did a change cost, or gain?
 
 Two ranks of each checkout stay attached to every method, and wait while the others have their turn:
 
@@ -29,13 +29,13 @@ METHODS = ("dense", "topk:ratio=0.01", "powersgd:rank=4")
 
 
 class Checkout:
-    """Two ranks that train with the Laconic of one checkout, when told to."""
+    """Two ranks that train with the Stenograd of one checkout, when told to."""
 
     def __init__(self, root: Path, model: str, methods: list[str], folder: Path) -> None:
         place = {
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
-            "LACONIC_STORE": str(folder / f"{root.name}-{model}"),
+            "STENOGRAD_STORE": str(folder / f"{root.name}-{model}"),
         }
         env = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root / "src")}
         command = [sys.executable, __file__, "--child", model, *methods]
@@ -66,15 +66,15 @@ class Checkout:
 
 def child(model_name: str, methods: list[str]) -> None:
     """Attach a model to every method; then train for as many steps of one as each line of the input says."""
-    import laconic
+    import stenograd
 
     torch.set_num_threads(1)
-    rank = laconic.init(timeout_s=300).rank
+    rank = stenograd.init(timeout_s=300).rank
     attached = []
     for method in methods:
         model, inputs, targets = WORKS[model_name].make(rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        attached.append((model, inputs, targets, optimizer, laconic.distribute(model, optimizer, method)))
+        attached.append((model, inputs, targets, optimizer, stenograd.distribute(model, optimizer, method)))
     for line in sys.stdin:
         number, steps = map(int, line.split())
         model, inputs, targets, optimizer, _ = attached[number]

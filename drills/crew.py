@@ -1,4 +1,4 @@
-"""Ranks that run `laconic train` in processes forked from one that has imported torch, and may be killed."""
+"""Ranks that run `stenograd train` in processes forked from one that imported torch, and may be killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train(
     killing: Killing | None = None,
     limit_s: float = 120.0,
 ) -> tuple[list[int], str]:
-    """Run `laconic train ARGUMENTS` on so many ranks.
+    """Run `stenograd train ARGUMENTS` on so many ranks.
 
     Returns:
         The ranks' exit codes, minus the signal for one that was killed, and what all of them printed.
@@ -59,7 +59,7 @@ def train(
         TimeoutError: a rank did not end.
     """
     with tempfile.TemporaryDirectory(prefix="drill-", ignore_cleanup_errors=True) as folder:
-        argv = ["laconic", "train", *map(str, arguments)]
+        argv = ["stenograd", "train", *map(str, arguments)]
         crew = [
             making.Process(target=_rank, args=(rank, workers, folder, argv, killing))
             for rank in range(workers)
@@ -90,10 +90,10 @@ def _rank(rank: int, workers: int, folder: str, argv: list[str], killing: Killin
     os.dup2(log, 2)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
     place = {"RANK": rank, "WORLD_SIZE": workers, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": workers}
-    os.environ.update({key: str(value) for key, value in place.items()}, LACONIC_STORE=f"{folder}/store")
+    os.environ.update({key: str(value) for key, value in place.items()}, STENOGRAD_STORE=f"{folder}/store")
     import torch
 
-    from laconic.cli import main
+    from stenograd.cli import main
 
     torch.set_num_threads(1)
     if killing is not None and rank in killing.ranks:
@@ -101,7 +101,7 @@ def _rank(rank: int, workers: int, folder: str, argv: list[str], killing: Killin
     sys.argv = argv
     code = main()
     with suppress(Exception):
-        from laconic.groups import shutdown
+        from stenograd.launch.process_group import shutdown
 
         shutdown()
     sys.exit(code)
@@ -109,7 +109,7 @@ def _rank(rank: int, workers: int, folder: str, argv: list[str], killing: Killin
 
 def _arm(killing: Killing) -> None:
     """Let this process kill itself with signal 9, which nothing can catch, some time into a step."""
-    from laconic.cli.loop import Trainer
+    from stenograd.cli.loop import Trainer
 
     take_step = Trainer._step
 

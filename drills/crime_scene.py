@@ -65,9 +65,9 @@ class Scene:
         self._began = self._jobs = 0
         self._fault_at: float | None = None
         self._mounted = False
-        self._env = {"OMP_NUM_THREADS": "1", "LACONIC_DEBUG": "1", "WORLD_SIZE": str(size)}
+        self._env = {"OMP_NUM_THREADS": "1", "STENOGRAD_DEBUG": "1", "WORLD_SIZE": str(size)}
         if meet == "file":
-            self._env["LACONIC_STORE"] = str(folder / "store")
+            self._env["STENOGRAD_STORE"] = str(folder / "store")
         else:
             self._env |= {
                 "MASTER_ADDR": "10.77.0.1" if on_hosts else "127.0.0.1",
@@ -224,9 +224,9 @@ class Scene:
             text_of = self.ranks[rank].log.read_text(errors="replace").strip()
             words = re.sub(r"^\[rank\d+\]: ", "", text_of, flags=re.M).splitlines() or [""]  # torch's prefix
             last = next(
-                (w for w in reversed(words) if re.match(r"(laconic\.errors\.)?\w+(Error|Lost)\b", w)), ""
+                (w for w in reversed(words) if re.match(r"(stenograd\.errors\.)?\w+(Error|Lost)\b", w)), ""
             )
-            name = last.partition(":")[0].removeprefix("laconic.errors.")
+            name = last.partition(":")[0].removeprefix("stenograd.errors.")
             found = _NAMED.search(last)
             told = sorted(map(int, found[1].split(","))) if found else []
             verdict.errors.add(name or "none")

@@ -2,7 +2,7 @@
 
     python drills/faults.py [--kinds kill,stop] [--seeds 10] [--ranks 0] [--timeout-s 3] [--jobs 1]
 
-Each run starts 3 or 4 ranks of `laconic train` on the digits with a method, a moment and a victim that the
+Each run starts 3 or 4 ranks of `stenograd train` on the digits with a method, a moment and a victim that the
 seed draws, breaks something, and checks: the error and the ranks that each survivor names, the time from the
 fault to the last survivor's end, exit statuses, processes that are left, and that every file under its final
 name is whole. Prints a table; the exit status is 1 if a run failed. The two kinds of broken links need root
@@ -54,7 +54,7 @@ def _at_once(do: str, rank_0: bool, scene: Scene, verdict: Verdict) -> None:
     scene.await_end(rest, GRACE_S)
     if do == "raise" and fault["at"] == "save":  # all ranks agree on how a save went
         scene.await_end([victim], GRACE_S)
-        scene.expect(verdict, range(scene.size), "LaconicError", None, f"rank {victim}: ZeroDivisionError")
+        scene.expect(verdict, range(scene.size), "StenogradError", None, f"rank {victim}: ZeroDivisionError")
         return
     scene.expect(verdict, rest, _PEERS, [victim])
     if do == "stop":  # whoever continues it must not keep it for ever
@@ -105,7 +105,7 @@ def _disk(action: str, scene: Scene, verdict: Verdict) -> None:
     scene.fill() if action == "fill" else scene.freeze()
     everyone = list(range(scene.size))
     scene.await_end(everyone, GRACE_S)
-    scene.expect(verdict, everyone, "LaconicError|CheckpointError|OSError", None, text)
+    scene.expect(verdict, everyone, "StenogradError|CheckpointError|OSError", None, text)
 
 
 def _port(scene: Scene, verdict: Verdict) -> None:

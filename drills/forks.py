@@ -72,7 +72,7 @@ class Forks:
         fault: Mapping[str, Any] | None = None,
         namespace: str | None = None,
     ) -> Rank:
-        """Start `laconic ARGV` as a rank.
+        """Start `stenograd ARGV` as a rank.
 
         Args:
             argv: arguments of the command line.
@@ -160,7 +160,7 @@ def _become_rank(job: Mapping[str, Any]) -> None:
     if job["namespace"] is not None:
         enter(job["namespace"])
     os.environ.update(job["env"])
-    sys.argv = ["laconic", *job["argv"]]
+    sys.argv = ["stenograd", *job["argv"]]
     if job["fault"] is not None:
         arm(job["fault"])
 
@@ -172,6 +172,6 @@ if __name__ == "__main__":
     this_job = _serve()
     if this_job is not None:
         _become_rank(this_job)
-        from laconic.cli import main
+        from stenograd.cli import main
 
         sys.exit(main())

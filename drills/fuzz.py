@@ -1,4 +1,4 @@
-"""Give every decoder damaged input: it must answer rightly or raise an error that Laconic names.
+"""Give every decoder damaged input: it must answer rightly or raise an error that Stenograd names.
 
     python drills/fuzz.py [--cases 10000] [--seed 0] [--decoders sign,unpack]
 

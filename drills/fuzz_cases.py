@@ -1,7 +1,7 @@
 """What the fuzzer does to each decoder: a function that runs one case and says what the decoder did.
 
-A case raises `Wrong` where the decoder was wrong: an error that Laconic does not name, other answers than the
-reference's, a result of another form, or a write outside its memory.
+A case raises `Wrong` where the decoder was wrong: an error that Stenograd does not name, other answers than
+the reference's, a result of another form, or a write outside its memory.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ import torch
 from guarded import GuardedInput, GuardedOutput
 from torch import Tensor
 
-import laconic
-from laconic import compact
-from laconic.checkpoint import Manifest, read_manifest, read_rank, write_manifest, write_rank
-from laconic.compressor import Compressor, Site
-from laconic.errors import LaconicError
-from laconic.kernels import (
-    cpu_places,
-    cpu_quantize,
-    cpu_scatter,
-    cpu_sign,
-    cpu_values,
-    reference_places,
-    reference_quantize,
-    reference_scatter,
-    reference_sign,
-)
-from laconic.kernels import reference_values as plain_values
-from laconic.packing import pack
-from laconic.presence import Presence
-from laconic.simulate import run
-from laconic.sparse import Message
-from laconic.wire import gather_ragged
+import stenograd
+from stenograd.checkpoint.rank_files import Manifest, read_manifest, read_rank, write_manifest, write_rank
+from stenograd.comm.packing import pack
+from stenograd.compression import float30 as compact
+from stenograd.compression.contract import Compressor, Site
+from stenograd.compression.sparse_format import Message
+from stenograd.data.requests import gather_ragged
+from stenograd.errors import StenogradError
+from stenograd.kernels.cpu import indices as cpu_places
+from stenograd.kernels.cpu import quantize as cpu_quantize
+from stenograd.kernels.cpu import scatter as cpu_scatter
+from stenograd.kernels.cpu import sign as cpu_sign
+from stenograd.kernels.cpu import values as cpu_values
+from stenograd.kernels.reference import indices as reference_places
+from stenograd.kernels.reference import quantize as reference_quantize
+from stenograd.kernels.reference import scatter as reference_scatter
+from stenograd.kernels.reference import sign as reference_sign
+from stenograd.kernels.reference import values as plain_values
+from stenograd.launch.failure_detector import Presence
+from stenograd.simulate import run
 
 __all__ = ["CASES", "Wrong", "warm"]
 
@@ -63,10 +61,10 @@ def warm() -> None:
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
-    """Return "answer" and the result, or the name of Laconic's error and None."""
+    """Return "answer" and the result, or the name of Stenograd's error and None."""
     try:
         return "answer", call()
-    except LaconicError as error:
+    except StenogradError as error:
         return type(error).__name__, None
     except Exception as error:
         raise Wrong(f"{type(error).__name__}: {str(error)[:300]}") from error
@@ -213,7 +211,7 @@ def _formed(name: str, result: Any, shape: tuple[int, ...], dtype: torch.dtype) 
 
 def _exchange(text: str, fewest: int, draw: random.Random) -> str:
     """Bytes of what rank 0 gets in an exchange are others; it must end with an average or a named error."""
-    compressor, size = laconic.method(text).compressor, draw.choice([fewest, fewest + 1])
+    compressor, size = stenograd.method(text).compressor, draw.choice([fewest, fewest + 1])
     shapes = [draw.choice([(5,), (24, 20), (16, 3, 3), (130,), ()]) for _ in range(draw.randrange(1, 3))]
     cut = tuple(torch.Size(shape) for shape in shapes)
     n, step = sum(shape.numel() for shape in cut), draw.randrange(5)
@@ -263,15 +261,15 @@ def _pack(draw: random.Random) -> str:
 
 def _text(draw: random.Random) -> str:
     """A method's text, with characters replaced, left out, doubled or put in."""
-    names = laconic.methods()
+    names = stenograd.methods()
     keys = ["ratio=0.1", "bits=4", "block=64", "clip_norm=1", "warmup_steps=5", "values=int8", "rank=2"]
     text = list(f"{draw.choice(names)}:{','.join(draw.sample(keys, draw.randrange(3)))}")
     for _ in range(draw.randrange(4)):
         at = draw.randrange(len(text) + 1)
         character = draw.choice("0123456789.,:=-+eEinfa_ \x00\n\u00e9\u0663\U0001f600xtopk")
         text[at : at + draw.randrange(2)] = draw.choice([[], [character], [character] * 9])
-    name, method = outcome(lambda: laconic.method("".join(text)))
-    if name == "answer" and str(laconic.method(str(method))) != str(method):
+    name, method = outcome(lambda: stenograd.method("".join(text)))
+    if name == "answer" and str(stenograd.method(str(method))) != str(method):
         raise Wrong(f"{method} does not make itself")
     return name
 

@@ -20,19 +20,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 def preload() -> None:
-    """Import and compile all that a rank of `laconic train` needs; start no thread."""
+    """Import and compile all that a rank of `stenograd train` needs; start no thread."""
     import sklearn.datasets
     import torch
     import torch.distributed.nn.functional
 
-    import laconic.cli.train
-    from laconic.simulate import exchange
+    import stenograd.cli.train
+    from stenograd.simulate import exchange
 
     torch.set_num_threads(1)
     sklearn.datasets.load_digits()
     torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
-    for name in laconic.methods():
-        exchange(laconic.method(name).compressor, [torch.randn(3000) for _ in range(2)])
+    for name in stenograd.methods():
+        exchange(stenograd.method(name).compressor, [torch.randn(3000) for _ in range(2)])
     gc.collect()
     gc.freeze()  # else every rank walks through a million shared objects when it ends, 1.3 s of a core
     if len(os.listdir("/proc/self/task")) > 1:
@@ -93,7 +93,7 @@ def _watch(moment: str, tick: Callable[..., None]) -> None:
 
         register_optimizer_step_post_hook(tick)
     elif moment == "collective":
-        from laconic.drive import Driver
+        from stenograd.comm.driver import Driver
 
         Driver.start = _after(tick, Driver.start)  # type: ignore[method-assign]
     else:

@@ -24,7 +24,7 @@ class Job:
     """What a program is told, and what it hands back besides its losses.
 
     Attributes:
-        options: arguments for `laconic.distribute`.
+        options: arguments for `stenograd.distribute`.
         ledgers: the accounts of all watched models.
         alike: tensors that must be equal on all ranks at the end, besides the watched models' parameters.
     """
@@ -189,7 +189,7 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def _gathered(mine: Any) -> list[Any]:
-    """Return what all ranks have, through the default group and nothing of Laconic's."""
+    """Return what all ranks have, through the default group and nothing of Stenograd's."""
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, mine)
     return out

@@ -19,11 +19,11 @@ from common import BUCKET_BYTES, METHODS, data, flat, mlp, table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
-from laconic.averaging import ParameterAverager
-from laconic.drive import Driver
-from laconic.mlbench.decentralized import DecentralizedSGD
-from laconic.testing.pool import RankPool
+import stenograd
+from stenograd.comm.driver import Driver
+from stenograd.mlbench.decentralized import DecentralizedSGD
+from stenograd.sync.parameter_averaging import ParameterAverager
+from stenograd.testing.pool import RankPool
 
 WORLD, STEPS = 3, 33
 BAD = {7: "nan", 17: "inf", 25: "overflow"}
@@ -69,7 +69,7 @@ def overflows(rank: int, method: str) -> bool:
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with (
-        laconic.distribute(model, optimizer, method, bucket_bytes=BUCKET_BYTES, timeout_s=60) as sync,
+        stenograd.distribute(model, optimizer, method, bucket_bytes=BUCKET_BYTES, timeout_s=60) as sync,
         harmed(model, "overflow", rank, method),
     ):
         x, y = data(rank, 0)
@@ -78,10 +78,10 @@ def overflows(rank: int, method: str) -> bool:
 
 
 def gradients(rank: int, method: str, bad: dict[int, str], steps: Sequence[int]) -> dict[str, Any]:
-    """Train with `laconic.distribute`."""
+    """Train with `stenograd.distribute`."""
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=BUCKET_BYTES, timeout_s=60)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=BUCKET_BYTES, timeout_s=60)
     lost, agree = [], True
     for step in steps:
         x, y = data(rank, step)
@@ -101,7 +101,7 @@ def hooked(rank: int, method: str, bad: dict[int, str], steps: Sequence[int]) ->
     """Train with the communication hook of DistributedDataParallel."""
     model = DistributedDataParallel(mlp(0), bucket_cap_mb=BUCKET_BYTES / (1 << 20))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    hook = laconic.ddp.register(model, method, timeout_s=60)
+    hook = stenograd.ddp.register(model, method, timeout_s=60)
     lost = []
     for step in steps:
         x, y = data(rank, step)

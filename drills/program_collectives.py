@@ -1,4 +1,4 @@
-"""Programs that do collectives of their own beside Laconic's, or run out of data on some ranks first."""
+"""Programs that do collectives of their own beside Stenograd's, or run out of data on some ranks first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
+import stenograd
 
 __all__ = ["beside_a_thread", "clip", "ddp", "ddp_uneven", "metrics", "mixture", "uneven"]
 
@@ -26,7 +26,7 @@ def clip(job: Job) -> list[float]:
     model = nn.ModuleDict({"image": net(10, 32, 8), "text": net(3, 48, 8)})
     model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
     losses = []
     for step in range(job.steps):
         x, y = job.batch(step)
@@ -67,7 +67,7 @@ def mixture(job: Job) -> list[float]:
     model = nn.ModuleDict({"stem": net(10, 32, 12), "router": nn.Linear(12, job.world), "head": net(12, 3)})
     model["shared"] = nn.ModuleList(net(12, 12) for _ in range(3))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
     private = Exchanged(12)
     own = torch.optim.Adam(private.parameters(), lr=5e-3)
     losses = []
@@ -92,7 +92,7 @@ def metrics(job: Job) -> list[float]:
     """Norms reduced over the default group in tensor hooks, and in hooks on what was accumulated."""
     model = net(10, 32, 16, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
     norms: list[Tensor] = []
 
     def computed(gradient: Tensor) -> None:
@@ -122,7 +122,7 @@ def beside_a_thread(job: Job) -> list[float]:
     """A thread of the user's that does collectives on the default group all the while."""
     model = net(10, 32, 16, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
     totals: list[float] = []
 
     def count() -> None:
@@ -163,7 +163,7 @@ def ddp(job: Job, *, unused: bool = False, accumulate: int = 1, **options: Any) 
     """DistributedDataParallel with the hook; the branch is unused in alternate steps, or on one rank only."""
     options |= {"find_unused_parameters": unused, "bucket_cap_mb": BUCKET_BYTES / 2**20}
     model = DistributedDataParallel(Branches(), **options)
-    job.watch(model.module, laconic.ddp.register(model, job.method, timeout_s=60.0))
+    job.watch(model.module, stenograd.ddp.register(model, job.method, timeout_s=60.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     losses = []
     for step in range(job.steps):
@@ -183,7 +183,7 @@ def uneven(job: Job) -> list[float]:
     """Two epochs in which the ranks have different numbers of batches; another rank is the last in each."""
     model = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Tanh(), net(32, 16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = laconic.distribute(model, optimizer, job.method, **job.options)
+    sync = stenograd.distribute(model, optimizer, job.method, **job.options)
     job.watch(model, sync)
     losses = []
     for epoch in range(2):
@@ -203,7 +203,7 @@ def uneven(job: Job) -> list[float]:
 def ddp_uneven(job: Job) -> list[float]:
     """DistributedDataParallel's own `join` with the hook."""
     model = DistributedDataParallel(Branches(), bucket_cap_mb=BUCKET_BYTES / 2**20)
-    job.watch(model.module, laconic.ddp.register(model, job.method, timeout_s=60.0))
+    job.watch(model.module, stenograd.ddp.register(model, job.method, timeout_s=60.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for epoch in range(2):

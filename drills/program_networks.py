@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-import laconic
+import stenograd
 
 __all__ = ["actor_critic", "alternating", "averaged", "checkpointed", "gan", "net", "penalty", "sparse"]
 
@@ -35,11 +35,11 @@ def gan(job: Job, *, engines: int) -> list[float]:
     g_step = torch.optim.Adam(g.parameters(), lr=2e-3, betas=(0.5, 0.9))
     d_step = torch.optim.Adam(d.parameters(), lr=2e-3, betas=(0.5, 0.9))
     if engines == 2:
-        job.watch(g, laconic.distribute(g, g_step, job.method, **job.options))
-        job.watch(d, laconic.distribute(d, d_step, job.method, **job.options))
+        job.watch(g, stenograd.distribute(g, g_step, job.method, **job.options))
+        job.watch(d, stenograd.distribute(d, d_step, job.method, **job.options))
     else:
         both = nn.ModuleDict({"g": g, "d": d})
-        job.watch(both, laconic.distribute(both, [g_step, d_step], job.method, **job.options))
+        job.watch(both, stenograd.distribute(both, [g_step, d_step], job.method, **job.options))
     away = []
     for step in range(job.steps):
         rng = job.generator(step)
@@ -65,10 +65,10 @@ def actor_critic(job: Job, *, engines: int) -> list[float]:
     critic = torch.optim.Adam(model["critic"].parameters(), lr=5e-3)
     if engines == 2:
         owned = nn.ModuleDict({"trunk": model["trunk"], "actor": model["actor"]})
-        job.watch(owned, laconic.distribute(owned, actor, job.method, **job.options))
-        job.watch(model["critic"], laconic.distribute(model["critic"], critic, job.method, **job.options))
+        job.watch(owned, stenograd.distribute(owned, actor, job.method, **job.options))
+        job.watch(model["critic"], stenograd.distribute(model["critic"], critic, job.method, **job.options))
     else:
-        job.watch(model, laconic.distribute(model, [actor, critic], job.method, **job.options))
+        job.watch(model, stenograd.distribute(model, [actor, critic], job.method, **job.options))
     regrets = []
     for step in range(job.steps):
         x, y = job.batch(step, 32)
@@ -91,7 +91,7 @@ def penalty(job: Job) -> list[float]:
     """A penalty on the gradient by the inputs, so that the backward pass runs through a backward pass."""
     model = net(10, 32, 16, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
     losses = []
     for step in range(job.steps):
         x, y = job.batch(step)
@@ -111,7 +111,7 @@ def averaged(job: Job) -> list[float]:
     model = net(10, 32, 16, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps)
-    job.watch(model, laconic.distribute(model, optimizer, job.method, **job.options))
+    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     best = copy.deepcopy(model)
     losses = []
@@ -142,7 +142,7 @@ def alternating(job: Job) -> list[float]:
     common = [*model["trunk"].parameters(), *model["late"].parameters()]
     first = torch.optim.AdamW([*common, *model["a"].parameters()], lr=5e-3)
     second = torch.optim.SGD(model["b"].parameters(), lr=0.05, momentum=0.9)
-    sync = laconic.distribute(model, [first, second], job.method, **job.options)
+    sync = stenograd.distribute(model, [first, second], job.method, **job.options)
     job.watch(model, sync)
     losses = []
     for step in range(job.steps):
@@ -164,7 +164,7 @@ def checkpointed(job: Job) -> list[float]:
     """Activations are computed again in the backward pass, segment by segment."""
     segments = nn.ModuleList([net(10, 32, 16), net(16, 24, 16), net(16, 3)])
     optimizer = torch.optim.Adam(segments.parameters(), lr=5e-3)
-    job.watch(segments, laconic.distribute(segments, optimizer, job.method, **job.options))
+    job.watch(segments, stenograd.distribute(segments, optimizer, job.method, **job.options))
     losses = []
     for step in range(job.steps):
         h, y = job.batch(step)
@@ -184,7 +184,7 @@ def sparse(job: Job) -> list[float]:
     model = nn.ModuleDict({"words": words, "head": net(16, 24, 4)})
     rows = torch.optim.SparseAdam(words.parameters(), lr=2e-2)
     rest = torch.optim.AdamW(model["head"].parameters(), lr=1e-2)
-    job.watch(model, laconic.distribute(model, [rows, rest], job.method, **job.options))
+    job.watch(model, stenograd.distribute(model, [rows, rest], job.method, **job.options))
     losses = []
     for step in range(job.steps):
         pair = torch.randint(60, (12 + job.rank, 2), generator=job.generator(step))

@@ -1,13 +1,13 @@
-"""Twelve kinds of ordinary training programs under every method: do they run as they do without Laconic?
+"""Twelve kinds of ordinary training programs under every method: do they run as they do without Stenograd?
 
-Every program is a user's loop (`program_networks.py`, `program_collectives.py`) and shows that Laconic gets
+Every program is a user's loop (`program_networks.py`, `program_collectives.py`) and shows that Stenograd gets
 along with what it does:
 
     gan, gan-one            alternating losses; a pass reaches another engine's parameters; frozen layers
     actor-critic, -one      two engines in one backward pass; two optimizers on one
     clip                    all-gather with gradients on the default group
     mixture                 all-to-all with gradients on the default group; parameters unused in some steps
-    metrics                 all-reduces in gradient hooks, registered after Laconic's
+    metrics                 all-reduces in gradient hooks, registered after Stenograd's
     beside-a-thread         all-reduces on the default group in a thread of the user's
     ddp, ...                the DDP hook with unused parameters, static graph, bucket views, no_sync
     sparse                  sparse embeddings with SparseAdam beside a dense head
@@ -45,10 +45,10 @@ import program_networks as networks
 from common import table
 from ledger import Job, digest, watched
 
-import laconic
-from laconic.compressor import Compressor
-from laconic.registry import compressors, entries
-from laconic.testing.pool import RankPool, RanksFailed
+import stenograd
+from stenograd.catalog.registry import compressors, entries
+from stenograd.compression.contract import Compressor
+from stenograd.testing.pool import RankPool, RanksFailed
 
 __all__ = ["PROGRAMS", "configurations", "faults", "run"]
 
@@ -88,7 +88,7 @@ FALLS = 0.9  # at most this part of the first losses must be left, from 100 step
 
 def configurations() -> list[str]:
     """Return every method by name, and every example of every compressor, as the text that makes it."""
-    texts = [_text(name, SIZES.get(name, {})) for name in laconic.methods()]
+    texts = [_text(name, SIZES.get(name, {})) for name in stenograd.methods()]
     texts += [_text(*_keys(example)) for cls in compressors() for example in cls.examples()]
     return list(dict.fromkeys(texts))
 
@@ -188,7 +188,7 @@ def _text(name: str, keys: Mapping[str, Any]) -> str:
     if entries()[name].compressor.default_dense_below:
         keys = {**keys, "dense_below": 0}
     items = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in keys.items())
-    return laconic.method(f"{name}:{items}").text
+    return stenograd.method(f"{name}:{items}").text
 
 
 def _keys(example: Compressor) -> tuple[str, dict[str, Any]]:

@@ -13,10 +13,10 @@ import torch
 from common import BUCKET_BYTES, METHODS, data, flat, mlp, table
 from torch import nn
 
-import laconic
-from laconic.errors import ReplicaDivergence
-from laconic.kernels.dispatch_hash import hash_tensor
-from laconic.testing.pool import RankPool
+import stenograd
+from stenograd.errors import ReplicaDivergence
+from stenograd.kernels.hash import hash_tensor
+from stenograd.testing.pool import RankPool
 
 WORLD = 3
 EVERY = 100
@@ -28,7 +28,7 @@ def drill(rank: int, method: str, steps: int) -> dict[str, Any]:
     """Train with the guard on, then flip a bit and train on until it is found; return what was seen."""
     model = mlp(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = laconic.distribute(
+    sync = stenograd.distribute(
         model, optimizer, method, bucket_bytes=BUCKET_BYTES, timeout_s=60, check_every=EVERY
     )
     for step in range(steps):

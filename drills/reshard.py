@@ -1,7 +1,8 @@
 """Train on 4 ranks, go on with 2, then with 3, and compare with runs on 4 ranks that nobody disturbed.
 
-For each method and seed: digits, a third of the epochs on each number of ranks, by `laconic train --resume`.
-The residuals' sum is compared before and after each change, and the last accuracy with the uninterrupted one.
+For each method and seed: digits, a third of the epochs on each number of ranks, by `stenograd train
+--resume`. The residuals' sum is compared before and after each change, and the last accuracy with the
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def _run(making: Any, workers: int, arguments: list[object]) -> None:
 
 def _sum_error(folder: Path, workers: int) -> float:
     """Re-shard what is saved as loading will, and compare the sums."""
-    from laconic.checkpoint import read_manifest, read_rank, saved_steps
-    from laconic.resharding import reshard
+    from stenograd.checkpoint.rank_files import read_manifest, read_rank, saved_steps
+    from stenograd.checkpoint.reshard import reshard
 
     manifest = read_manifest(folder, saved_steps(folder)[-1])
     old = [read_rank(folder, manifest, rank)["trainer"]["sync"] for rank in range(manifest.world_size)]

@@ -114,8 +114,8 @@ def _drill(making: Any, case: Case) -> Result:
 
 def _differences(a: Path, b: Path) -> str:
     """Say what differs between two finished runs; empty if nothing does."""
-    from laconic.checkpoint import read_manifest, read_rank, saved_steps
-    from laconic.resharding import alike
+    from stenograd.checkpoint.rank_files import read_manifest, read_rank, saved_steps
+    from stenograd.checkpoint.reshard import alike
 
     steps = saved_steps(a)[-1], saved_steps(b)[-1]
     if steps[0] != steps[1]:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import laconic
-from laconic.testing.pool import RankPool, RanksFailed
+import stenograd
+from stenograd.testing.pool import RankPool, RanksFailed
 
 __all__ = ["Plan", "draw_plan", "train"]
 
@@ -64,7 +64,7 @@ class Plan:
         method: text.
         widths: of the layers.
         dtype: of the parameters, a name in torch.
-        bucket_bytes: of `laconic.distribute`.
+        bucket_bytes: of `stenograd.distribute`.
         ranks: world size.
         steps: how many.
         events: what happens at which step, and to which rank.
@@ -159,9 +159,9 @@ def _model(plan: Plan, rank: int) -> nn.Module:
     return nn.Sequential(*layers).to(getattr(torch, plan.dtype))
 
 
-def _attach(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> laconic.GradientSync:
+def _attach(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> stenograd.GradientSync:
     timeout_s = _TIMEOUT_S if plan.killed < 0 else _KILLED_TIMEOUT_S
-    return laconic.distribute(
+    return stenograd.distribute(
         model, optimizer, plan.method, bucket_bytes=plan.bucket_bytes, timeout_s=timeout_s
     )
 

@@ -9,9 +9,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: there must be no threads wh
 import torch
 import torch.distributed.nn.functional
 
-from laconic import tasks
-from laconic.parsing import method, methods
-from laconic.simulate import exchange
+from stenograd import tasks
+from stenograd.catalog.method import method, methods
+from stenograd.simulate import exchange
 
 torch.set_num_threads(1)
 for name in methods():

@@ -9,9 +9,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-import laconic  # +
+import stenograd  # +
 
-world = laconic.init()  # +
+world = stenograd.init()  # +
 digits = load_digits()
 share = slice(world.rank, None, world.world_size)  # + each rank its share of the data
 x = torch.tensor(digits.data, dtype=torch.float32)[share] / 16
@@ -19,7 +19,7 @@ y = torch.tensor(digits.target)[share]
 
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-sync = laconic.distribute(model, optimizer, "topk:ratio=0.05")  # +
+sync = stenograd.distribute(model, optimizer, "topk:ratio=0.05")  # +
 
 for epoch in range(5):
     for xs, ys in zip(x.split(32), y.split(32), strict=True):

@@ -6,7 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from laconic.testing.pool import RankPool
+from stenograd.testing.pool import RankPool
 
 
 @pytest.fixture(scope="session")

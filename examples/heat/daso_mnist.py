@@ -11,9 +11,9 @@ import time
 import torch
 from torch import nn
 
-import laconic
-from laconic import heat, tasks
-from laconic.tasks import batches, steps_per_epoch
+import stenograd
+from stenograd import heat, tasks
+from stenograd.tasks import batches, steps_per_epoch
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", help="folder with MNIST's four IDX files; without it, scikit-learn's digits")
@@ -21,7 +21,7 @@ parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--node-size", type=int, help="workers a node; by default 2, if they fill the nodes")
 args = parser.parse_args()
 
-world = laconic.init(timeout_s=60)
+world = stenograd.init(timeout_s=60)
 rank, size = world.rank, world.world_size
 task = tasks.load("mnist" if args.data else "digits", args.data)
 model = task.model(seed=rank)  # DASO takes rank 0's weights

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-import laconic
-from laconic import heat, tasks
-from laconic.heat import optim
-from laconic.tasks import batches, steps_per_epoch
+import stenograd
+from stenograd import heat, tasks
+from stenograd.heat import optim
+from stenograd.tasks import batches, steps_per_epoch
 
 EPOCHS, WARMUP, BATCH = 20, 3, 16
 
-world = laconic.init(timeout_s=60)
+world = stenograd.init(timeout_s=60)
 rank, size = world.rank, world.world_size
 task = tasks.load("digits")
 model = task.model(seed=0)

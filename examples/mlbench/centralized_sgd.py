@@ -8,7 +8,7 @@ from __future__ import annotations
 from digits_loop import train
 from torch import nn
 
-from laconic.mlbench import CentralizedSGD
+from stenograd.mlbench import CentralizedSGD
 
 
 def make(world_size: int, model: nn.Module) -> CentralizedSGD:

@@ -9,7 +9,7 @@ import torch
 from digits_loop import train
 from torch import nn
 
-from laconic.mlbench import CustomCentralizedOptimizer
+from stenograd.mlbench import CustomCentralizedOptimizer
 
 
 def make(world_size: int, model: nn.Module) -> CustomCentralizedOptimizer:

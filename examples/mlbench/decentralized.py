@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from laconic import tasks
-from laconic.mlbench.backends import global_average, initialize_backends
-from laconic.mlbench.decentralized import DecentralizedSGD
-from laconic.mlbench.goals import time_to_accuracy_goal
-from laconic.mlbench.partition import partition_dataset_by_rank
-from laconic.mlbench.schedulers import MultiStepLRLinearWarmUp
-from laconic.mlbench.tracker import Tracker
+from stenograd import tasks
+from stenograd.mlbench.backends import global_average, initialize_backends
+from stenograd.mlbench.decentralized import DecentralizedSGD
+from stenograd.mlbench.goals import time_to_accuracy_goal
+from stenograd.mlbench.partition import partition_dataset_by_rank
+from stenograd.mlbench.schedulers import MultiStepLRLinearWarmUp
+from stenograd.mlbench.tracker import Tracker
 
 EPOCHS, BATCH = 10, 16
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from laconic import tasks
-from laconic.mlbench import initialize_backends, partition_dataset_by_rank
-from laconic.tasks import batches, steps_per_epoch
+from stenograd import tasks
+from stenograd.mlbench import initialize_backends, partition_dataset_by_rank
+from stenograd.tasks import batches, steps_per_epoch
 
 EPOCHS, GLOBAL_BATCH = 8, 32
 

@@ -9,7 +9,7 @@ import torch
 from digits_loop import train
 from torch import nn
 
-from laconic.mlbench import FP16Optimizer
+from stenograd.mlbench import FP16Optimizer
 
 
 def make(world_size: int, model: nn.Module) -> FP16Optimizer:

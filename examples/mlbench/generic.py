@@ -9,7 +9,7 @@ import torch
 from digits_loop import train
 from torch import nn
 
-from laconic.mlbench import GenericCentralizedOptimizer
+from stenograd.mlbench import GenericCentralizedOptimizer
 
 
 class LocalSGD(GenericCentralizedOptimizer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from digits_loop import train
 from torch import nn
 
-from laconic.mlbench import CustomCentralizedOptimizer, SignSGD
+from stenograd.mlbench import CustomCentralizedOptimizer, SignSGD
 
 
 def make(world_size: int, model: nn.Module) -> CustomCentralizedOptimizer:

@@ -9,8 +9,8 @@ import time
 import torch
 from model import OPTIONS, device_of, train_one_batch
 
-from laconic.singa import SGD, DistOpt, NcclIdHolder
-from laconic.tasks.models import mnist_cnn
+from stenograd.singa import SGD, DistOpt, NcclIdHolder
+from stenograd.tasks.models import mnist_cnn
 
 
 def benchmark(

@@ -7,7 +7,7 @@ import sys
 
 from train import options, train_mnist_cnn
 
-from laconic.singa import NcclIdHolder
+from stenograd.singa import NcclIdHolder
 
 if __name__ == "__main__":
     parser = options(__doc__)

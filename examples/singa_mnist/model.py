@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from laconic.singa import DistOpt
-from laconic.tasks import Task, load
+from stenograd.singa import DistOpt
+from stenograd.tasks import Task, load
 
 OPTIONS = ("plain", "half", "partialUpdate", "sparseTopK", "sparseThreshold")
 

@@ -11,7 +11,7 @@ import torch
 from model import OPTIONS, create_model, data_partition, device_of, load_dataset, synchronize, train_one_batch
 from torch import Tensor, nn
 
-from laconic.singa import DistOpt, NcclIdHolder, opt
+from stenograd.singa import DistOpt, NcclIdHolder, opt
 
 
 def options(description: str) -> argparse.ArgumentParser:

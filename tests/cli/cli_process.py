@@ -5,11 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import laconic
+import stenograd
 
 QUICK = ("--method", "topk:ratio=0.05", "--batch-size", "64", "--seed", "3")
-SOURCE = str(Path(laconic.__file__).parents[1])
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "SLURM_", "LACONIC_")
+SOURCE = str(Path(stenograd.__file__).parents[1])
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "OMPI_",
+    "PMI",
+    "MPI_",
+    "SLURM_",
+    "STENOGRAD_",
+)
 
 
 def clean_env(**more):
@@ -24,5 +34,5 @@ def execute(command, limit_s=120, **env):
     )
 
 
-def laconic_command(*arguments):
-    return [sys.executable, "-m", "laconic", *map(str, arguments)]
+def stenograd_command(*arguments):
+    return [sys.executable, "-m", "stenograd", *map(str, arguments)]

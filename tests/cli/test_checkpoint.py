@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from laconic import checkpoint
-from laconic.drive import Driver
-from laconic.errors import CheckpointError, DataError, LaconicError
-from laconic.files import write_atomically
-from laconic.totals import agree, everyone, sum_over_ranks
+from stenograd.checkpoint import rank_files as checkpoint
+from stenograd.checkpoint.files import write_atomically
+from stenograd.comm.agreement import agree, everyone, sum_over_ranks
+from stenograd.comm.driver import Driver
+from stenograd.errors import CheckpointError, DataError, StenogradError
 
 IDENTITY = {"task": "digits", "recipe": {"lr": 0.1, "betas": (0.9, 0.99)}}
 
@@ -124,7 +124,7 @@ def _fails_on_1(rank, everywhere):
 
     try:
         return agree(Driver(timeout_s=30), action)
-    except LaconicError as error:
+    except StenogradError as error:
         return type(error).__name__, str(error)
 
 
@@ -135,7 +135,7 @@ def _disk_full(rank):
 
     try:
         return agree(Driver(timeout_s=30), action)
-    except LaconicError as error:
+    except StenogradError as error:
         return str(error)
 
 
@@ -147,7 +147,7 @@ def _breaks(rank, error):
     start = time.monotonic()
     try:
         return agree(Driver(timeout_s=30), action)
-    except LaconicError as raised:
+    except StenogradError as raised:
         return type(raised).__name__, str(raised), type(raised.__cause__), time.monotonic() - start < 20
 
 
@@ -157,8 +157,8 @@ def _breaks(rank, error):
 def test_any_error_on_one_rank_is_one_on_all_at_once(pool, error, says):
     """Other ranks waited for the timeout, and then blamed rank 1's silence."""
     first, second = pool.run(2, _breaks, error)
-    assert first == ("LaconicError", f"rank 1: {says}", type(None), True)
-    assert second == ("LaconicError", f"rank 1: {says}", type(error), True)
+    assert first == ("StenogradError", f"rank 1: {says}", type(None), True)
+    assert second == ("StenogradError", f"rank 1: {says}", type(error), True)
 
 
 def _sums(rank):

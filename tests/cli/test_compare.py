@@ -1,12 +1,12 @@
-"""`laconic compare`, `methods` and `doctor`."""
+"""`stenograd compare`, `methods` and `doctor`."""
 
 import json
 import sys
 
 import pytest
 
-from laconic.cli import compare, plot
-from laconic.parsing import method, methods
+from stenograd.catalog.method import method, methods
+from stenograd.cli import compare, plot
 
 
 def test_compare(command, tmp_path):
@@ -47,7 +47,7 @@ def test_split_methods(texts, expected):
 
 def test_no_picture_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install laconic[plots]" in plot.plot(tmp_path / "x.png", "digits", {})
+    assert "pip install stenograd[plots]" in plot.plot(tmp_path / "x.png", "digits", {})
 
 
 @pytest.mark.parametrize("workers", [1, 3])

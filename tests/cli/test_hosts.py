@@ -38,7 +38,7 @@ def _launched_by_nobody(monkeypatch):
 
 
 def of_this_process():
-    return names(f"laconic-{os.getpid()}-")
+    return names(f"stenograd-{os.getpid()}-")
 
 
 def test_all_reduce():
@@ -111,15 +111,15 @@ def script():
 def test_sigterm_removes_the_hosts(script):
     script.send_signal(signal.SIGTERM)
     assert script.wait(20) == 128 + signal.SIGTERM
-    assert names(f"laconic-{script.pid}-") == []
+    assert names(f"stenograd-{script.pid}-") == []
 
 
 def test_the_next_run_removes_what_a_killed_one_left(script):
     script.kill()
     script.wait(20)
-    assert len(names(f"laconic-{script.pid}-")) == 2
+    assert len(names(f"stenograd-{script.pid}-")) == 2
     with Hosts(1):
-        assert names(f"laconic-{script.pid}-") == []
+        assert names(f"stenograd-{script.pid}-") == []
 
 
 def test_two_networks_at_once():

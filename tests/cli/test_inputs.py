@@ -81,7 +81,7 @@ def test_one_line_and_status_2(case, here):
     arguments, reason = CASES[case]
     status, out, err = here(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("laconic: error: ")
+    assert err.startswith("stenograd: error: ")
     assert reason in err
 
 
@@ -91,7 +91,7 @@ def test_a_trace_is_no_folder(here, tmp_path):
 
 
 def test_debug_shows_the_traceback(here, monkeypatch):
-    monkeypatch.setenv("LACONIC_DEBUG", "1")
+    monkeypatch.setenv("STENOGRAD_DEBUG", "1")
     with pytest.raises(ValueError, match="--seed must be"):
         here("train", "--seed", "-1")
 
@@ -141,15 +141,15 @@ def test_damaged_run_json(here, trained, tmp_path):
 
 def test_version_and_help(command, here):
     done = command("--version")
-    assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "laconic", "")
+    assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "stenograd", "")
     for name in ("train", "compare", "methods", "doctor"):
         status, out, err = here(name, "--help")
-        assert (status, err, f"laconic {name}" in out) == (0, "", True)
+        assert (status, err, f"stenograd {name}" in out) == (0, "", True)
     assert "--workers" in here("train", "--help")[1]
     assert "compare" in here()[1]
 
 
 def test_help_needs_no_torch(command):
     """Importing torch takes seconds; asking for help should not."""
-    code = "import sys, laconic.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, stenograd.cli; sys.exit('torch' in sys.modules)"
     assert execute([sys.executable, "-c", code]).returncode == 0

@@ -55,7 +55,7 @@ def test_every_mode_trains_alone(option, monkeypatch, capsys):
     """In this process, a world of one, where nothing is sent."""
     monkeypatch.setattr(sys, "argv", ["mnist_dist.py", "-d", option, "-s", "0.05", "-m", "2", "-b", "64"])
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LACONIC_STORE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STENOGRAD_STORE"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()
     runpy.run_path(str(EXAMPLES / "mnist_dist.py"), run_name="__main__")

@@ -1,4 +1,4 @@
-"""`laconic train --trace FILE`, in this process."""
+"""`stenograd train --trace FILE`, in this process."""
 
 import json
 

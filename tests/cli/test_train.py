@@ -1,4 +1,4 @@
-"""`laconic train` with real workers."""
+"""`stenograd train` with real workers."""
 
 import json
 import os
@@ -12,12 +12,12 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from cli_process import QUICK, clean_env, execute, laconic_command
+from cli_process import QUICK, clean_env, execute, stenograd_command
 
-import laconic
-from laconic.checkpoint import read_manifest, read_rank, saved_steps
-from laconic.cli import loop
-from laconic.resharding import alike
+import stenograd
+from stenograd.checkpoint.rank_files import read_manifest, read_rank, saved_steps
+from stenograd.checkpoint.reshard import alike
+from stenograd.cli import loop
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the mpiexec packages")
 
@@ -111,7 +111,7 @@ def _cut(folder, step):
 @pytest.fixture
 def alone():
     yield
-    laconic.shutdown()
+    stenograd.shutdown()
 
 
 def test_resumed_by_one_worker(here, alone, trained, tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_launchers_train_alike(launcher, trained, tmp_path):
         ],
         "mpich": lambda: [binary("mpich", "mpiexec.hydra"), "-f", hosts, "-n", "2"],
     }[launcher]()
-    arguments = laconic_command("train", *QUICK, "--epochs", 2)
+    arguments = stenograd_command("train", *QUICK, "--epochs", 2)
     if launcher == "torchrun":
         arguments = arguments[1:]
     done = execute([*start, *arguments], TMPDIR=str(tmp_path))
@@ -205,7 +205,7 @@ def test_steps_that_are_not_finite_are_skipped(command, tmp_path):
 @linux_only
 def test_killed_worker_ends_the_run():
     """The survivor names the lost rank, and all end long before the timeout of 60 s."""
-    arguments = laconic_command("train", *QUICK, "--workers", 2, "--epochs", 10_000, "--timeout-s", 60)
+    arguments = stenograd_command("train", *QUICK, "--workers", 2, "--epochs", 10_000, "--timeout-s", 60)
     pipe = subprocess.PIPE
     with subprocess.Popen(arguments, env=clean_env(), stdout=pipe, stderr=pipe, text=True) as parent:
         assert parent.stdout is not None

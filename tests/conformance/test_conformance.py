@@ -5,24 +5,24 @@ from collections.abc import Iterator
 
 import pytest
 
-import laconic.compressors
-from laconic.compressor import Codec
-from laconic.compressors.identity import Identity
-from laconic.compressors.powersgd import PowerSGD
-from laconic.compressors.qsgd import QSGD
-from laconic.compressors.sign import Sign
-from laconic.compressors.topk import TopK
-from laconic.errors import MethodError
-from laconic.feedback import ErrorFeedback
-from laconic.registry import compressors, entries
-from laconic.testing.conformance import cases, check
-from laconic.wrappers import Clip, PerSize, Warmup
+import stenograd.compressors
+from stenograd.catalog.registry import compressors, entries
+from stenograd.catalog.wrappers import Clip, PerSize, Warmup
+from stenograd.compression.contract import Codec
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compressors.identity import Identity
+from stenograd.compressors.powersgd import PowerSGD
+from stenograd.compressors.qsgd import QSGD
+from stenograd.compressors.sign import Sign
+from stenograd.compressors.topk import TopK
+from stenograd.errors import MethodError
+from stenograd.testing.conformance import cases, check
 
 CASES = dict(cases())
 
 NEW = '''
 from dataclasses import dataclass
-from laconic.compressor import Codec
+from stenograd.compression.contract import Codec
 
 @dataclass(frozen=True, kw_only=True)
 class EveryOther(Codec):
@@ -87,7 +87,7 @@ def test_every_compressor_has_a_case_a_name_and_a_summary():
 def test_a_new_compressor_is_one_file(tmp_path, monkeypatch):
     """A directory on the package's path with one file in it: found, named, tested, and passed."""
     (tmp_path / "everyother.py").write_text(NEW)
-    monkeypatch.setattr(laconic.compressors, "__path__", [*laconic.compressors.__path__, str(tmp_path)])
+    monkeypatch.setattr(stenograd.compressors, "__path__", [*stenograd.compressors.__path__, str(tmp_path)])
     try:
         assert entries()["everyother"].compressor.__name__ == "EveryOther"
         mine = [(name, c) for name, c in cases() if "EveryOther" in name]
@@ -95,7 +95,7 @@ def test_a_new_compressor_is_one_file(tmp_path, monkeypatch):
         for _, compressor in mine:
             check(compressor)
     finally:
-        sys.modules.pop("laconic.compressors.everyother", None)
+        sys.modules.pop("stenograd.compressors.everyother", None)
 
 
 def test_cases_are_lazy_and_codecs_are_abstract():

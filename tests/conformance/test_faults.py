@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from laconic.compressor import Compressor, Exchange
-from laconic.compressors.randomk import RandomK
-from laconic.testing.conformance import check
-from laconic.wire import mean
+from stenograd.compression.contract import Compressor, Exchange
+from stenograd.compressors.randomk import RandomK
+from stenograd.data.requests import mean
+from stenograd.testing.conformance import check
 
 
 @dataclass(frozen=True, kw_only=True)

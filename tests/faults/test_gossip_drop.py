@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laconic.drive import Driver
-from laconic.errors import ConfigError
-from laconic.gossip import Gossip
-from laconic.groups import shutdown
-from laconic.testing.pool import RanksFailed
-from laconic.topology import Ring
+from stenograd.comm.driver import Driver
+from stenograd.errors import ConfigError
+from stenograd.launch.process_group import shutdown
+from stenograd.sync.gossip import Gossip
+from stenograd.testing.pool import RanksFailed
+from stenograd.topology import Ring
 
 MIXINGS = 6
 DIES_AT = 2

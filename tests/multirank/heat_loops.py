@@ -4,7 +4,7 @@ import torch
 from models import flat, mlp, shards
 from torch import nn
 
-from laconic.heat.daso import DASO
+from stenograd.heat.daso import DASO
 
 LAYOUTS = {
     "1x4": {"node_size": 4},

@@ -4,7 +4,7 @@ import torch
 from models import SMALL_BUCKETS, mlp, shards
 from torch import nn
 
-from laconic.heat import DataParallel, DataParallelOptimizer
+from stenograd.heat import DataParallel, DataParallelOptimizer
 
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2),

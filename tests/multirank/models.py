@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-import laconic
+import stenograd
 
 ALL_METHODS = {
     "dense": "dense",
@@ -65,7 +65,7 @@ def train(rank, world_size, method, steps, *, bucket_bytes=SMALL_BUCKETS, first=
     """Train from rank-dependent weights and return (parameters, sync, model, optimizer)."""
     model = mlp(rank)
     optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **sgd})
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=bucket_bytes, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=bucket_bytes, timeout_s=30)
     for s in range(first, first + steps):
         xs, ys = shards(s, world_size)
         step(model, optimizer, xs[rank], ys[rank])

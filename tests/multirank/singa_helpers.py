@@ -1,8 +1,8 @@
-"""What the tests of laconic.singa share; imported by the rank processes."""
+"""What the tests of stenograd.singa share; imported by the rank processes."""
 
 import torch
 
-from laconic.singa import SGD, DistOpt
+from stenograd.singa import SGD, DistOpt
 
 
 def leaf(*values):

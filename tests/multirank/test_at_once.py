@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from laconic.drive import Driver
-from laconic.riding import Flags
-from laconic.simulate import run
-from laconic.wire import gather, gather_ragged, mean, scatter, together
+from stenograd.comm.driver import Driver
+from stenograd.comm.piggyback import Flags
+from stenograd.data.requests import gather, gather_ragged, mean, scatter, together
+from stenograd.simulate import run
 
 SIZES = [1, 7, 5000, 30_000, 200_000]  # of bytes; the last two on both sides of what goes around the ring
 

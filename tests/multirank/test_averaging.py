@@ -4,10 +4,10 @@ import pytest
 import torch
 from models import mlp
 
-from laconic.averaging import ParameterAverager, average, difference_method, spread
-from laconic.drive import Driver
-from laconic.errors import CheckpointError, MethodError, NonFiniteError
-from laconic.testing.pool import RanksFailed
+from stenograd.comm.driver import Driver
+from stenograd.errors import CheckpointError, MethodError, NonFiniteError
+from stenograd.sync.parameter_averaging import ParameterAverager, average, difference_method, spread
+from stenograd.testing.pool import RanksFailed
 
 METHODS = ["dense", "bf16", "fp16", "topk:ratio=0.1", "threshold:value=0.01", "randomk:ratio=0.2"]
 METHODS += ["randomblock:ratio=0.2", "sign:dense_below=0", "qsgd:bits=4", "powersgd:rank=2"]

@@ -1,4 +1,4 @@
-"""Laconic's methods as a DDP communication hook on gloo, with several buckets."""
+"""Stenograd's methods as a DDP communication hook on gloo, with several buckets."""
 
 import io
 
@@ -7,7 +7,7 @@ import torch
 from models import ALL_METHODS, flat, mlp, shards, step
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
+import stenograd
 
 TINY_MB = 0.0001  # four buckets, after DDP has rebuilt them
 
@@ -15,7 +15,7 @@ TINY_MB = 0.0001  # four buckets, after DDP has rebuilt them
 def _ddp(rank, method=None, seed=0, bucket_cap_mb=TINY_MB):
     model = DistributedDataParallel(mlp(seed), bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return model, optimizer, laconic.ddp.register(model, method, timeout_s=30) if method else None
+    return model, optimizer, stenograd.ddp.register(model, method, timeout_s=30) if method else None
 
 
 def _run(model, optimizer, rank, world_size, first, steps):
@@ -132,4 +132,4 @@ def test_one_nan_step_costs_one_step(pool, method):
 
 def test_a_model_without_ddp_is_refused():
     with pytest.raises(TypeError, match="DistributedDataParallel"):
-        laconic.ddp.register(mlp(0), "dense")
+        stenograd.ddp.register(mlp(0), "dense")

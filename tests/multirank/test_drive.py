@@ -7,15 +7,15 @@ import time
 import pytest
 import torch
 
-from laconic.compressor import Site
-from laconic.drive import Driver
-from laconic.errors import PeerLost
-from laconic.parsing import method
-from laconic.simulate import exchange
-from laconic.testing.pool import RanksFailed
-from laconic.traffic import Traffic
-from laconic.wire import exchange as exchange_with
-from laconic.wire import gather, gather_ragged, mean, means
+from stenograd.catalog.method import method
+from stenograd.comm.driver import Driver
+from stenograd.comm.traffic import Traffic
+from stenograd.compression.contract import Site
+from stenograd.data.requests import exchange as exchange_with
+from stenograd.data.requests import gather, gather_ragged, mean, means
+from stenograd.errors import PeerLost
+from stenograd.simulate import exchange
+from stenograd.testing.pool import RanksFailed
 
 METHODS = [
     "dense",
@@ -148,7 +148,7 @@ def _ordered(rank):
                 time.sleep(0.02 * (number + 1))
             yield from mean(torch.ones(10 * number + i + 1))
 
-    from laconic.drive import Pipeline
+    from stenograd.comm.driver import Pipeline
 
     pipeline = Pipeline(driver)
     for number, rounds in enumerate([1, 3, 2, 3]):

@@ -7,8 +7,8 @@ import torch
 from models import ALL_METHODS, SMALL_BUCKETS, flat, mlp, shards, step, train
 from torch import nn
 
-import laconic
-from laconic.testing.pool import RanksFailed
+import stenograd
+from stenograd.testing.pool import RanksFailed
 
 
 def _dense_run(rank, world_size, bucket_bytes, nesterov):
@@ -69,7 +69,7 @@ def _interrupted(rank, world_size, method):
     saved = torch.load(file, weights_only=True)
     model = mlp(99)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     sync.load_state_dict(saved[2])
@@ -90,7 +90,7 @@ def _one_bad_step(rank, world_size, method, bad):
     """Step 5 is not finite on rank 1 only; bad steps are skipped as GradScaler does."""
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     skipped, kept = [], True
     for s in range(12):
         xs, ys = shards(s, world_size)
@@ -125,7 +125,7 @@ def _overflow(rank, method):
     """In step 3 every rank's gradient is finite, and their sum is not."""
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     kept = None
     for s in range(6):
         xs, ys = shards(s, 2)
@@ -187,7 +187,7 @@ class _Odd(nn.Module):
 def _odd_model(rank, world_size, method):
     model = _Odd()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=100, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=100, timeout_s=30)
     unused = model.unused.weight.detach().clone()
     for s in range(4):
         optimizer.zero_grad()
@@ -212,7 +212,7 @@ def test_frozen_tied_unused_mixed_and_empty_parameters(pool, method):
 def _partly_used(rank):
     model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = laconic.distribute(model, optimizer, "dense", timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, "dense", timeout_s=30)
     loss = model["a"](torch.ones(1, 1)) * (rank + 1)
     if rank == 2:
         loss = loss + 6 * model["b"](torch.ones(1, 1))
@@ -229,7 +229,7 @@ def test_a_parameter_that_some_ranks_did_not_use_counts_as_zeros_there(pool):
 def _accumulated(rank, world_size):
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = laconic.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     xs, ys = shards(0, 2 * world_size)
     before = sync.traffic.collectives
     with sync.no_sync():
@@ -255,7 +255,7 @@ def _unfreeze(rank):
     model = mlp(rank)
     head = list(model[6].parameters())
     optimizer = torch.optim.SGD(head, lr=0.1)
-    sync = laconic.distribute(model, optimizer, "topk:ratio=0.5", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, "topk:ratio=0.5", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     xs, ys = shards(0, 2)
     for s in range(4):
         if s == 2:
@@ -280,11 +280,11 @@ def _thaw(rank):
     model = mlp(rank)
     model[4].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30) as sync:
+    with stenograd.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30) as sync:
         xs, ys = shards(0, 2)
         step(model, optimizer, xs[rank], ys[rank])
         model[4].requires_grad_(True)
-        with pytest.raises(laconic.LaconicError, match="refresh"):
+        with pytest.raises(stenograd.StenogradError, match="refresh"):
             step(model, optimizer, xs[rank], ys[rank])
         sync.refresh()
         step(model, optimizer, xs[rank], ys[rank])
@@ -300,8 +300,8 @@ def _mismatch(rank, kind):
     model = mlp(0) if kind != "shape" or rank == 0 else nn.Linear(10, 3)
     method = "topk:ratio=0.1" if kind == "method" and rank == 1 else "dense"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(laconic.MismatchError) as caught:
-        laconic.distribute(model, optimizer, method, timeout_s=30)
+    with pytest.raises(stenograd.MismatchError) as caught:
+        stenograd.distribute(model, optimizer, method, timeout_s=30)
     return str(caught.value)
 
 
@@ -315,10 +315,10 @@ def test_ranks_that_differ_are_told_the_first_difference(pool, kind, names):
 def _silent(rank):
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = laconic.distribute(model, optimizer, "dense", timeout_s=2)
+    sync = stenograd.distribute(model, optimizer, "dense", timeout_s=2)
     if rank == 1:
         return None  # never sends a gradient
-    with pytest.raises(laconic.PeerLost) as caught:
+    with pytest.raises(stenograd.PeerLost) as caught:
         model(torch.ones(1, 10)).sum().backward()
     del sync
     return str(caught.value)
@@ -334,7 +334,7 @@ def _dies(rank):
 
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    laconic.distribute(model, optimizer, "topk", timeout_s=20)
+    stenograd.distribute(model, optimizer, "topk", timeout_s=20)
     if rank == 1:
         os._exit(9)
     model(torch.ones(1, 10)).sum().backward()

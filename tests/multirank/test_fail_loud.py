@@ -8,11 +8,11 @@ from models import SMALL_BUCKETS, flat, mlp, shards
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
-from laconic.drive import Driver
-from laconic.gossip import Gossip
-from laconic.mlbench.decentralized import DecentralizedSGD
-from laconic.topology import Complete, Graph
+import stenograd
+from stenograd.comm.driver import Driver
+from stenograd.mlbench.decentralized import DecentralizedSGD
+from stenograd.sync.gossip import Gossip
+from stenograd.topology import Complete, Graph
 
 
 def _sgd(model):
@@ -26,26 +26,30 @@ def _backward(model, rank, scale=1.0, step=0):
 
 def _refusals(rank):
     wrapped = DistributedDataParallel(mlp(0))
-    with pytest.raises(laconic.ConfigError, match=r"plain module, got DistributedDataParallel.*ddp.register"):
-        laconic.distribute(wrapped, _sgd(wrapped))
-    laconic.ddp.register(wrapped, "dense", timeout_s=30)
-    with pytest.raises(laconic.LaconicError, match="has a communication hook already"):
-        laconic.ddp.register(wrapped, "dense", timeout_s=30)
-    with pytest.raises(laconic.MismatchError, match="method"):
-        laconic.ddp.register(DistributedDataParallel(mlp(0)), "fp16" if rank else "dense", timeout_s=30)
+    with pytest.raises(
+        stenograd.ConfigError, match=r"plain module, got DistributedDataParallel.*ddp.register"
+    ):
+        stenograd.distribute(wrapped, _sgd(wrapped))
+    stenograd.ddp.register(wrapped, "dense", timeout_s=30)
+    with pytest.raises(stenograd.StenogradError, match="has a communication hook already"):
+        stenograd.ddp.register(wrapped, "dense", timeout_s=30)
+    with pytest.raises(stenograd.MismatchError, match="method"):
+        stenograd.ddp.register(DistributedDataParallel(mlp(0)), "fp16" if rank else "dense", timeout_s=30)
     model = mlp(0)
     optimizer = _sgd(model)
-    with laconic.distribute(model, optimizer, timeout_s=30):
-        with pytest.raises(laconic.ConfigError, match="attached already"):
-            laconic.distribute(model, optimizer)
-        with pytest.raises(laconic.TensorTypeError, match="create_graph=True"):
+    with stenograd.distribute(model, optimizer, timeout_s=30):
+        with pytest.raises(stenograd.ConfigError, match="attached already"):
+            stenograd.distribute(model, optimizer)
+        with pytest.raises(stenograd.TensorTypeError, match="create_graph=True"):
             model(torch.ones(1, 10)).sum().backward(create_graph=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("laconic.attach.__version__", f"0.{rank}")
-        with pytest.raises(laconic.MismatchError, match=r"laconic version: rank 0 has 0\.0, rank 1 has 0\.1"):
-            laconic.distribute(model, optimizer, timeout_s=30)
-    with pytest.raises(laconic.MismatchError, match="check_every"):
-        laconic.distribute(model, optimizer, timeout_s=30, check_every=1 + rank)
+        patch.setattr("stenograd.sync.handshake.__version__", f"0.{rank}")
+        with pytest.raises(
+            stenograd.MismatchError, match=r"stenograd version: rank 0 has 0\.0, rank 1 has 0\.1"
+        ):
+            stenograd.distribute(model, optimizer, timeout_s=30)
+    with pytest.raises(stenograd.MismatchError, match="check_every"):
+        stenograd.distribute(model, optimizer, timeout_s=30, check_every=1 + rank)
 
 
 def test_what_is_refused(pool):
@@ -57,8 +61,8 @@ def _steps_too_early(rank):
     optimizer = _sgd(model)
     model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with (
-        laconic.distribute(model, optimizer, bucket_bytes=SMALL_BUCKETS, timeout_s=30),
-        pytest.raises(laconic.LaconicError, match="stepped during a backward pass"),
+        stenograd.distribute(model, optimizer, bucket_bytes=SMALL_BUCKETS, timeout_s=30),
+        pytest.raises(stenograd.StenogradError, match="stepped during a backward pass"),
     ):
         _backward(model, rank)
 
@@ -74,7 +78,7 @@ def _drifts(rank):
     told = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sync = laconic.distribute(model, optimizer, timeout_s=30)
+        sync = stenograd.distribute(model, optimizer, timeout_s=30)
         optimizer.zero_grad()
         optimizer.step()  # no gradients, nothing to say
         with sync.no_sync():
@@ -97,11 +101,11 @@ def test_a_step_on_gradients_of_one_rank_is_told_once(pool):
 
 def _different_passes(rank):
     model = mlp(0)
-    sync = laconic.distribute(model, _sgd(model), timeout_s=30)
+    sync = stenograd.distribute(model, _sgd(model), timeout_s=30)
     if rank == 1:
         with sync.no_sync():
             _backward(model, rank)
-    with pytest.raises(laconic.LaconicError, match="the ranks are at different backward passes"):
+    with pytest.raises(stenograd.StenogradError, match="the ranks are at different backward passes"):
         _backward(model, rank)
     sync.close()
 
@@ -114,7 +118,7 @@ def _overflow(rank, method, bad):
     """1e6 on rank 1 is above float16's 65,504; the step is lost on all ranks and told once, on rank 0."""
     model = mlp(0)
     optimizer = _sgd(model)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for s in range(4):

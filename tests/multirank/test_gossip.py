@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.drive import Driver
-from laconic.errors import ConfigError, MismatchError, PeerLost, TensorTypeError
-from laconic.gossip import Gossip
-from laconic.mlbench.backends import global_average, initialize_backends
-from laconic.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
-from laconic.mlbench.tracker import Tracker
-from laconic.topology import Complete, Graph, OnePeer, Ring, mixing_matrix
+from stenograd.comm.driver import Driver
+from stenograd.errors import ConfigError, MismatchError, PeerLost, TensorTypeError
+from stenograd.mlbench.backends import global_average, initialize_backends
+from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
+from stenograd.mlbench.tracker import Tracker
+from stenograd.sync.gossip import Gossip
+from stenograd.topology import Complete, Graph, OnePeer, Ring, mixing_matrix
 
 TOPOLOGIES = [Ring(), Complete(), OnePeer(), Graph.star(4), Graph.star(4, "metropolis"), Graph.chain(4)]
 RING = {4: [[1, 3], [0, 2], [1, 3], [0, 2]], 3: [[1, 2], [0, 2], [0, 1]], 2: [[1], [0]]}

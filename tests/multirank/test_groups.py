@@ -12,20 +12,21 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from laconic import groups, workers
-from laconic.errors import ConfigError, LaunchError
-from laconic.groups import Absent, init, roll_call, run_local, shutdown
+from stenograd.errors import ConfigError, LaunchError
+from stenograd.launch import local_workers as workers
+from stenograd.launch import process_group as groups
+from stenograd.launch.process_group import Absent, init, roll_call, run_local, shutdown
 
 PYTHON = sys.executable
 SOURCE = str(Path(groups.__file__).parents[1])
 LIMIT_S = 60
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "LACONIC_")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "STENOGRAD_")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the mpiexec packages exist for Linux")
 
 # Rank r contributes r + 1, so two ranks sum to 3; the second init meets the same ranks again.
 JOIN = """
 import torch, torch.distributed as dist
-from laconic.groups import init, shutdown
+from stenograd.launch.process_group import init, shutdown
 for last in (False, True):
     world = init(timeout_s=40)
     x = torch.tensor([world.rank + 1.0])
@@ -40,7 +41,7 @@ if world.rank == 0:
 # The rank in argv dies; survivors report who did not answer.
 LOSE = """
 import os, signal, sys, torch, torch.distributed as dist
-from laconic.groups import init, roll_call
+from stenograd.launch.process_group import init, roll_call
 rank = init(timeout_s=40).rank
 if rank == int(sys.argv[1]):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -57,9 +58,9 @@ import atexit, os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[2])
 atexit.register(lambda: (folder / os.environ["RANK"]).write_text(str(time.time())))
 import torch
-from laconic.drive import Driver
-from laconic.groups import init
-from laconic.wire import mean
+from stenograd.comm.driver import Driver
+from stenograd.launch.process_group import init
+from stenograd.data.requests import mean
 rank = init(timeout_s=40).rank
 (driver,) = Driver(timeout_s=2).split([[0, 1, 2]])
 driver.run(mean(torch.ones(1)))
@@ -111,7 +112,7 @@ def test_mpich(tmp_path):
     launch = [binary("mpich", "mpiexec.hydra"), "-f", str(tmp_path / "hosts"), "-n", "2"]
     done = run(launch + shell, TMPDIR=str(tmp_path))
     assert (done.stdout, done.stderr, done.returncode) == ("mpich 2 2 3.0\n", "", 0)
-    assert list((tmp_path / f"laconic-{os.getuid()}").iterdir()) == []
+    assert list((tmp_path / f"stenograd-{os.getuid()}").iterdir()) == []
 
 
 @linux_only
@@ -122,7 +123,7 @@ def test_open_mpi(tmp_path):
     launch += ["--hostfile", str(tmp_path / "hosts"), "-n", "2"]
     done = run([*launch, PYTHON, "-c", JOIN], TMPDIR=str(tmp_path))
     assert (done.stdout, done.returncode) == ("openmpi 2 2 3.0\n", 0), done.stderr
-    assert list((tmp_path / f"laconic-{os.getuid()}").iterdir()) == []
+    assert list((tmp_path / f"stenograd-{os.getuid()}").iterdir()) == []
 
 
 def test_torchrun(tmp_path):
@@ -134,7 +135,7 @@ def test_torchrun(tmp_path):
 
 def test_run_local_succeeds(capfd):
     assert run_local([PYTHON, "-c", JOIN], 2, env=clean_env()) == 0
-    assert capfd.readouterr() == ("laconic 2 2 3.0\n", "")
+    assert capfd.readouterr() == ("stenograd 2 2 3.0\n", "")
 
 
 def test_survivors_name_the_killed_worker(capfd):
@@ -142,7 +143,7 @@ def test_survivors_name_the_killed_worker(capfd):
     assert run_local([PYTHON, "-c", LOSE, "1"], 3, env=clean_env()) == 128 + signal.SIGKILL
     out, err = capfd.readouterr()
     assert out == "lost [1]\n"
-    assert err == "laconic: worker 1 was killed by SIGKILL\n"
+    assert err == "stenograd: worker 1 was killed by SIGKILL\n"
 
 
 def test_survivor_names_rank_0_though_the_store_died_with_it():
@@ -162,7 +163,7 @@ def test_run_local_reports_a_status_and_stops_the_rest(capfd, monkeypatch):
     assert run_local([PYTHON, "-c", code], 3) == 1
     assert time.monotonic() - start < 10
     first, *tail = capfd.readouterr().err.splitlines()
-    assert first == "laconic: worker 1 exited with status 1: in shard 1"
+    assert first == "stenograd: worker 1 exited with status 1: in shard 1"
     assert tail == ["  no data", "  in shard 1"]
 
 
@@ -201,7 +202,7 @@ def test_a_stopped_worker_does_not_hold_up_the_end_of_a_run(number, tmp_path):
     parent = (
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it\n"
-        "from laconic import workers\n"
+        "from stenograd.launch import local_workers as workers\n"
         f"sys.exit(workers.run_local([sys.executable, '-c', {worker!r}], 1))"
     )
     with subprocess.Popen([PYTHON, "-c", parent], env=clean_env()) as process:
@@ -216,7 +217,7 @@ def test_a_stopped_worker_does_not_hold_up_the_end_of_a_run(number, tmp_path):
 
 def test_run_local_sets_the_variables(capfd, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE OMP_NUM_THREADS LACONIC_TIMEOUT_S"
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE OMP_NUM_THREADS STENOGRAD_TIMEOUT_S"
     code = f"import os; print(*(os.environ[name] for name in {names.split()}))"
     assert run_local([PYTHON, "-c", code], 1, timeout_s=7) == 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -244,9 +245,9 @@ def test_no_orphans(number, status, monkeypatch, tmp_path):
     parent = (
         "import signal, sys, types\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it\n"
-        f"package = types.ModuleType('laconic'); package.__path__ = [{SOURCE + '/laconic'!r}]\n"
-        "sys.modules['laconic'] = package  # without the torch that laconic imports\n"
-        "from laconic import workers\n"
+        f"package = types.ModuleType('stenograd'); package.__path__ = [{SOURCE + '/stenograd'!r}]\n"
+        "sys.modules['stenograd'] = package  # without the torch that stenograd imports\n"
+        "from stenograd.launch import local_workers as workers\n"
         "workers._TERM_S = 0.2\n"
         f"sys.exit(workers.run_local([sys.executable, '-c', {worker!r}], 2))"
     )
@@ -303,8 +304,8 @@ def test_the_users_interface_is_kept(outside):
 def test_peers_that_never_come(outside, tmp_path):
     outside.setenv("RANK", "1")
     outside.setenv("WORLD_SIZE", "4")
-    outside.setenv("LACONIC_STORE", str(tmp_path / "store"))
-    outside.setenv("LACONIC_TIMEOUT_S", "0.5")
+    outside.setenv("STENOGRAD_STORE", str(tmp_path / "store"))
+    outside.setenv("STENOGRAD_TIMEOUT_S", "0.5")
     start = time.monotonic()
     with pytest.raises(LaunchError, match=r"1 of 4 ranks came within 0.5 s, missing: 0, 2, 3; look"):
         init()
@@ -338,8 +339,8 @@ def test_nobody_at_the_address(outside):
 
 @pytest.mark.parametrize("value", ["-1", "soon", "inf", "nan"])
 def test_bad_timeouts(outside, value):
-    outside.setenv("LACONIC_TIMEOUT_S", value)
-    with pytest.raises(LaunchError, match="LACONIC_TIMEOUT_S must be seconds"):
+    outside.setenv("STENOGRAD_TIMEOUT_S", value)
+    with pytest.raises(LaunchError, match="STENOGRAD_TIMEOUT_S must be seconds"):
         init()
     with pytest.raises(ConfigError, match="timeout_s"):
         init(timeout_s=0.0)
@@ -350,7 +351,7 @@ def test_no_thread_of_the_group_outlives_shutdown():
     """One that does may abort the process while Python ends; scripts make optimizers after init."""
     code = (
         "import os, time, torch\n"
-        "from laconic.groups import init, shutdown\n"
+        "from stenograd.launch.process_group import init, shutdown\n"
         "init(timeout_s=30)\n"
         "torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)\n"
         "shutdown()\n"

@@ -7,8 +7,8 @@ import torch
 from models import SMALL_BUCKETS, flat, mlp, shards, step
 from torch import nn
 
-import laconic
-from laconic.guard import ReplicaGuard
+import stenograd
+from stenograd.sync.replica_guard import ReplicaGuard
 
 NARROW = (torch.float16, torch.bfloat16, torch.float64)
 
@@ -22,7 +22,7 @@ def _trained(rank, world_size, method, repair):
     model = mlp(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     options = {"check_every": 4, "repair": repair, "bucket_bytes": SMALL_BUCKETS, "timeout_s": 30}
-    sync = laconic.distribute(model, optimizer, method, **options)
+    sync = stenograd.distribute(model, optimizer, method, **options)
     error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -30,7 +30,7 @@ def _trained(rank, world_size, method, repair):
             xs, ys = shards(s, world_size)
             try:
                 step(model, optimizer, xs[rank], ys[rank])
-            except laconic.ReplicaDivergence as raised:
+            except stenograd.ReplicaDivergence as raised:
                 error = (str(raised), raised.step, raised.tensors)
                 break
             if (s, rank) in ((5, 1), (11, 2)):
@@ -78,10 +78,10 @@ def _by_itself(rank):
     model.running_mean += rank
     optimizer.state[model.weight]["momentum_buffer"] += rank == 2
     assert ReplicaGuard(model).check() == []
-    with pytest.raises(laconic.ReplicaDivergence, match=r"buffer running_mean, rank\(s\) 0 against"):
+    with pytest.raises(stenograd.ReplicaDivergence, match=r"buffer running_mean, rank\(s\) 0 against"):
         ReplicaGuard(model, check_buffers=True).check(7)
     with pytest.raises(
-        laconic.ReplicaDivergence, match=r"momentum_buffer of weight in optimizer 0 on rank\(s\) 2"
+        stenograd.ReplicaDivergence, match=r"momentum_buffer of weight in optimizer 0 on rank\(s\) 2"
     ):
         ReplicaGuard(model, optimizers=[optimizer]).check()
     if rank == 2:
@@ -94,7 +94,7 @@ def _by_itself(rank):
         assert guard.check() == names
     assert guard.check() == []
     assert not model.turned.is_contiguous()
-    with pytest.raises(laconic.ReplicaDivergence, match="at different steps"):
+    with pytest.raises(stenograd.ReplicaDivergence, match="at different steps"):
         guard.check(rank)
     return guard.checks, guard.repaired
 

@@ -9,7 +9,7 @@ from heat_nets import OPTIMIZERS, in_both_modes, loss_of, make, train
 from models import flat, mlp, shards, step
 from torch import nn
 
-import laconic
+import stenograd
 
 ZEROINGS = (
     "before forward",
@@ -366,7 +366,7 @@ def _joined(rank):
         train(net, [optimizer], rank, 2, [0])
         added = {"params": list(net.module[4].parameters()), "lr": 0.05}
         if not blocking:
-            with pytest.raises(laconic.LaconicError, match="a parameter group was added while"):
+            with pytest.raises(stenograd.StenogradError, match="a parameter group was added while"):
                 optimizer.torch_optimizer.add_param_group(dict(added))
             assert len(optimizer.param_groups) == 1
         net.flush()

@@ -10,10 +10,10 @@ from heat_nets import loss_of, make, train
 from models import SMALL_BUCKETS, flat, mlp
 from torch import nn
 
-import laconic
-from laconic.heat import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
-from laconic.heat.delayed import DelayedSync
-from laconic.testing.pool import RanksFailed
+import stenograd
+from stenograd.heat import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
+from stenograd.heat.delayed import DelayedSync
+from stenograd.testing.pool import RanksFailed
 
 BOTH = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
 
@@ -158,10 +158,12 @@ def test_copies_of_the_module_are_plain_modules(pool):
 def _refusals(rank):
     net, (optimizer,) = make(rank, False)
     loss_of(net, rank, 2, 0).backward()
-    with pytest.raises(laconic.LaconicError, match="an optimizer stepped while gradients are still being"):
+    with pytest.raises(
+        stenograd.StenogradError, match="an optimizer stepped while gradients are still being"
+    ):
         optimizer.torch_optimizer.step()
     nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-    with pytest.raises(laconic.LaconicError, match="flush\\(\\) of DataParallel before clipping"):
+    with pytest.raises(stenograd.StenogradError, match="flush\\(\\) of DataParallel before clipping"):
         optimizer.step()
     optimizer.torch_optimizer.zero_grad()
     net.close()
@@ -177,9 +179,9 @@ def _delayed_sync(rank):
     with DelayedSync(model, optimizer, bucket_bytes=SMALL_BUCKETS, timeout_s=30) as sync:
         loss = loss_of(model, rank, 2, 0)
         loss.backward(retain_graph=True)
-        with pytest.raises(laconic.LaconicError, match="a backward pass began while"):
+        with pytest.raises(stenograd.StenogradError, match="a backward pass began while"):
             loss.backward()
-        with pytest.raises(laconic.LaconicError, match="a backward pass began while"), sync.no_sync():
+        with pytest.raises(stenograd.StenogradError, match="a backward pass began while"), sync.no_sync():
             loss_of(model, rank, 2, 0).backward()
         assert sync.wait()
         assert not sync.wait()
@@ -222,7 +224,7 @@ def test_wrong_types(blocking):
         DataParallelOptimizer(model)
     with pytest.raises(TypeError, match="blocking must be True or False, got 'yes'"):
         DataParallelOptimizer(inner, "yes")
-    with pytest.raises(laconic.ConfigError, match="must hold the model's parameters"):
+    with pytest.raises(stenograd.ConfigError, match="must hold the model's parameters"):
         DataParallel(nn.Linear(2, 2), None, outer, blocking)
 
 
@@ -235,11 +237,11 @@ def _dies(rank):
     loss_of(net, rank, 3, 0).backward()
     optimizer.step()
     for look in (net.flush, net.eval):
-        with pytest.raises(laconic.PeerLost):
+        with pytest.raises(stenograd.PeerLost):
             look()
-    with pytest.raises(laconic.PeerLost):
+    with pytest.raises(stenograd.PeerLost):
         loss_of(net, rank, 3, 1)
-    with pytest.raises(laconic.PeerLost):
+    with pytest.raises(stenograd.PeerLost):
         net.close()
     net.close()
     optimizer.step()
@@ -282,7 +284,7 @@ def _foreign_comm(rank):
     model = mlp(0)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     daso = DASO(inner, 10, node_size=1, comm=dist.group.WORLD, timeout_s=30)
-    with pytest.raises(laconic.ConfigError, match="comm must be DASO's own"):
+    with pytest.raises(stenograd.ConfigError, match="comm must be DASO's own"):
         DataParallelMultiGPU(model, daso, dist.new_group([0, 1]))
     with pytest.raises(TypeError, match="optimizer must be a DASO, got SGD"):
         DataParallelMultiGPU(model, inner)
@@ -297,8 +299,8 @@ def test_the_module_of_daso_refuses_other_groups_and_optimizers(pool):
 
 
 def test_namespaces_know_torchs_names_too():
-    from laconic.heat import nn as heat_nn
-    from laconic.heat import optim
+    from stenograd.heat import nn as heat_nn
+    from stenograd.heat import optim
 
     assert (heat_nn.DataParallel, heat_nn.DataParallelMultiGPU) == (DataParallel, DataParallelMultiGPU)
     assert (heat_nn.Linear, heat_nn.functional) == (nn.Linear, nn.functional)

@@ -12,14 +12,14 @@ from heat_loops import LAYOUTS, batch, epoch, make, weights
 from models import mlp, shards
 from torch import nn
 
-from laconic.errors import CheckpointError, ConfigError, LaconicError, LaunchError, MismatchError
-from laconic.heat.cycle import Skips
-from laconic.heat.daso import DASO
-from laconic.heat.multi_gpu import DataParallelMultiGPU
-from laconic.launchers import World
-from laconic.nodes import Layout, _placed
-from laconic.resharding import alike
-from laconic.testing.pool import RanksFailed
+from stenograd.checkpoint.reshard import alike
+from stenograd.comm.node_layout import Layout, _placed
+from stenograd.errors import CheckpointError, ConfigError, LaunchError, MismatchError, StenogradError
+from stenograd.heat.cycle import Skips
+from stenograd.heat.daso import DASO
+from stenograd.heat.multi_gpu import DataParallelMultiGPU
+from stenograd.launch.detect import World
+from stenograd.testing.pool import RanksFailed
 
 
 def _scaled(rank, unscale_first, world_size=4):
@@ -207,7 +207,7 @@ def _broken(rank, phase):
                 with torch.no_grad():
                     model[0].weight[0, 0] = torch.inf
             batch(rank, model, daso, number)
-    except LaconicError as error:
+    except StenogradError as error:
         return type(error).__name__, number
     finally:
         daso.close()
@@ -313,7 +313,7 @@ def _misused(rank):
     model = mlp(0)
     daso = DASO(torch.optim.SGD(model.parameters(), lr=0.1), 10, node_size=1)
     for wrong in (lambda: daso.step(), lambda: daso.state_dict()):
-        with pytest.raises(LaconicError, match="no model"):
+        with pytest.raises(StenogradError, match="no model"):
             wrong()
     daso.set_model(model)
     with pytest.raises(ValueError, match=r"last_batch must be .* got None"):
@@ -432,14 +432,16 @@ def _in_turn(rank, world_size, how):
         results.append((weights(model), second.traffic.moved_bytes))
         if first is not None and not fresh:
             for call in (first.step, first.state_dict, first.reset):
-                with pytest.raises(LaconicError, match="DASO was replaced: another one was given its model"):
+                with pytest.raises(
+                    StenogradError, match="DASO was replaced: another one was given its model"
+                ):
                     call()
             first.close()  # takes nothing from the second
             batch(rank, model, second, 0, world_size)
             first.set_model(model)  # takes it back
             first.last_batch = 9
             batch(rank, model, first, 0, world_size)
-            with pytest.raises(LaconicError, match="was replaced"):
+            with pytest.raises(StenogradError, match="was replaced"):
                 second.step()
             first.close()
         second.close()

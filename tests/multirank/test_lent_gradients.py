@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-import laconic
+import stenograd
 
 
 def _train(rank, method, bucket_bytes, trouble):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=bucket_bytes)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=bucket_bytes)
     g = torch.Generator().manual_seed(1 + rank)
     kept, values = [], []
     if trouble == "hooks":  # a gradient that somebody else holds is not ours to change

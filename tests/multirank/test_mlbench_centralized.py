@@ -10,8 +10,8 @@ import torch
 from models import flat, mlp, shards
 from torch import nn
 
-from laconic.errors import ConfigError, MismatchError
-from laconic.mlbench import (
+from stenograd.errors import ConfigError, MismatchError
+from stenograd.mlbench import (
     AllReduceAggregation,
     CentralizedAdam,
     CentralizedSGD,

@@ -9,8 +9,8 @@ import torch
 from models import flat, mlp, shards
 from torch import nn
 
-from laconic.errors import LaconicError
-from laconic.mlbench import FP16Optimizer
+from stenograd.errors import StenogradError
+from stenograd.mlbench import FP16Optimizer
 
 INF = float("inf")
 
@@ -90,7 +90,7 @@ def _one_bad_rank(rank):
             fp.fp16_model.weight.grad = torch.full((1, 2), INF).half()
         try:
             told.append((fp.step(), fp.loss_scaler.loss_scale))
-        except LaconicError as error:
+        except StenogradError as error:
             told.append(str(error))
     return told
 

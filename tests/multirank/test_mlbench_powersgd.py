@@ -11,9 +11,9 @@ import torch
 from models import flat, mlp, shards
 from torch import nn
 
-from laconic.errors import CheckpointError, ConfigError, MismatchError
-from laconic.heat.daso import DASO
-from laconic.mlbench import DecentralizedSGD, PowerAggregation, PowerSGD
+from stenograd.errors import CheckpointError, ConfigError, MismatchError
+from stenograd.heat.daso import DASO
+from stenograd.mlbench import DecentralizedSGD, PowerAggregation, PowerSGD
 
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
 
@@ -199,8 +199,8 @@ def test_a_bad_batch_on_one_rank_changes_nothing_on_any(pool):
 
 def _other_kernels(rank):
     """Rank 1 is without numba, or told to be."""
-    before = os.environ.get("LACONIC_KERNELS")
-    os.environ["LACONIC_KERNELS"] = ["numba", "reference"][rank]
+    before = os.environ.get("STENOGRAD_KERNELS")
+    os.environ["STENOGRAD_KERNELS"] = ["numba", "reference"][rank]
     model, told = mlp(0), []
     daso = DASO(torch.optim.SGD(model.parameters(), lr=0.1), 10, node_size=1, timeout_s=30)
     for attach in (
@@ -211,9 +211,9 @@ def _other_kernels(rank):
         with pytest.raises(MismatchError) as refused:
             attach()
         told.append(str(refused.value))
-    os.environ.pop("LACONIC_KERNELS", None)
+    os.environ.pop("STENOGRAD_KERNELS", None)
     if before is not None:
-        os.environ["LACONIC_KERNELS"] = before
+        os.environ["STENOGRAD_KERNELS"] = before
     return told
 
 

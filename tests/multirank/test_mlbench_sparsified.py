@@ -9,8 +9,8 @@ import torch
 from models import flat, mlp, shards
 from torch import nn
 
-from laconic.errors import ConfigError, MismatchError
-from laconic.mlbench import CentralizedSparsifiedSGD, SparsifiedAggregation
+from stenograd.errors import ConfigError, MismatchError
+from stenograd.mlbench import CentralizedSparsifiedSGD, SparsifiedAggregation
 
 SHAPES = [(1, 23), (7,), (), (3, 4, 5), (2,), (0, 3)]
 K = 5

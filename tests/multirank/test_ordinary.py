@@ -11,8 +11,8 @@ from models import SMALL_BUCKETS, flat, mlp, shards, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
-from laconic.testing.pool import RanksFailed
+import stenograd
+from stenograd.testing.pool import RanksFailed
 
 LOSSY = {
     "topk": "topk:ratio=0.05",
@@ -51,7 +51,7 @@ class _Alternating(nn.Module):
 def _conserved(rank, world_size, method, bucket_bytes):
     model = _Alternating()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=bucket_bytes, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=bucket_bytes, timeout_s=30)
     applied = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters()}
     made = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters()}
 
@@ -92,7 +92,7 @@ def _rests(rank, method):
     """Layer b gets a gradient once; afterwards nobody uses it."""
     model = _Alternating()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
-    with laconic.distribute(model, optimizer, method, timeout_s=30) as sync:
+    with stenograd.distribute(model, optimizer, method, timeout_s=30) as sync:
         model.loss(rank, 0).backward()
         optimizer.step()
         before = sync.state_dict()["parameters"]["b"]["residual"].clone()
@@ -117,7 +117,7 @@ def _stale(rank, method):
     """A gradient that was left from the last pass, and no rank used since, is not sent again."""
     model = _Alternating()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with laconic.distribute(model, optimizer, method, timeout_s=30) as sync:
+    with stenograd.distribute(model, optimizer, method, timeout_s=30) as sync:
         model.loss(rank, 0).backward()
         left = model.b.grad.clone()
         residual = sync.state_dict()["parameters"]["b"]["residual"].clone()
@@ -137,21 +137,21 @@ def _double(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 10)
     wrapped = DistributedDataParallel(model)
-    with laconic.distribute(wrapped.module, optimizer, "topk", timeout_s=30):
+    with stenograd.distribute(wrapped.module, optimizer, "topk", timeout_s=30):
         with wrapped.no_sync():
             wrapped(x).sum().backward()  # DDP averages nothing here
-        with pytest.raises(laconic.ConfigError, match=r"laconic\.ddp\.register"):
+        with pytest.raises(stenograd.ConfigError, match=r"stenograd\.ddp\.register"):
             wrapped(x)
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "topk", timeout_s=30):
+    with stenograd.distribute(model, optimizer, "topk", timeout_s=30):
         later = DistributedDataParallel(model)
-        with pytest.raises(laconic.ConfigError, match="inside DistributedDataParallel"):
+        with pytest.raises(stenograd.ConfigError, match="inside DistributedDataParallel"):
             later(x)
         other = DistributedDataParallel(mlp(1))
         other(x).sum().backward()  # another model of the program's
-    with pytest.raises(laconic.ConfigError, match=r"laconic\.ddp\.register"):
-        laconic.distribute(wrapped, optimizer, "topk")
+    with pytest.raises(stenograd.ConfigError, match=r"stenograd\.ddp\.register"):
+        stenograd.distribute(wrapped, optimizer, "topk")
 
 
 def test_averaging_twice_is_refused_in_both_orders(pool):
@@ -164,9 +164,9 @@ def _bad_step(rank, face, method, bad):
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001) if face == "hook" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if face == "hook":
-        sync = laconic.ddp.register(wrapped, method, timeout_s=30)
+        sync = stenograd.ddp.register(wrapped, method, timeout_s=30)
     else:
-        sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+        sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for s in range(9):
@@ -198,7 +198,7 @@ def test_a_plain_loop_loses_one_step_to_a_nan_and_nothing_else(pool, face, metho
 def _torchs_way(rank):
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "dense", skip_bad_steps=False, timeout_s=30):
+    with stenograd.distribute(model, optimizer, "dense", skip_bad_steps=False, timeout_s=30):
         (model(torch.ones(1, 10)).sum() * (float("nan") if rank else 1.0)).backward()
         optimizer.step()
     return bool(flat(model).isnan().any())
@@ -226,7 +226,7 @@ class _Branches(nn.Module):
 def _unused(rank, method, options, uses):
     model = DistributedDataParallel(_Branches(), bucket_cap_mb=0.004, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    hook = laconic.ddp.register(model, method, timeout_s=30) if method else None
+    hook = stenograd.ddp.register(model, method, timeout_s=30) if method else None
     for s in range(8):
         optimizer.zero_grad()
         x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * s + rank))
@@ -262,13 +262,13 @@ def test_ddp_with_unused_parameters_and_its_other_options(pool, options, uses):
 
 def _hook_dies(rank):
     model = DistributedDataParallel(mlp(0), bucket_cap_mb=0.001)
-    laconic.ddp.register(model, "topk", timeout_s=20)
+    stenograd.ddp.register(model, "topk", timeout_s=20)
     for _ in range(2):  # DDP itself talks in the second forward pass, when it makes new buckets
         model(torch.ones(1, 10)).sum().backward()
     loss = model(torch.ones(1, 10)).sum()
     if rank == 1:
         os._exit(9)
-    with pytest.raises(laconic.PeerLost) as caught:
+    with pytest.raises(stenograd.PeerLost) as caught:
         loss.backward()
     raise RuntimeError(f"lost {caught.value.ranks}")
 
@@ -284,9 +284,9 @@ def _breaks_off(rank, face):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001) if face == "hook" else model
     if face == "hook":
-        laconic.ddp.register(wrapped, "topk", timeout_s=4)
+        stenograd.ddp.register(wrapped, "topk", timeout_s=4)
     else:
-        laconic.distribute(model, optimizer, "topk", bucket_bytes=SMALL_BUCKETS, timeout_s=4)
+        stenograd.distribute(model, optimizer, "topk", bucket_bytes=SMALL_BUCKETS, timeout_s=4)
     wrapped(torch.ones(1, 10)).sum().backward()
 
     def fails(grad):
@@ -296,7 +296,7 @@ def _breaks_off(rank, face):
     with pytest.raises(ValueError, match="the user's own"):
         wrapped(torch.ones(1, 10)).sum().backward()
     handle.remove()
-    with pytest.raises((laconic.LaconicError, RuntimeError), match=r"did not finish|prior iteration"):
+    with pytest.raises((stenograd.StenogradError, RuntimeError), match=r"did not finish|prior iteration"):
         wrapped(torch.ones(1, 10)).sum().backward()
 
 
@@ -307,11 +307,11 @@ def test_an_error_inside_a_backward_pass_is_named_in_the_next(pool, face):
 
 def _codec_fails(rank):
     """An error in a bucket's encoding, in the thread or not, ends the exchange and is named afterwards."""
-    from laconic.compressors.sign import Sign
+    from stenograd.compressors.sign import Sign
 
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    laconic.distribute(model, optimizer, "sign:dense_below=20", bucket_bytes=SMALL_BUCKETS, timeout_s=5)
+    stenograd.distribute(model, optimizer, "sign:dense_below=20", bucket_bytes=SMALL_BUCKETS, timeout_s=5)
     encode, calls = Sign.encode_error, []
 
     def fails(self, *args):
@@ -324,7 +324,7 @@ def _codec_fails(rank):
         patch.setattr(Sign, "encode_error", fails)
         with pytest.raises(MemoryError, match="no more"):
             model(torch.ones(1, 10)).sum().backward()
-    with pytest.raises(laconic.LaconicError, match="restart from a checkpoint"):
+    with pytest.raises(stenograd.StenogradError, match="restart from a checkpoint"):
         model(torch.ones(1, 10)).sum().backward()
 
 
@@ -335,14 +335,14 @@ def test_an_error_in_an_exchange_ends_it(pool):
 def _mistakes(rank):
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "dense", timeout_s=30) as sync:
+    with stenograd.distribute(model, optimizer, "dense", timeout_s=30) as sync:
         xs, ys = shards(0, 2)
         model.to(torch.float64)
-        with pytest.raises(laconic.LaconicError, match=r"sync\.refresh\(\)"):
+        with pytest.raises(stenograd.StenogradError, match=r"sync\.refresh\(\)"):
             model(xs[rank].double()).sum().backward()
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "dense", timeout_s=30) as sync:
+    with stenograd.distribute(model, optimizer, "dense", timeout_s=30) as sync:
         model.to(torch.float64)
         sync.refresh()
         step(model, optimizer, xs[rank].double(), ys[rank].double())
@@ -361,9 +361,9 @@ def test_changed_types_and_gradients_made_by_hand_are_told(pool):
 def _other_kernels(rank):
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setenv("LACONIC_KERNELS", "reference")
-        with pytest.raises(laconic.MismatchError, match="kernels"):
-            laconic.ddp.register(DistributedDataParallel(mlp(0)), "powersgd", timeout_s=30)
+            patch.setenv("STENOGRAD_KERNELS", "reference")
+        with pytest.raises(stenograd.MismatchError, match="kernels"):
+            stenograd.ddp.register(DistributedDataParallel(mlp(0)), "powersgd", timeout_s=30)
 
 
 def test_the_ddp_hook_compares_kernels(pool):
@@ -379,7 +379,7 @@ def _loaded(rank, method):
 
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=60)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=60)
     before = known()
     for s in range(3):
         xs, ys = shards(s, 2)
@@ -399,7 +399,7 @@ def _local_after_bad(rank):
     """A bad exchange, then a pass that exchanges nothing, as DASO makes them between its own exchanges."""
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "topk", timeout_s=30) as sync:
+    with stenograd.distribute(model, optimizer, "topk", timeout_s=30) as sync:
         (model(torch.ones(1, 10)).sum() * float("nan")).backward()
         optimizer.step()
         before = flat(model)

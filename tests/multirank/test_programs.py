@@ -11,8 +11,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import laconic
-from laconic.errors import LaconicError
+import stenograd
+from stenograd.errors import StenogradError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "drills"))
 
@@ -46,7 +46,7 @@ def _clamped(rank, world, through):
     if through == "ddp":
         model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS / 2**20)
     else:
-        sync = laconic.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+        sync = stenograd.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
 
     def clamp(p):
         p.grad.clamp_(-1e-2, 1e-2)
@@ -58,7 +58,7 @@ def _clamped(rank, world, through):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
         optimizer.step()
-    if through == "laconic":
+    if through == "stenograd":
         sync.close()
     return digest(list(model.parameters()))
 
@@ -67,7 +67,7 @@ def test_a_later_hook_that_clamps_gradients_does_what_it_does_under_ddp(pool):
     wanted = pool.run(2, _clamped, 2, "ddp")
     assert wanted[0] == wanted[1]
     for _ in range(2):
-        assert pool.run(2, _clamped, 2, "laconic") == wanted
+        assert pool.run(2, _clamped, 2, "stenograd") == wanted
 
 
 class _Heads(nn.Module):
@@ -80,7 +80,7 @@ def _in_turn(rank, method, whole):
     """Let two optimizers step in turn; each clears only its own gradients, or all are cleared."""
     model = _Heads()
     optimizers = [torch.optim.SGD([p], lr=1.0) for p in model.parameters()]
-    sync = laconic.distribute(model, optimizers, method, bucket_bytes=4096, timeout_s=30)
+    sync = stenograd.distribute(model, optimizers, method, bucket_bytes=4096, timeout_s=30)
     slope = torch.randn(20, 20, generator=torch.Generator().manual_seed(rank))
     for step in range(20):
         p = [model.a, model.b][step % 2]
@@ -107,7 +107,7 @@ def _left_alone(rank, method):
     """Accumulate two passes into one step, both with an exchange; the second does not use `a`."""
     model = _Heads()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     slope = torch.randn(20, 20, generator=torch.Generator().manual_seed(rank))
     kept = []
     for _ in range(3):
@@ -132,7 +132,7 @@ def _ran_out(rank):
     models = [mlp(0), mlp(1)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
     syncs = [
-        laconic.distribute(m, o, how, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+        stenograd.distribute(m, o, how, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
         for m, o, how in zip(models, optimizers, ["dense", "topk:ratio=0.1"], strict=True)
     ]
     for batches in [(5, 0), (2, 6)]:
@@ -159,14 +159,14 @@ def _reentrant(rank, form):
     """Run one pass with segments of which each starts a backward pass of its own; return what it says."""
     model = nn.ModuleList([nn.Linear(10, 32), nn.Linear(32, 16), nn.Linear(16, 3)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = laconic.distribute(model, optimizer, "topk:ratio=0.1", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, "topk:ratio=0.1", bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     h = shards(0, 2)[0][rank].requires_grad_()
     for place, layer in enumerate(model):
         nested = {"all": True, "first": place == 0, "inner": place == 1, "last": place == 2}[form]
         h = checkpoint(layer, h, use_reentrant=True) if nested else layer(h)
     try:
         h.sum().backward()
-    except LaconicError as error:
+    except StenogradError as error:
         return str(error)
     finally:
         sync.close()

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-import laconic
-from laconic.checkpoint import Manifest, write_manifest, write_rank
-from laconic.errors import LaconicError
+import stenograd
+from stenograd.checkpoint.rank_files import Manifest, write_manifest, write_rank
+from stenograd.errors import StenogradError
 
 
 class Counter:
@@ -41,7 +41,7 @@ class Run:
         self.model = nn.Sequential(*net)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
-        self.sync = laconic.distribute(self.model, self.optimizer, method, bucket_bytes=400, timeout_s=60)
+        self.sync = stenograd.distribute(self.model, self.optimizer, method, bucket_bytes=400, timeout_s=60)
         own, common = torch.Generator().manual_seed(100 + rank), torch.Generator().manual_seed(7)
         self.generators, self.sampler = {"own": own, "common": common}, Counter()
 
@@ -62,10 +62,10 @@ class Run:
         return {name: getattr(self, name) for name in names}
 
     def save(self, folder, step, **more):
-        return laconic.save_checkpoint(folder, step=step, **self.parts, **more)
+        return stenograd.save_checkpoint(folder, step=step, **self.parts, **more)
 
     def load(self, folder, **more):
-        return laconic.load_checkpoint(folder, **self.parts, **more)
+        return stenograd.load_checkpoint(folder, **self.parts, **more)
 
     def flat(self):
         residuals = [t["residual"] for t in self.sync.state_dict()["parameters"].values() if "residual" in t]
@@ -80,7 +80,7 @@ class Run:
 def _told(action):
     try:
         return action()
-    except LaconicError as error:
+    except StenogradError as error:
         return type(error).__name__, str(error)
 
 
@@ -119,7 +119,7 @@ def _loaded(rank, folder, step=None):
         loaded = _told(lambda: run.load(folder, step=step))
     run.sync.close()
     text = " ".join(str(warning.message) for warning in caught)
-    if isinstance(loaded, laconic.Loaded):
+    if isinstance(loaded, stenograd.Loaded):
         states = (
             run.generators["own"].get_state(),
             run.generators["common"].get_state(),
@@ -243,7 +243,7 @@ def test_what_could_not_be_read_is_refused_on_every_rank(pool, tmp_path):
     told = pool.run(2, _cannot_be_read, tmp_path)
     assert told[0] == told[1]
     (name, text), broken = told[0]
-    assert broken == ("LaconicError", "rank 1: AttributeError: 'Counter' object has no attribute 'seen'")
+    assert broken == ("StenogradError", "rank 1: AttributeError: 'Counter' object has no attribute 'seen'")
     assert name == "CheckpointError"
     assert text.startswith("rank 1: cannot be saved: scheduler.best is a numpy.float64, ")
     assert "give float(x)" in text
@@ -268,12 +268,12 @@ def _joined_by_one(rank, folder):
     """Eight ranks' files of 16 MB each: 4 of weights, 8 of Adam's state, 4 of residuals."""
     model = nn.Linear(1000, 1000)
     optimizer = torch.optim.Adam(model.parameters())
-    sync = laconic.distribute(model, optimizer, "topk:ratio=0.2", timeout_s=60)
+    sync = stenograd.distribute(model, optimizer, "topk:ratio=0.2", timeout_s=60)
     model(torch.ones(1, 1000)).sum().backward()
     optimizer.step()
     parts = {"model": model, "optimizer": optimizer, "sync": sync}
-    writing = _peak_mb(lambda: laconic.save_checkpoint(folder / "warm", step=1, **parts))
-    laconic.load_checkpoint(folder / "warm", **parts)
+    writing = _peak_mb(lambda: stenograd.save_checkpoint(folder / "warm", step=1, **parts))
+    stenograd.load_checkpoint(folder / "warm", **parts)
     mine, states, files = sync.state_dict(), [], []
     content = {"model": model.state_dict(), "optimizer": [optimizer.state_dict()], "extra": None}
     content |= {"random": {"cpu": torch.get_rng_state(), "cuda": []}, "generators": {}}
@@ -282,8 +282,8 @@ def _joined_by_one(rank, folder):
         states.append({**mine, "rank": number, "world_size": 8, "parameters": residuals})
         files.append(write_rank(folder, 1, "ab", number, {**content, "sync": states[-1]}))
     write_manifest(folder, Manifest(step=1, set_id="ab", world_size=8, files=tuple(files)))
-    (want,), states = laconic.reshard(states, 1), None
-    reading = _peak_mb(lambda: laconic.load_checkpoint(folder, **parts))
+    (want,), states = stenograd.reshard(states, 1), None
+    reading = _peak_mb(lambda: stenograd.load_checkpoint(folder, **parts))
     got = sync.state_dict()["parameters"]
     sync.close()
     same = all(torch.equal(want["parameters"][n]["residual"], got[n]["residual"]) for n in got)
@@ -308,7 +308,7 @@ def _misfits(rank, folder):
     nothing = run.load(folder)
     run.save(folder, 1)
     parts = run.parts
-    told = [_told(partial(laconic.load_checkpoint, folder, **{**parts, **change})) for change in _CHANGES]
+    told = [_told(partial(stenograd.load_checkpoint, folder, **{**parts, **change})) for change in _CHANGES]
     told += [_told(lambda: run.save(folder, -1)), _told(lambda: run.save(folder, 1, keep=0))]
     run.sync.close()
     return nothing, told
@@ -334,7 +334,7 @@ def _through_dcp(rank, folder, load):
     state = {
         "model": run.model.state_dict(),
         "optimizer": get_optimizer_state_dict(run.model, run.optimizer),
-        "sync": laconic.PerRank(run.sync, saved_by),
+        "sync": stenograd.PerRank(run.sync, saved_by),
     }
     if load:
         dcp.load(state, checkpoint_id=folder)

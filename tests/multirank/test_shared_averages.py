@@ -4,15 +4,15 @@ import pytest
 import torch
 from models import flat, mlp, shards, step
 
-import laconic
-from laconic.compressor import Site
-from laconic.drive import Driver
-from laconic.errors import WireError
-from laconic.parsing import method
-from laconic.simulate import exchange, run
-from laconic.testing.pool import RankPool
-from laconic.traffic import moved_bytes
-from laconic.wire import scatter, together
+import stenograd
+from stenograd.catalog.method import method
+from stenograd.comm.driver import Driver
+from stenograd.comm.traffic import moved_bytes
+from stenograd.compression.contract import Site
+from stenograd.data.requests import scatter, together
+from stenograd.errors import WireError
+from stenograd.simulate import exchange, run
+from stenograd.testing.pool import RankPool
 
 METHODS = [
     "topk:ratio=0.1",
@@ -124,7 +124,7 @@ def _trained(rank, world_size, text):
     model = mlp(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
-    with laconic.distribute(model, optimizer, text, bucket_bytes=1200, timeout_s=60) as sync:
+    with stenograd.distribute(model, optimizer, text, bucket_bytes=1200, timeout_s=60) as sync:
         for s in range(60):
             xs, ys = shards(s % 4, world_size)
             losses.append(float(step(model, optimizer, xs[rank], ys[rank])))

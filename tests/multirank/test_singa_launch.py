@@ -9,8 +9,8 @@ import pytest
 import torch
 from singa_helpers import leaf, moved, push
 
-from laconic.errors import LaunchError
-from laconic.singa import SGD, DistOpt, NcclIdHolder
+from stenograd.errors import LaunchError
+from stenograd.singa import SGD, DistOpt, NcclIdHolder
 
 
 def _child(nccl_id, local_rank, world_size, answers):
@@ -26,10 +26,10 @@ def _child(nccl_id, local_rank, world_size, answers):
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_children_meet_through_the_token(method, monkeypatch):
     """The guide's mnist_multiprocess.py: ranks 0 and 1, and the mean of 1 and 2."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LACONIC_STORE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STENOGRAD_STORE"):
         monkeypatch.delenv(name, raising=False)
     if method == "fork" and torch.distributed.is_initialized():
-        from laconic import shutdown
+        from stenograd import shutdown
 
         shutdown()  # or the children would inherit the group of this process
     context = multiprocessing.get_context(method)

@@ -6,9 +6,9 @@ from models import flat, mlp, shards
 from singa_helpers import leaf, moved, push, spied, unit_sgd
 from torch import nn
 
-from laconic.errors import ConfigError, LaconicError, MismatchError
-from laconic.singa import SGD, DistOpt
-from laconic.tasks.models import mnist_cnn
+from stenograd.errors import ConfigError, MismatchError, StenogradError
+from stenograd.singa import SGD, DistOpt
+from stenograd.tasks.models import mnist_cnn
 
 HARD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
 
@@ -336,7 +336,7 @@ def _recovered(rank, broken_later):
         v.register_hook(lambda grad: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             opt.backward_and_update(push([v, w], [1.0, 1.0]), threshold=0)
-        with pytest.raises(LaconicError, match="the last step did not finish"):
+        with pytest.raises(StenogradError, match="the last step did not finish"):
             opt(push([w], [1.0]))
     return moved(w)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from singa_helpers import spied, unit_sgd
 
-from laconic.errors import ConfigError, TensorTypeError
-from laconic.singa import SGD, DistOpt
+from stenograd.errors import ConfigError, TensorTypeError
+from stenograd.singa import SGD, DistOpt
 
 CALLS = {
     "all_reduce": lambda o, g: o.all_reduce(g),

@@ -6,8 +6,8 @@ from models import flat, mlp, shards
 from singa_helpers import leaf, moved, push, unit_sgd
 from torch import nn
 
-from laconic.errors import CheckpointError, ConfigError
-from laconic.singa import SGD, Adam, DistOpt, ExponentialDecay, NcclIdHolder
+from stenograd.errors import CheckpointError, ConfigError
+from stenograd.singa import SGD, Adam, DistOpt, ExponentialDecay, NcclIdHolder
 
 MODES = {
     "plain": lambda o, loss: o.backward_and_update(loss, 100),

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import laconic
-from laconic.drive import Driver
-from laconic.errors import ConfigError
-from laconic.timeline import Tracer, as_json
-from laconic.tracing import clock_offsets
+import stenograd
+from stenograd.comm.driver import Driver
+from stenograd.comm.trace_events import Tracer, as_json
+from stenograd.errors import ConfigError
+from stenograd.sync.tracing import clock_offsets
 
 STEPS = 3
 KINDS = {"forward", "backward", "wait", "encode", "collective", "decode", "step"}
@@ -28,7 +28,7 @@ def _sync(**options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, laconic.distribute(model, optimizer, "topk:ratio=0.1", bucket_bytes=1000)
+    return model, optimizer, stenograd.distribute(model, optimizer, "topk:ratio=0.1", bucket_bytes=1000)
 
 
 def _traced(rank, path):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import laconic
-from laconic.drive import Driver, Pipeline
-from laconic.traffic import ATTACH, CONTROL, TRAINING, Entry, Label, Traffic
-from laconic.wire import Op, exchange, gather, mean, scatter
+import stenograd
+from stenograd.comm.driver import Driver, Pipeline
+from stenograd.comm.traffic import ATTACH, CONTROL, TRAINING, Entry, Label, Traffic
+from stenograd.data.requests import Op, exchange, gather, mean, scatter
 
 STEPS = 3
 _BYTES = ("payload_bytes", "moved_bytes", "inside_bytes", "across_bytes", "header_bytes")
@@ -26,7 +26,7 @@ def _model():
 def _trained(rank, method):
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, method, bucket_bytes=1000) as sync:
+    with stenograd.distribute(model, optimizer, method, bucket_bytes=1000) as sync:
         for _ in range(STEPS):
             optimizer.zero_grad()
             model(torch.randn(4, 30)).square().mean().backward()
@@ -81,7 +81,7 @@ def test_dense_training_by_hand(pool):
 def _large(rank):
     model = nn.Linear(600, 600, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "dense") as sync:
+    with stenograd.distribute(model, optimizer, "dense") as sync:
         model(torch.randn(4, 600)).square().mean().backward()
         return sync.traffic
 

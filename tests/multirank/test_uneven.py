@@ -7,14 +7,14 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-import laconic
+import stenograd
 
 
 def _uneven(rank, world_size, method, how, epochs, check_every):
     """Rank r has 5 - 2 r batches in each epoch."""
     model = mlp(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = laconic.distribute(
+    sync = stenograd.distribute(
         model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30, check_every=check_every
     )
     for epoch in range(epochs):
@@ -72,7 +72,7 @@ def test_three_ranks_run_out_one_after_another(pool):
 def _early(rank):
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = laconic.distribute(model, optimizer, "topk", timeout_s=5)
+    sync = stenograd.distribute(model, optimizer, "topk", timeout_s=5)
 
     def epoch():
         with sync.join(throw_on_early_termination=True):
@@ -90,7 +90,7 @@ def test_uneven_inputs_can_be_an_error(pool):
 def _uneven_ddp(rank, method, how):
     model = DistributedDataParallel(mlp(0), bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    hook = laconic.ddp.register(model, method, timeout_s=30) if method else None
+    hook = stenograd.ddp.register(model, method, timeout_s=30) if method else None
     with {"model": model.join, "hook": getattr(hook, "join", None), "Join": lambda: Join([hook])}[how]():
         for s in range(6 - 3 * rank):
             xs, ys = shards(s, 2)
@@ -144,7 +144,7 @@ def _optimizers(model):
 def _sparse(rank, world_size, method):
     model = _Words()
     optimizers = _optimizers(model)
-    sync = laconic.distribute(model, optimizers, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
+    sync = stenograd.distribute(model, optimizers, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
     layouts = set()
     for s in range(12):
         for optimizer in optimizers:
@@ -196,7 +196,7 @@ def test_sparse_gradients_are_averaged_exactly(pool, method, world_size):
 def _only_sparse(rank):
     model = nn.Embedding(1000, 4, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with laconic.distribute(model, optimizer, "topk", timeout_s=30) as sync:
+    with stenograd.distribute(model, optimizer, "topk", timeout_s=30) as sync:
         before = sync.traffic.moved_bytes
         model(torch.tensor([3, 3, 5 + rank])).sum().backward()
         sent = sync.traffic.moved_bytes - before

@@ -6,7 +6,7 @@ from models import SMALL_BUCKETS, flat, mlp, shards
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import laconic
+import stenograd
 
 
 def _loop(model, optimizer, batches):
@@ -24,7 +24,7 @@ def _loop(model, optimizer, batches):
 def _clipped(rank, world_size):
     model = mlp(rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with laconic.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30):
+    with stenograd.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30):
         cuts = [shards(s, world_size) for s in range(8)]
         return _loop(model, optimizer, [(xs[rank], ys[rank]) for xs, ys in cuts])
 
@@ -47,7 +47,7 @@ def _scaled(rank, method):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     scales = []
-    with laconic.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30) as sync:
+    with stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30) as sync:
         for s in range(5):
             xs, ys = shards(s, 2)
             optimizer.zero_grad()
@@ -71,7 +71,7 @@ def _closure(rank):
     model = mlp(0)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     xs, ys = shards(0, 2)
-    with laconic.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30):
+    with stenograd.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30):
         for _ in range(3):
 
             def closure():
@@ -104,10 +104,10 @@ class _Checkpointed(nn.Module):
 def _checkpointed(rank, reentrant):
     model = _Checkpointed(reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = laconic.distribute(model, optimizer, "dense", bucket_bytes=100, timeout_s=10)
+    sync = stenograd.distribute(model, optimizer, "dense", bucket_bytes=100, timeout_s=10)
     xs, _ = shards(0, 2)
     if reentrant:
-        with pytest.raises(laconic.LaconicError, match="use_reentrant=True"):
+        with pytest.raises(stenograd.StenogradError, match="use_reentrant=True"):
             model(xs[rank]).sum().backward()
         return None
     model(xs[rank]).sum().backward()
@@ -125,7 +125,7 @@ def _interrupted(rank):
     """Alone, an error inside backward harms nobody else: the next pass just works."""
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "topk:ratio=0.1", bucket_bytes=SMALL_BUCKETS) as sync:
+    with stenograd.distribute(model, optimizer, "topk:ratio=0.1", bucket_bytes=SMALL_BUCKETS) as sync:
 
         def fail(_):
             raise RuntimeError("stop")

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from models import flat, mlp, shards
 from torch import nn
 
-import laconic
-from laconic.drive import Driver
+import stenograd
+from stenograd.comm.driver import Driver
 
 
 class _FabricModule(nn.Module):
@@ -49,7 +49,7 @@ def _train(rank, how):
         net, optimizer = _FabricModule(model), _Prepared(bare)
     if how == "compiled":
         net = torch.compile(model, backend="eager", fullgraph=True)
-    sync = laconic.distribute(net, optimizer, "topk:ratio=0.1", bucket_bytes=1200, timeout_s=60)
+    sync = stenograd.distribute(net, optimizer, "topk:ratio=0.1", bucket_bytes=1200, timeout_s=60)
     assert sync.world_size == 2
 
     def step(x, y):
@@ -80,11 +80,11 @@ def test_what_frameworks_wrap_trains_as_if_bare(pool, how):
 def _compiled_autograd(rank):
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "topk", timeout_s=30):
+    with stenograd.distribute(model, optimizer, "topk", timeout_s=30):
         loss = model(torch.ones(1, 10)).sum()
         with (
             torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
-            pytest.raises(laconic.LaconicError, match="compiled autograd"),
+            pytest.raises(stenograd.StenogradError, match="compiled autograd"),
         ):
             loss.backward()
 
@@ -95,7 +95,7 @@ def test_compiled_autograd_is_refused_by_name(pool):
 
 def test_an_optimizer_must_be_one_of_torch():
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got str"):
-        laconic.distribute(mlp(0), ["adam"], "dense")
+        stenograd.distribute(mlp(0), ["adam"], "dense")
 
 
 def _groups(rank):
@@ -104,7 +104,7 @@ def _groups(rank):
     for i in range(6):
         model = mlp(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync = laconic.distribute(model, optimizer, "topk", timeout_s=30)
+        sync = stenograd.distribute(model, optimizer, "topk", timeout_s=30)
         model(torch.ones(1, 10)).sum().backward()
         if i % 2:
             sync.close()
@@ -130,7 +130,7 @@ def _overlapping(rank):
         return None
     model = mlp(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = laconic.distribute(model, optimizer, "powersgd:rank=1", group=group, timeout_s=20)
+    sync = stenograd.distribute(model, optimizer, "powersgd:rank=1", group=group, timeout_s=20)
     model(torch.ones(1, 10) * (rank + 1)).sum().backward()
     sync.close()
     return model[0].weight.grad.clone()
@@ -146,7 +146,7 @@ def _messages(rank):
     """3,000 tensors of four elements travel in one message when attaching."""
     model = nn.ParameterList(nn.Parameter(torch.full((4,), float(rank))) for _ in range(3000))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = laconic.distribute(model, optimizer, "dense", timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, "dense", timeout_s=30)
     told = [e for e in sync.traffic.entries() if e.op == "broadcast"]
     values = {float(p.detach().sum()) for p in model}
     sync.close()
@@ -160,12 +160,12 @@ def test_attaching_sends_many_small_tensors_in_one_message(pool):
 
 
 def test_one_rank_alone_makes_no_group_so_that_the_program_can(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LACONIC_STORE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STENOGRAD_STORE"):
         monkeypatch.delenv(name, raising=False)
     assert not dist.is_initialized()
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = laconic.distribute(model, optimizer, "topk")
+    sync = stenograd.distribute(model, optimizer, "topk")
     model(torch.ones(1, 10)).sum().backward()
     optimizer.step()
     assert not dist.is_initialized()
@@ -184,13 +184,13 @@ def test_one_rank_alone_makes_no_group_so_that_the_program_can(monkeypatch):
 def _late_group(rank):
     """This process is alone when it attaches; then the program joins others."""
     place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    laconic.shutdown()
-    store = dist.FileStore(os.environ.pop("LACONIC_STORE") + "-late", 2)
+    stenograd.shutdown()
+    store = dist.FileStore(os.environ.pop("STENOGRAD_STORE") + "-late", 2)
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    laconic.distribute(model, optimizer, "topk")
+    stenograd.distribute(model, optimizer, "topk")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    with pytest.raises(laconic.LaconicError, match="call init_process_group"):
+    with pytest.raises(stenograd.StenogradError, match="call init_process_group"):
         model(torch.ones(1, 10)).sum().backward()
     dist.destroy_process_group()
     os.environ.update(place)

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from laconic.singa.optimizers import SGD, AdaGrad, Adam, RMSProp
-from laconic.singa.schedules import ExponentialDecay
+from stenograd.singa.optimizers import SGD, AdaGrad, Adam, RMSProp
+from stenograd.singa.schedules import ExponentialDecay
 
 MAKERS = {
     "sgd": lambda: SGD(lr=0.1),

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-import laconic
-from laconic.errors import ConfigError, MethodError, TensorTypeError
+import stenograd
+from stenograd.errors import ConfigError, MethodError, TensorTypeError
 
 
 def test_all_is_sorted_complete_and_documented():
-    assert laconic.__all__ == sorted(laconic.__all__)
-    for name in laconic.__all__:
-        member = getattr(laconic, name)
+    assert stenograd.__all__ == sorted(stenograd.__all__)
+    for name in stenograd.__all__:
+        member = getattr(stenograd, name)
         assert inspect.getdoc(member), f"{name} has no docstring"
 
 
@@ -24,19 +24,19 @@ def _sgd(*parameters):
 def test_a_model_without_trainable_parameters():
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ConfigError, match="trainable parameters, got none"):
-        laconic.distribute(model, _sgd(nn.Parameter(torch.ones(1))))
+        stenograd.distribute(model, _sgd(nn.Parameter(torch.ones(1))))
 
 
 def test_an_optimizer_of_another_model():
     with pytest.raises(ConfigError, match="must hold the model's parameters, got 2 of 2"):
-        laconic.distribute(nn.Linear(2, 2), _sgd(*nn.Linear(2, 2).parameters()))
+        stenograd.distribute(nn.Linear(2, 2), _sgd(*nn.Linear(2, 2).parameters()))
 
 
 def test_complex_parameters():
     model = nn.Module()
     model.z = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     with pytest.raises(TensorTypeError, match=r"z must be real, got torch.complex64"):
-        laconic.distribute(model, _sgd(model.z))
+        stenograd.distribute(model, _sgd(model.z))
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_complex_parameters():
 def test_bad_options(options, error, says):
     model = nn.Linear(2, 2)
     with pytest.raises(error, match=says):
-        laconic.distribute(model, _sgd(*model.parameters()), **options)
+        stenograd.distribute(model, _sgd(*model.parameters()), **options)
 
 
 def test_integers_cannot_be_compressed():
-    from laconic.simulate import exchange
+    from stenograd.simulate import exchange
 
-    compressor = laconic.method("topk").compressor
+    compressor = stenograd.method("topk").compressor
     with pytest.raises(TensorTypeError, match="floating-point"):
         exchange(compressor, [torch.ones(3, dtype=torch.int64)])

@@ -126,7 +126,7 @@ def test_files(rows, tmp_path):
     report.write(stem, "2030-01-02", {"rounds": 3}, [run], text)
     told = json.loads(stem.with_suffix(".json").read_text())
     assert told["results"][0]["rows"][3]["ddp_ratio"] == 0.5
-    assert set(told["machine"]) >= {"cpu", "cores", "ram_gb", "torch", "python", "laconic"}
+    assert set(told["machine"]) >= {"cpu", "cores", "ram_gb", "torch", "python", "stenograd"}
     written = stem.with_suffix(".md").read_text()
     assert "python benchmarks/bench.py\n" in written
     assert str(tmp_path) not in written
@@ -142,7 +142,7 @@ def test_places_are_not_shown():
 def test_no_picture_without_matplotlib(monkeypatch, tmp_path, rows):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run = {"model": "cnn", "rate": "none", "rows": rows}
-    assert "pip install laconic[plots]" in pictures.step_times(tmp_path / "x.png", [run])
+    assert "pip install stenograd[plots]" in pictures.step_times(tmp_path / "x.png", [run])
 
 
 def point(seconds, accuracy):

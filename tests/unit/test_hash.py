@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-import laconic
-from laconic.kernels import cpu_hash, reference_hash
-from laconic.kernels.dispatch_hash import hash_tensor
+import stenograd
+from stenograd.kernels.cpu import hash as cpu_hash
+from stenograd.kernels.hash import hash_tensor
+from stenograd.kernels.reference import hash as reference_hash
 
 DTYPES = [
     torch.float32,
@@ -69,5 +70,5 @@ def test_bits_and_order_count_and_layout_does_not():
 )
 def test_wrong_options_are_refused(options, says):
     model = nn.Linear(2, 1)
-    with pytest.raises(laconic.ConfigError, match=says):
-        laconic.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    with pytest.raises(stenograd.ConfigError, match=says):
+        stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from laconic.heat.cycle import BLOCKING, Plan, Skips
-from laconic.heat.plateau import DetectMetricPlateau
+from stenograd.heat.cycle import BLOCKING, Plan, Skips
+from stenograd.heat.plateau import DetectMetricPlateau
 
 
 def trace(plan, losses):

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from laconic.errors import ConfigError
-from laconic.heat.plateau import DetectMetricPlateau
+from stenograd.errors import ConfigError
+from stenograd.heat.plateau import DetectMetricPlateau
 
 SERIES = [1, 0.9, 0.8, 0.7, 0.8, 0.9, 1, 1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
 

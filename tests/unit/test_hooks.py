@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-import laconic
-from laconic import hooks
-from laconic.exchanger import Exchanger
+import stenograd
+from stenograd.comm.exchanger import Exchanger
+from stenograd.sync import hooks
 
 
 @pytest.fixture
 def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LACONIC_STORE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STENOGRAD_STORE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -34,7 +34,7 @@ def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
     monkeypatch.setattr(Exchanger, "submit", slowly)
     monkeypatch.setattr(hooks, "_graph_task", lambda: 7)
     monkeypatch.setattr(hooks, "at_end", lambda task, order, action: ends.append(action))
-    with laconic.distribute(model, optimizer, "topk:ratio=0.5", bucket_bytes=64) as sync:
+    with stenograd.distribute(model, optimizer, "topk:ratio=0.5", bucket_bytes=64) as sync:
         parameters = list(model.parameters())
         for p in parameters:
             p.grad = torch.ones_like(p)
@@ -63,8 +63,8 @@ def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
 @pytest.mark.parametrize("text", ["topk:warmup_steps=2", "topk:clip_norm=1.0", "sign:clip_value=1.0"])
 def test_clipping_and_warm_up_let_averages_take_the_residuals_memory(text):
     """So a method needs one more tensor like the gradients, not two, with them as without."""
-    plain = laconic.method(text.partition(":")[0]).compressor
-    assert laconic.method(text).compressor.settles(2) == plain.settles(2)
+    plain = stenograd.method(text.partition(":")[0]).compressor
+    assert stenograd.method(text).compressor.settles(2) == plain.settles(2)
 
 
 def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model(alone):
@@ -73,7 +73,7 @@ def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model(alone):
 
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with laconic.distribute(model, optimizer, "topk") as sync:
+    with stenograd.distribute(model, optimizer, "topk") as sync:
         twin = copy.deepcopy(model)
         file = io.BytesIO()
         torch.save(model, file)
@@ -93,12 +93,12 @@ def test_an_engine_goes_with_its_model(alone):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight = model.weight
-    engine = weakref.ref(laconic.distribute(model, optimizer, "topk"))
+    engine = weakref.ref(stenograd.distribute(model, optimizer, "topk"))
     gc.collect()
     assert engine() is not None  # nobody keeps what distribute returned
     model(torch.ones(1, 3)).sum().backward()
     del model, optimizer
     gc.collect()
     assert engine() is None
-    with pytest.raises(laconic.LaconicError, match="model is gone"):
+    with pytest.raises(stenograd.StenogradError, match="model is gone"):
         weight.sum().backward()

@@ -8,30 +8,31 @@ from pathlib import Path
 
 import pytest
 
-import laconic
-from laconic.kernels import host_cache
+import stenograd
+from stenograd.kernels import host_cache
 
 EDITED = """
 import sys
 from pathlib import Path
 import torch
-from laconic.kernels import backend, dispatch_dense
+from stenograd.kernels import backend
+from stenograd.kernels import dense as dispatch_dense
 assert dispatch_dense.not_finite(torch.tensor([float("inf")]))
-helper = Path(backend.__file__).with_name("cpu_jit.py")
+helper = Path(backend.__file__).parent / "cpu" / "jit.py"
 before = helper.read_text()
 helper.write_text(before.replace("np.uint32(0x7FFFFFFF)", "np.uint32(0x3FFFFFFF)"))
 assert helper.read_text() != before
-for name in [name for name in sys.modules if name.startswith("laconic.kernels")]:
+for name in [name for name in sys.modules if name.startswith("stenograd.kernels")]:
     del sys.modules[name]  # as a new process
-from laconic.kernels import dispatch_dense
+from stenograd.kernels import dense as dispatch_dense
 sys.exit(dispatch_dense.not_finite(torch.tensor([float("inf")])))
 """
 
 
 def test_a_change_of_an_inlined_helper_takes_effect(tmp_path, monkeypatch):
-    """`_not_finite` is in cpu_values.py and calls `bits_of` of cpu_jit.py, whose mask then hides infinity."""
+    """`_not_finite` is in cpu/values.py and calls `bits_of` of cpu/jit.py, whose mask then hides infinity."""
     shutil.copytree(
-        Path(laconic.__file__).parent, tmp_path / "laconic", ignore=shutil.ignore_patterns("__pycache__")
+        Path(stenograd.__file__).parent, tmp_path / "stenograd", ignore=shutil.ignore_patterns("__pycache__")
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
@@ -39,15 +40,15 @@ def test_a_change_of_an_inlined_helper_takes_effect(tmp_path, monkeypatch):
         [sys.executable, "-B", "-c", EDITED], check=False, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "laconic" / "kernels" / "__pycache__").glob("laconic-*"))) == 2
+    assert len(list((tmp_path / "stenograd" / "kernels" / "__pycache__").glob("stenograd-*"))) == 2
 
 
 RANK = """
 import torch
 from numba.core import event
-from laconic.kernels import host_cache
-from laconic.parsing import method
-from laconic.warming import load_kernels
+from stenograd.kernels import host_cache
+from stenograd.catalog.method import method
+from stenograd.comm.kernel_loading import load_kernels
 host_cache._PATIENCE_S = 0
 compiled = event.RecordingListener()
 event.register("numba:compile", compiled)
@@ -63,7 +64,7 @@ def test_one_process_of_a_host_compiles_and_says_so(tmp_path, monkeypatch):
     loading, compiling = sorted(rank.communicate(timeout=240) for rank in ranks)
     assert int(loading[0]) == 0
     assert int(compiling[0]) > 0
-    assert compiling[1] == "laconic: compiling kernels for dense (first use on this machine) ...\n"
+    assert compiling[1] == "stenograd: compiling kernels for dense (first use on this machine) ...\n"
 
 
 def _start():
@@ -76,7 +77,7 @@ def test_the_lock_of_a_process_that_dies_is_free(tmp_path):
     code = f"""
 import sys, time
 from pathlib import Path
-from laconic.kernels import host_cache
+from stenograd.kernels import host_cache
 host_cache._turn.take(Path({str(tmp_path)!r}))
 print("mine", flush=True)
 time.sleep(600)

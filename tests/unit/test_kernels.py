@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.errors import WireError
-from laconic.kernels.reference import block_views, pack_bits, packed_bytes, unpack_bits
+from stenograd.errors import WireError
+from stenograd.kernels.reference.bits import block_views, pack_bits, packed_bytes, unpack_bits
 
 
 def numpy_packed(values: np.ndarray, bits: int) -> np.ndarray:

@@ -8,9 +8,12 @@ import numba.core.caching
 import pytest
 import torch
 
-from laconic.errors import ConfigError
-from laconic.kernels import backend, cpu_jit, dispatch, dispatch_dense, dispatch_sparse
-from laconic.kernels.backend import pick
+from stenograd.errors import ConfigError
+from stenograd.kernels import backend, dispatch
+from stenograd.kernels import dense as dispatch_dense
+from stenograd.kernels import sparse as dispatch_sparse
+from stenograd.kernels.backend import pick
+from stenograd.kernels.cpu import jit as cpu_jit
 
 
 @pytest.fixture
@@ -21,37 +24,37 @@ def _fresh():
 
 
 def chosen(*tensors):
-    return pick("values", "not_finite", *tensors).__module__.rpartition(".")[2]
+    return pick("values", "not_finite", *tensors).__module__.removeprefix("stenograd.kernels.")
 
 
 def test_float32_in_the_cpus_memory_goes_to_numba(monkeypatch):
-    monkeypatch.delenv("LACONIC_KERNELS", raising=False)
-    assert chosen(torch.zeros(3)) == "cpu_values"
+    monkeypatch.delenv("STENOGRAD_KERNELS", raising=False)
+    assert chosen(torch.zeros(3)) == "cpu.values"
     for other in (torch.zeros(3).double(), torch.zeros(6)[::2], torch.zeros(3, device="meta")):
-        assert chosen(other) == "reference_values"
-        assert chosen(torch.zeros(3), other) == "reference_values"
+        assert chosen(other) == "reference.values"
+        assert chosen(torch.zeros(3), other) == "reference.values"
 
 
 def test_the_environment_decides(monkeypatch):
-    for asked, module in (("reference", "reference_values"), ("numba", "cpu_values"), ("", "cpu_values")):
-        monkeypatch.setenv("LACONIC_KERNELS", asked)
+    for asked, module in (("reference", "reference.values"), ("numba", "cpu.values"), ("", "cpu.values")):
+        monkeypatch.setenv("STENOGRAD_KERNELS", asked)
         assert chosen(torch.zeros(3)) == module
-    monkeypatch.setenv("LACONIC_KERNELS", "fast")
-    with pytest.raises(ConfigError, match=r"LACONIC_KERNELS must be one of .* got 'fast'"):
+    monkeypatch.setenv("STENOGRAD_KERNELS", "fast")
+    with pytest.raises(ConfigError, match=r"STENOGRAD_KERNELS must be one of .* got 'fast'"):
         chosen(torch.zeros(3))
 
 
 @pytest.mark.usefixtures("_fresh")
 def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch):
-    monkeypatch.delenv("LACONIC_KERNELS", raising=False)
+    monkeypatch.delenv("STENOGRAD_KERNELS", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)  # importing it fails
     with pytest.warns(RuntimeWarning, match="numba is not installed: compression runs several times slower"):
-        assert chosen(torch.zeros(3)) == "reference_values"
+        assert chosen(torch.zeros(3)) == "reference.values"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert dispatch.select(torch.tensor([1.0, 2.0]), 1)[0].tolist() == [1]
-    monkeypatch.setenv("LACONIC_KERNELS", "numba")
-    with pytest.raises(ConfigError, match="LACONIC_KERNELS is 'numba', which cannot be used"):
+    monkeypatch.setenv("STENOGRAD_KERNELS", "numba")
+    with pytest.raises(ConfigError, match="STENOGRAD_KERNELS is 'numba', which cannot be used"):
         chosen(torch.zeros(3))
 
 
@@ -65,8 +68,8 @@ def test_kernels_run_where_no_cache_can_be_kept(monkeypatch):
     assert double(21) == 42
 
 
-def test_importing_laconic_imports_no_numba():
-    code = "import sys, laconic, laconic.kernels.dispatch; sys.exit('numba' in sys.modules)"
+def test_importing_stenograd_imports_no_numba():
+    code = "import sys, stenograd, stenograd.kernels.dispatch; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

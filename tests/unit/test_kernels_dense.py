@@ -9,14 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from laconic.compressor import Site
-from laconic.compressors.qsgd import QSGD
-from laconic.compressors.sign import Sign
-from laconic.errors import ConfigError, WireError
-from laconic.kernels import cpu_quantize, cpu_sign, cpu_values, dispatch
-from laconic.kernels import reference_quantize as plain_quantize
-from laconic.kernels import reference_sign as plain_sign
-from laconic.kernels import reference_values as plain_values
+from stenograd.compression.contract import Site
+from stenograd.compressors.qsgd import QSGD
+from stenograd.compressors.sign import Sign
+from stenograd.errors import ConfigError, WireError
+from stenograd.kernels import dispatch
+from stenograd.kernels.cpu import quantize as cpu_quantize
+from stenograd.kernels.cpu import sign as cpu_sign
+from stenograd.kernels.cpu import values as cpu_values
+from stenograd.kernels.reference import quantize as plain_quantize
+from stenograd.kernels.reference import sign as plain_sign
+from stenograd.kernels.reference import values as plain_values
 
 KINDS = ("normal", "zeros", "negative zeros", "special", "subnormal", "huge")
 LAYOUTS = st.lists(st.integers(0, 90), max_size=4) | st.sampled_from([[1024], [2049, 3], [31, 33, 64]])

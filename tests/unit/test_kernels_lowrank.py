@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.kernels import reference_lowrank as reference
+from stenograd.kernels.reference import lowrank as reference
 
-cpu = pytest.importorskip("laconic.kernels.cpu_lowrank")
+cpu = pytest.importorskip("stenograd.kernels.cpu.lowrank")
 
 
 @st.composite

@@ -6,11 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.errors import ConfigError, TensorTypeError, WireError
-from laconic.kernels import cpu_places, cpu_scatter, cpu_select, dispatch
-from laconic.kernels import reference_places as plain_places
-from laconic.kernels import reference_scatter as plain_scatter
-from laconic.kernels import reference_select as plain_select
+from stenograd.errors import ConfigError, TensorTypeError, WireError
+from stenograd.kernels import dispatch
+from stenograd.kernels.cpu import indices as cpu_places
+from stenograd.kernels.cpu import scatter as cpu_scatter
+from stenograd.kernels.cpu import select as cpu_select
+from stenograd.kernels.reference import indices as plain_places
+from stenograd.kernels.reference import scatter as plain_scatter
+from stenograd.kernels.reference import select as plain_select
 
 KINDS = ("normal", "ties", "zeros", "special", "rare", "subnormal", "huge", "outliers")
 

@@ -5,9 +5,9 @@ import tempfile
 
 import pytest
 
-from laconic.errors import LaunchError
-from laconic.launchers import World, detect
-from laconic.meeting import Meeting, expand_hosts, meeting_point
+from stenograd.errors import LaunchError
+from stenograd.launch.detect import World, detect
+from stenograd.launch.rendezvous import Meeting, expand_hosts, meeting_point
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPENMPI = {
@@ -40,7 +40,7 @@ BATCH = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "6", "SLURM_PROCID": "0", "SLURM_
         (TORCHRUN, World(3, 4, 1, 2, "torchrun")),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, World(1, 2, 1, 2, "torchrun")),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, World(1, 2, 0, 1, "torchrun")),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LACONIC_STORE": "/x"}, World(1, 2, 1, 2, "laconic")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "STENOGRAD_STORE": "/x"}, World(1, 2, 1, 2, "stenograd")),
         (OPENMPI, World(1, 4, 1, 2, "openmpi")),
         (HYDRA, World(2, 4, 0, 2, "mpich")),
         (PALS, World(2, 4, 0, 2, "mpich")),
@@ -112,7 +112,7 @@ def meet(env):
 def test_meeting_point_follows_the_environment():
     master = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     assert meet({}) == meet(master) == Meeting("alone")
-    assert meet(TORCHRUN | {"LACONIC_STORE": "/s"} | master) == Meeting("file", path="/s")
+    assert meet(TORCHRUN | {"STENOGRAD_STORE": "/s"} | master) == Meeting("file", path="/s")
     assert meet(TORCHRUN | master) == meet(OPENMPI | master) == Meeting("tcp", host="node1", port=29500)
     assert meet(SLURM) == Meeting("tcp", host="n09", port=10_000 + 77 * 31 + 2)
     assert meet(HYDRA) == meet(OPENMPI) == Meeting("mpi")
@@ -141,10 +141,10 @@ def test_ranks_of_one_host_meet_in_a_private_directory(tmp_path, monkeypatch):
     one_host = SLURM | {"SLURM_NNODES": "1", "SLURM_RESTART_COUNT": "1"}
     meeting = meet(one_host)
     assert meeting.owned
-    assert meeting.path == str(tmp_path / f"laconic-{os.getuid()}" / "slurm-77-2-1")
+    assert meeting.path == str(tmp_path / f"stenograd-{os.getuid()}" / "slurm-77-2-1")
     assert meet(one_host | {"SLURM_PROCID": "0"}) == meeting
     assert meet(one_host | {"SLURM_STEP_ID": "3"}) != meeting
-    directory = tmp_path / f"laconic-{os.getuid()}"
+    directory = tmp_path / f"stenograd-{os.getuid()}"
     assert directory.stat().st_mode & 0o777 == 0o700
     directory.chmod(0o755)
     with pytest.raises(LaunchError, match=r"mode 0700.*TMPDIR"):

@@ -5,10 +5,10 @@ from typing import get_type_hints
 
 import pytest
 
-import laconic
-from laconic.errors import MethodError
-from laconic.parsing import WRAPPER_KEYS
-from laconic.registry import entries
+import stenograd
+from stenograd.catalog.method import WRAPPER_KEYS
+from stenograd.catalog.registry import entries
+from stenograd.errors import MethodError
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,9 @@ from laconic.registry import entries
     ],
 )
 def test_text_is_canonical_and_makes_itself_again(text, canonical):
-    made = laconic.method(text)
+    made = stenograd.method(text)
     assert str(made) == canonical
-    assert laconic.method(canonical) == made
+    assert stenograd.method(canonical) == made
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_text_is_canonical_and_makes_itself_again(text, canonical):
 )
 def test_wrong_text_is_named(text, says):
     with pytest.raises(MethodError, match=says):
-        laconic.method(text)
+        stenograd.method(text)
 
 
 def _integer_keys():
@@ -86,29 +86,29 @@ def test_every_integer_has_bounds(key):
         with pytest.raises(
             MethodError, match=r"must be from -2\^63 to 2\^63 - 1, got -?10+: correct the value"
         ):
-            laconic.method(f"{key}={huge}")
+            stenograd.method(f"{key}={huge}")
     if not key.endswith("seed"):
         with pytest.raises(MethodError, match=r"must be (at most 2147483647|2 to 8), got 2147483648"):
-            laconic.method(f"{key}={2**31}")
+            stenograd.method(f"{key}={2**31}")
 
 
 def test_feedback_is_on_for_the_biased_ones_and_can_be_turned_off():
     biased = {"topk", "threshold", "randomk", "randomblock", "sign", "powersgd"}
-    for name in laconic.methods():
-        wrapped = isinstance(laconic.method(name).compressor, laconic.ErrorFeedback)
+    for name in stenograd.methods():
+        wrapped = isinstance(stenograd.method(name).compressor, stenograd.ErrorFeedback)
         assert wrapped == (name in biased), name
         if name in biased:
-            off = laconic.method(f"{name}:feedback=false").compressor
-            assert not isinstance(off, laconic.ErrorFeedback)
+            off = stenograd.method(f"{name}:feedback=false").compressor
+            assert not isinstance(off, stenograd.ErrorFeedback)
 
 
 def test_all_promised_names_exist():
     promised = "dense fp16 bf16 topk threshold randomk randomblock sign qsgd powersgd"
-    assert set(promised.split()) <= set(laconic.methods())
+    assert set(promised.split()) <= set(stenograd.methods())
 
 
 def test_wrappers_stand_in_their_order():
-    stack = laconic.method("topk:clip_value=1,warmup_steps=2,dense_below=3").compressor
+    stack = stenograd.method("topk:clip_value=1,warmup_steps=2,dense_below=3").compressor
     kinds = []
     while stack is not None:
         kinds.append(type(stack).__name__)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import laconic.mlbench
-from laconic import groups
-from laconic.errors import ConfigError
-from laconic.mlbench import (
+import stenograd.mlbench
+from stenograd import groups
+from stenograd.errors import ConfigError
+from stenograd.mlbench import (
     AllReduceAggregation,
     CentralizedAdam,
     CentralizedSGD,
@@ -39,9 +39,9 @@ def _sgd(model):
 
 
 def test_all_is_sorted_and_documented():
-    assert laconic.mlbench.__all__ == sorted(laconic.mlbench.__all__)
-    for name in laconic.mlbench.__all__:
-        assert inspect.getdoc(getattr(laconic.mlbench, name)), name
+    assert stenograd.mlbench.__all__ == sorted(stenograd.mlbench.__all__)
+    for name in stenograd.mlbench.__all__:
+        assert inspect.getdoc(getattr(stenograd.mlbench, name)), name
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from laconic.errors import ConfigError
-from laconic.mlbench import schedulers as s
+from stenograd.errors import ConfigError
+from stenograd.mlbench import schedulers as s
 
 
 def _optimizer(lr=10.0):

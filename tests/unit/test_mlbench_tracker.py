@@ -2,8 +2,8 @@
 
 import pytest
 
-from laconic.errors import ConfigError
-from laconic.mlbench.goals import (
+from stenograd.errors import ConfigError
+from stenograd.mlbench.goals import (
     task1_time_to_accuracy_goal,
     task1_time_to_accuracy_light_goal,
     task2_time_to_accuracy_goal,
@@ -11,7 +11,7 @@ from laconic.mlbench.goals import (
     task3_time_to_perplexity_goal,
     task4_time_to_bleu_goal,
 )
-from laconic.mlbench.tracker import Tracker
+from stenograd.mlbench.tracker import Tracker
 
 STEPS = ["load", "fwd_pass", "comp_loss", "backprop", "agg", "opt_step", "comp_metrics"]
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from laconic.compressor import Site
-from laconic.compressors.powersgd import PowerSGD
-from laconic.errors import MethodError
-from laconic.feedback import ErrorFeedback
-from laconic.simulate import exchange
-from laconic.wire import Op
+from stenograd.compression.contract import Site
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compressors.powersgd import PowerSGD
+from stenograd.data.requests import Op
+from stenograd.errors import MethodError
+from stenograd.simulate import exchange
 
 SHAPES = [torch.Size(s) for s in [(30, 20), (7,), (30, 20), (0, 3), (), (6, 5, 7), (30, 20)]]
 NUMELS = [s.numel() for s in SHAPES]

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.bucket import Bucket, split_state
-from laconic.compressor import Site
-from laconic.errors import CheckpointError, ConfigError
-from laconic.parsing import method
-from laconic.resharding import reshard
-from laconic.simulate import exchange
+from stenograd.catalog.method import method
+from stenograd.checkpoint.reshard import reshard
+from stenograd.compression.contract import Site
+from stenograd.data.buckets import Bucket, split_state
+from stenograd.errors import CheckpointError, ConfigError
+from stenograd.simulate import exchange
 
 METHODS = [
     "topk:ratio=0.1",

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from laconic.errors import WireError
-from laconic.simulate import run
-from laconic.traffic import Traffic, moved_bytes
-from laconic.wire import Op, Request, mean, scatter, together
+from stenograd.comm.traffic import Traffic, moved_bytes
+from stenograd.data.requests import Op, Request, mean, scatter, together
+from stenograd.errors import WireError
+from stenograd.simulate import run
 
 
 def test_row_j_goes_to_rank_j():

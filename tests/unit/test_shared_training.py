@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.compressor import Codec
-from laconic.compressors.qsgd import QSGD
-from laconic.compressors.sign import Sign
-from laconic.compressors.topk import TopK
-from laconic.feedback import ErrorFeedback
-from laconic.simulate import exchange
-from laconic.tasks import load
-from laconic.tasks.shards import batches, shard
+from stenograd.compression.contract import Codec
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compressors.qsgd import QSGD
+from stenograd.compressors.sign import Sign
+from stenograd.compressors.topk import TopK
+from stenograd.simulate import exchange
+from stenograd.tasks import load
+from stenograd.tasks.shards import batches, shard
 
 WORLD, EPOCHS, BATCH, SEEDS = 4, 12, 16, 2
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.compressors.sign import Sign
-from laconic.errors import MethodError
-from laconic.simulate import exchange
-from laconic.wire import Op
+from stenograd.compressors.sign import Sign
+from stenograd.data.requests import Op
+from stenograd.errors import MethodError
+from stenograd.simulate import exchange
 
 vectors = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=40)
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from laconic.compressor import Site, average_of
-from laconic.compressors.identity import Identity
-from laconic.compressors.powersgd import PowerSGD
-from laconic.errors import WireError
-from laconic.simulate import exchange, run
-from laconic.wire import gather, mean
+from stenograd.compression.contract import Site, average_of
+from stenograd.compressors.identity import Identity
+from stenograd.compressors.powersgd import PowerSGD
+from stenograd.data.requests import gather, mean
+from stenograd.errors import WireError
+from stenograd.simulate import exchange, run
 
 
 def test_the_average_is_numpys_mean():

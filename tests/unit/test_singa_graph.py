@@ -6,9 +6,9 @@ from singa_training import batch, leaf, model, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from laconic.errors import ConfigError
-from laconic.singa.graph import Walker, _InOrder, backward, parameters_of
-from laconic.singa.optimizers import SGD
+from stenograd.errors import ConfigError
+from stenograd.singa.graph import Walker, _InOrder, backward, parameters_of
+from stenograd.singa.optimizers import SGD
 
 
 def fired(loss, parameters):

@@ -5,10 +5,10 @@ import pytest
 import torch
 from singa_training import MAKERS, batch, leaf, model, train, updated
 
-from laconic.errors import ConfigError, TensorTypeError
-from laconic.singa.base import Optimizer
-from laconic.singa.optimizers import SGD, AdaGrad, Adam, RMSProp
-from laconic.singa.schedules import Constant, DecayScheduler, ExponentialDecay
+from stenograd.errors import ConfigError, TensorTypeError
+from stenograd.singa.base import Optimizer
+from stenograd.singa.optimizers import SGD, AdaGrad, Adam, RMSProp
+from stenograd.singa.schedules import Constant, DecayScheduler, ExponentialDecay
 
 # The documents' numbers
 

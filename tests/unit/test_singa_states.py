@@ -6,9 +6,9 @@ import pytest
 import torch
 from singa_training import MAKERS, leaf, model, train, updated
 
-from laconic.errors import CheckpointError, ConfigError
-from laconic.singa.optimizers import SGD, Adam
-from laconic.singa.schedules import DecayScheduler, ExponentialDecay
+from stenograd.errors import CheckpointError, ConfigError
+from stenograd.singa.optimizers import SGD, Adam
+from stenograd.singa.schedules import DecayScheduler, ExponentialDecay
 
 
 @pytest.mark.parametrize("named", [True, False])

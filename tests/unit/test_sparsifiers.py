@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.compressor import Site
-from laconic.compressors.randomblock import RandomBlock
-from laconic.compressors.randomk import RandomK
-from laconic.compressors.threshold import Threshold
-from laconic.compressors.topk import TopK
-from laconic.errors import MethodError
-from laconic.simulate import exchange
-from laconic.wire import Op
+from stenograd.compression.contract import Site
+from stenograd.compressors.randomblock import RandomBlock
+from stenograd.compressors.randomk import RandomK
+from stenograd.compressors.threshold import Threshold
+from stenograd.compressors.topk import TopK
+from stenograd.data.requests import Op
+from stenograd.errors import MethodError
+from stenograd.simulate import exchange
 
 floats = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=40)
 

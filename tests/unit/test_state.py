@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-import laconic
-from laconic.errors import CheckpointError
+import stenograd
+from stenograd.errors import CheckpointError
 
 
 @pytest.fixture
 def alone():
     yield
-    laconic.shutdown()
+    stenograd.shutdown()
 
 
 def _sync(model, method="topk:ratio=0.1"):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return laconic.distribute(model, optimizer, method, bucket_bytes=64)
+    return stenograd.distribute(model, optimizer, method, bucket_bytes=64)
 
 
 def _model():
@@ -103,7 +103,7 @@ def test_error_feedback_identity_through_the_engine(alone):
 def test_close_gives_everything_back(alone):
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = laconic.distribute(model, optimizer, "topk")
+    sync = stenograd.distribute(model, optimizer, "topk")
     sync.close()
     sync.close()
     before = sync.traffic.collectives
@@ -116,8 +116,10 @@ def test_sparse_gradients_that_no_module_announces_are_refused(alone):
     model = nn.Linear(3, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        laconic.distribute(model, optimizer),
-        pytest.raises(laconic.TensorTypeError, match=r"must be dense.*nn\.Embedding\(\.\.\., sparse=True\)"),
+        stenograd.distribute(model, optimizer),
+        pytest.raises(
+            stenograd.TensorTypeError, match=r"must be dense.*nn\.Embedding\(\.\.\., sparse=True\)"
+        ),
     ):
         nn.functional.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()
 

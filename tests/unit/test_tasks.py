@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from laconic.errors import ConfigError, DataError, LaconicError
-from laconic.tasks import Recipe, Task, batches, eval_batches, load, names, shard, steps_per_epoch
-from laconic.tasks.base import IGNORE
-from laconic.tasks.models import CharGPT, digits_cnn, mnist_cnn
+from stenograd.errors import ConfigError, DataError, StenogradError
+from stenograd.tasks import Recipe, Task, batches, eval_batches, load, names, shard, steps_per_epoch
+from stenograd.tasks.base import IGNORE
+from stenograd.tasks.models import CharGPT, digits_cnn, mnist_cnn
 
 
 def parameter_count(model):
@@ -318,9 +318,9 @@ def test_mnist_says_what_data_it_needs(tmp_path):
         load("mnist", tmp_path / "file")
 
 
-@pytest.mark.skipif("LACONIC_MNIST" not in os.environ, reason="LACONIC_MNIST names no folder with MNIST")
+@pytest.mark.skipif("STENOGRAD_MNIST" not in os.environ, reason="STENOGRAD_MNIST names no folder with MNIST")
 def test_real_mnist():
-    task = load("mnist", os.environ["LACONIC_MNIST"])
+    task = load("mnist", os.environ["STENOGRAD_MNIST"])
     assert (task.train_size, task.eval_size) == (60_000, 10_000)
     inputs, targets = task.train_batch(torch.arange(60_000))
     assert float(inputs.mean()) == pytest.approx(0.1307, abs=1e-4)
@@ -370,7 +370,7 @@ def test_digits_without_scikit_learn(monkeypatch):
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_sklearn)
-    with pytest.raises(LaconicError, match=r"pip install laconic\[examples\]"):
+    with pytest.raises(StenogradError, match=r"pip install stenograd\[examples\]"):
         load("digits")
 
 

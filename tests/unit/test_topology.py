@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from laconic.errors import ConfigError, WireError
-from laconic.gossip import mixing
-from laconic.simulate import run
-from laconic.topology import Complete, Graph, OnePeer, Ring, check, mixing_matrix, second_eigenvalue
-from laconic.wire import Op, Request, exchange, together
+from stenograd.data.requests import Op, Request, exchange, together
+from stenograd.errors import ConfigError, WireError
+from stenograd.simulate import run
+from stenograd.sync.gossip import mixing
+from stenograd.topology import Complete, Graph, OnePeer, Ring, check, mixing_matrix, second_eigenvalue
 
 TOPOLOGIES = [
     (Complete(), 5),

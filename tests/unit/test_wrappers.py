@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from laconic.compressor import Site
-from laconic.compressors.identity import Identity
-from laconic.compressors.powersgd import PowerSGD
-from laconic.compressors.topk import TopK
-from laconic.errors import MethodError
-from laconic.feedback import ErrorFeedback
-from laconic.simulate import exchange
-from laconic.wrappers import Clip, PerSize, Warmup
+from stenograd.catalog.wrappers import Clip, PerSize, Warmup
+from stenograd.compression.contract import Site
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compressors.identity import Identity
+from stenograd.compressors.powersgd import PowerSGD
+from stenograd.compressors.topk import TopK
+from stenograd.errors import MethodError
+from stenograd.simulate import exchange
 
 DENSE = Identity()
 

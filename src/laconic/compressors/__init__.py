@@ -1,1 +1,0 @@
-"""Every compressor, one module each; `laconic.registry` finds them here by itself."""

@@ -1,0 +1,112 @@
+"""Data-parallel PyTorch training that sends less.
+
+`sync = stenograd.distribute(model, optimizer, "topk:ratio=0.01")` makes every `loss.backward()` leave
+gradients that are averaged over all ranks, written on the wire by the method of your choice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from stenograd.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from stenograd import ddp, heat, mlbench, singa
+    from stenograd.catalog.method import Method, method, methods
+    from stenograd.catalog.wrappers import Clip, PerSize, Warmup
+    from stenograd.checkpoint.api import Loaded, PerRank, load_checkpoint, save_checkpoint
+    from stenograd.checkpoint.reshard import reshard
+    from stenograd.comm.traffic import Traffic
+    from stenograd.compression.contract import Codec, Compressor, Exchange, Site
+    from stenograd.compression.error_feedback import ErrorFeedback
+    from stenograd.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        LaunchError,
+        MethodError,
+        MismatchError,
+        NonFiniteError,
+        PeerLost,
+        ReplicaDivergence,
+        StenogradError,
+        TensorTypeError,
+        WireError,
+    )
+    from stenograd.launch.process_group import World, init, shutdown
+    from stenograd.sync.gradient_sync import GradientSync, distribute
+    from stenograd.sync.replica_guard import ReplicaGuard
+
+__all__ = [
+    "CheckpointError",
+    "Clip",
+    "Codec",
+    "Compressor",
+    "ConfigError",
+    "DataError",
+    "ErrorFeedback",
+    "Exchange",
+    "GradientSync",
+    "LaunchError",
+    "Loaded",
+    "Method",
+    "MethodError",
+    "MismatchError",
+    "NonFiniteError",
+    "PeerLost",
+    "PerRank",
+    "PerSize",
+    "ReplicaDivergence",
+    "ReplicaGuard",
+    "Site",
+    "StenogradError",
+    "TensorTypeError",
+    "Traffic",
+    "Warmup",
+    "WireError",
+    "World",
+    "ddp",
+    "distribute",
+    "heat",
+    "init",
+    "load_checkpoint",
+    "method",
+    "methods",
+    "mlbench",
+    "reshard",
+    "save_checkpoint",
+    "shutdown",
+    "singa",
+]
+
+# Where each public name lives. They are imported when first used, so that `stenograd --help` and the parent
+# of local workers answer at once: importing torch takes seconds.
+_HOMES = {
+    "catalog.method": ["Method", "method", "methods"],
+    "catalog.wrappers": ["Clip", "PerSize", "Warmup"],
+    "checkpoint.api": ["Loaded", "PerRank", "load_checkpoint", "save_checkpoint"],
+    "checkpoint.reshard": ["reshard"],
+    "comm.traffic": ["Traffic"],
+    "compression.contract": ["Codec", "Compressor", "Exchange", "Site"],
+    "compression.error_feedback": ["ErrorFeedback"],
+    "errors": [name for name in __all__ if name.endswith(("Error", "Lost", "Divergence"))],
+    "launch.process_group": ["World", "init", "shutdown"],
+    "sync.gradient_sync": ["GradientSync", "distribute"],
+    "sync.replica_guard": ["ReplicaGuard"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ddp", "heat", "mlbench", "simulate", "singa", "topology"):
+        return importlib.import_module(f"stenograd.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'stenograd' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"stenograd.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

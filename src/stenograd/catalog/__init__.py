@@ -1,0 +1,1 @@
+"""Methods by name: their text, and the compressors that they stand for."""

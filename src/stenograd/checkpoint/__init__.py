@@ -1,0 +1,1 @@
+"""Checkpoints that all ranks write and read together."""

@@ -1,0 +1,357 @@
+"""`save_checkpoint` and `load_checkpoint`: all that decides the next step, on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.checkpoint.collective import Found, read_set, write_set
+from stenograd.checkpoint.reshard import Joint, alike, reshard_rank
+from stenograd.comm.agreement import agree
+from stenograd.comm.driver import Driver
+from stenograd.errors import CheckpointError, bad_value
+from stenograd.launch.process_group import join
+
+__all__ = ["Loaded", "PerRank", "Stateful", "load_checkpoint", "save_checkpoint"]
+
+_CUDA_STATE_BYTES = 16  # a CUDA generator's state: its seed and its offset, 8 bytes each
+_Several = Sequence[torch.optim.Optimizer]
+
+
+class Stateful(Protocol):
+    """Whatever can be saved and loaded: a scheduler, a sampler, a `GradientSync`."""
+
+    def state_dict(self) -> Any:
+        """Return the state: tensors and plain values."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What `load_checkpoint` took.
+
+    Attributes:
+        step: as it was saved.
+        extra: as it was saved; rank 0's where the number of ranks is another one.
+        world_size: number of ranks that saved it.
+        resharded: whether that differs from the number of ranks now.
+        path: its manifest's folder.
+        refused: why newer checkpoints were not taken, one line each.
+    """
+
+    step: int
+    extra: Any
+    world_size: int
+    resharded: bool
+    path: Path
+    refused: tuple[str, ...] = field(default=())
+
+
+def save_checkpoint(
+    folder: str | Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | _Several | None = None,
+    sync: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    sampler: Stateful | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
+    extra: Any = None,
+    keep: int = 2,
+    group: Any = None,
+    timeout_s: float = 300.0,
+) -> Path:
+    """Save what decides the next step, one file a rank and a manifest; all ranks call it.
+
+    Every rank saves its own model (batch-norm statistics differ from rank to rank), optimizer, state of the
+    method, random states (PyTorch's own on CPU and CUDA, and `generators`) and the rest. The folder's earlier
+    checkpoints count until this one is whole, whenever the machine stops.
+
+    Args:
+        folder: is made if need be. Ranks on several hosts may each have a disk of their own, but only a
+            folder that all share can be loaded with another number of ranks.
+        step: number of steps taken, at least 0, equal on all ranks; names the checkpoint.
+        model: its parameters and buffers.
+        optimizer: one or several.
+        sync: from `stenograd.distribute`.
+        scheduler: of learning rates.
+        sampler: the place in the data: anything with `state_dict` and `load_state_dict`. To be loaded with
+            another number of ranks, its state must be equal on all of them (samples seen by all together).
+        generators: the caller's own, by name; private to the rank or equal on all.
+        extra: numbers, texts, None, and lists, tuples and dictionaries of them and of tensors.
+        keep: number of checkpoints to keep, at least 1; with 2, one is left if the newest is damaged.
+        group: process group; None for all ranks.
+        timeout_s: seconds after which a silent peer is an error.
+
+    Returns:
+        The manifest's path.
+
+    Raises:
+        ConfigError: step or keep is out of range.
+        CheckpointError: a rank cannot write, for want of room or rights, or holds something that could not be
+            loaded again (a NumPy number in `extra`); raised on every rank, and the earlier checkpoints are
+            as they were.
+        StenogradError: a part's `state_dict()` raised on a rank; on every rank.
+        PeerLost: a rank did not answer within timeout_s.
+
+    Example:
+        >>> import tempfile, stenograd
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sync = stenograd.distribute(model, optimizer, "topk:ratio=0.5")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = save_checkpoint(folder, step=7, model=model, optimizer=optimizer, sync=sync)
+        ...     loaded = load_checkpoint(folder, model=model, optimizer=optimizer, sync=sync)
+        >>> path.name, loaded.step
+        ('checkpoint-step7.json', 7)
+        >>> sync.close(); stenograd.shutdown()
+    """
+    if not isinstance(step, int) or step < 0:
+        raise bad_value("step", "must be a whole number from 0", step, "give the number of steps taken")
+    if keep < 1:
+        raise bad_value("keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged")
+    path, driver = Path(folder), _driver(group, timeout_s)
+    agree(driver, lambda: _made(path))
+
+    def content() -> dict[str, Any]:
+        return {
+            "model": model.state_dict(),
+            "optimizer": [optimizer.state_dict() for optimizer in _as_list(optimizer)],
+            **{name: part.state_dict() for name, part in _parts(sync, scheduler, sampler).items()},
+            "random": _random_states(),
+            "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
+            "extra": extra,
+        }
+
+    method = str(getattr(sync, "method", ""))
+    return write_set(driver, path, step, agree(driver, content), method=method, keep=keep)
+
+
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | _Several | None = None,
+    sync: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    sampler: Stateful | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
+    step: int | None = None,
+    group: Any = None,
+    timeout_s: float = 300.0,
+) -> Loaded | None:
+    """Continue from the newest whole checkpoint; all ranks call it, with what `save_checkpoint` was given.
+
+    With as many ranks as saved it, the next steps equal an uninterrupted run's bit for bit. With another
+    number the state is re-sharded: residuals as `stenograd.reshard` says; model, optimizer, scheduler,
+    `extra` and PyTorch's random state are rank 0's, the last of which each rank but 0 turns into one of its
+    own; a generator that was equal on all ranks is copied, another is the rank's own, or a new one made from
+    rank 0's and the rank's number; a sampler's state must have been equal on all ranks.
+
+    Args:
+        folder: where `save_checkpoint` wrote.
+        model: built like the one saved, and so are the others.
+        optimizer: see model.
+        sync: see model.
+        scheduler: see model.
+        sampler: see model.
+        generators: see model.
+        step: of the checkpoint to load; None tries from the newest on, and warns of those that are damaged.
+        group: process group; None for all ranks.
+        timeout_s: seconds after which a silent peer is an error.
+
+    Returns:
+        What was taken; None where the folder holds no checkpoint at all.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, altered or mixed up with another checkpoint's, and no
+            older checkpoint is whole (or `step` names this one); or what is in it does not fit. Raised on
+            every rank.
+        PeerLost: a rank did not answer within timeout_s.
+    """
+    driver = _driver(group, timeout_s)
+    found = read_set(driver, Path(folder), step=step)
+    if found is None:
+        return None
+    if found.refused and driver.rank == 0:
+        lines = "; ".join(found.refused)
+        warnings.warn(f"going on from step {found.manifest.step}, since {lines}", stacklevel=2)
+    many = found.manifest.world_size != driver.world_size
+    parts = _parts(sync, scheduler, sampler)
+
+    def take() -> dict[str, Any]:
+        content = _for_rank(found, driver) if many else found.content
+        _load(content, model, _as_list(optimizer), parts, generators or {})
+        return content
+
+    content = agree(driver, take)
+    return Loaded(
+        step=found.manifest.step,
+        extra=content["extra"],
+        world_size=found.manifest.world_size,
+        resharded=many,
+        path=Path(folder),
+        refused=found.refused,
+    )
+
+
+class PerRank:
+    """A sync's state under the rank's own keys, for `torch.distributed.checkpoint` (DCP).
+
+    DCP saves tensors of equal names once, but a residual is another one on each rank. Here they are called
+    `rank0...`, `rank1...`: `dcp.save({"model": model, "sync": PerRank(sync)}, checkpoint_id=folder)`.
+
+    Args:
+        sync: from `stenograd.distribute`.
+        saved_by: number of ranks that saved what is to be loaded; None for as many as now. Else every rank
+            reads the states of all of them and takes its share, as `stenograd.reshard` says.
+
+    Example:
+        >>> import stenograd
+        >>> model = torch.nn.Linear(4, 2)
+        >>> sync = stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "topk")
+        >>> list(PerRank(sync).state_dict()), list(PerRank(sync, saved_by=2).state_dict())
+        (['rank0'], ['rank0', 'rank1'])
+        >>> sync.close(); stenograd.shutdown()
+    """
+
+    def __init__(self, sync: Stateful, saved_by: int | None = None) -> None:
+        if saved_by is not None and saved_by < 1:
+            raise bad_value("saved_by", "must be at least 1", saved_by, "give the number of ranks that saved")
+        self.sync, self.saved_by = sync, saved_by
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state under its key; when loading from `saved_by` ranks, one of each."""
+        state = self.sync.state_dict()
+        if self.saved_by in (None, state["world_size"]):
+            return {f"rank{state['rank']}": state}
+        places = [{"rank": rank, "world_size": self.saved_by} for rank in range(self.saved_by or 0)]
+        return {f"rank{place['rank']}": {**self.sync.state_dict(), **place} for place in places}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what DCP has read."""
+        mine = self.sync.state_dict()
+        rank, world_size = mine["rank"], mine["world_size"]
+        if self.saved_by in (None, world_size):
+            self.sync.load_state_dict(state[f"rank{rank}"])
+            return
+        states = [state[f"rank{number}"] for number in range(self.saved_by or 0)]
+        self.sync.load_state_dict(reshard_rank(states, rank, world_size))
+
+
+def _driver(group: Any, timeout_s: float) -> Driver:
+    join(timeout_s=timeout_s)
+    return Driver(group, timeout_s=timeout_s)
+
+
+def _made(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise CheckpointError(
+            f"{folder}: cannot be made ({cause.strerror}): give a folder that can be written"
+        ) from cause
+
+
+def _parts(sync: Any, scheduler: Any, sampler: Any) -> dict[str, Stateful]:
+    named = {"sync": sync, "scheduler": scheduler, "sampler": sampler}
+    return {name: part for name, part in named.items() if part is not None}
+
+
+def _as_list(optimizer: torch.optim.Optimizer | _Several | None) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def _random_states() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def _load(
+    content: Mapping[str, Any],
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    parts: Mapping[str, Stateful],
+    generators: Mapping[str, torch.Generator],
+) -> None:
+    """Put everything in its place; sync first, which checks before it changes anything."""
+    saved = {name for name in ("sync", "scheduler", "sampler") if name in content}
+    for name in sorted(saved ^ parts.keys()):
+        what = "was saved and is not given now" if name in saved else "is given now and was not saved"
+        raise CheckpointError(f"the checkpoint does not fit: {name} {what}: give what was saved")
+    counts = len(content["optimizer"]), len(optimizers)
+    if counts[0] != counts[1] or content["generators"].keys() != generators.keys():
+        names = sorted(content["generators"]), sorted(generators)
+        raise CheckpointError(
+            f"the checkpoint does not fit: it holds {counts[0]} optimizers and generators {names[0]}, "
+            f"given are {counts[1]} and {names[1]}: give what was saved"
+        )
+    try:
+        if "sync" in parts:
+            parts["sync"].load_state_dict(content["sync"])
+        model.load_state_dict(content["model"])
+        for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
+            optimizer.load_state_dict(state)
+        for name in parts.keys() - {"sync"}:
+            parts[name].load_state_dict(content[name])
+        torch.set_rng_state(content["random"]["cpu"])
+        if content["random"]["cuda"] and torch.cuda.device_count() == len(content["random"]["cuda"]):
+            torch.cuda.set_rng_state_all(content["random"]["cuda"])
+        for name, generator in generators.items():
+            generator.set_state(content["generators"][name])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as cause:
+        reason = " ".join(str(cause).split())[:200]
+        raise CheckpointError(f"the checkpoint does not fit: {reason}: give what was saved") from cause
+
+
+def _for_rank(found: Found, driver: Driver) -> dict[str, Any]:
+    """Make this rank's content from those of another number of ranks, one of which is in memory at a time."""
+    first, rank = found.content, driver.rank
+    new, joint, generators = dict(first), Joint(), list[dict[str, Tensor]]()
+    for content in found.each():
+        if "sync" in first:
+            joint.add(content["sync"])
+        if not alike(first.get("sampler"), content.get("sampler")):
+            raise CheckpointError(
+                f"the sampler's state differs from rank to rank, so it cannot be loaded on "
+                f"{driver.world_size} ranks: load it on {found.manifest.world_size}, or let it count the "
+                "samples of all ranks together"
+            )
+        generators.append({name: state.clone() for name, state in content["generators"].items()})
+    if "sync" in first:
+        new["sync"] = joint.share(rank, driver.world_size)
+    new["random"] = {"cpu": _private(first["random"]["cpu"], rank), "cuda": []}
+    new["generators"] = {
+        name: _generator_state([states[name] for states in generators], rank) for name in generators[0]
+    }
+    return new
+
+
+def _generator_state(states: Sequence[Tensor], rank: int) -> Tensor:
+    """Copy what was equal on all ranks; else keep the rank's own, and make new ones for new ranks."""
+    if all(torch.equal(states[0], state) for state in states):
+        return states[0]
+    return states[rank] if rank < len(states) else _private(states[0], rank)
+
+
+def _private(state: Tensor, rank: int) -> Tensor:
+    """Return a generator's state that depends on another one and the rank; rank 0 keeps it as it is."""
+    if rank == 0:
+        return state
+    digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+    if state.numel() == _CUDA_STATE_BYTES:
+        return torch.tensor([*digest[:8], *bytes(8)], dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return generator.get_state()

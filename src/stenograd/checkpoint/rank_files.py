@@ -1,0 +1,361 @@
+"""The files of a checkpoint: one a rank, and a manifest written last that names them all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from stenograd.checkpoint.contents import check_readable, unsavable
+from stenograd.checkpoint.files import Digest, replacing, write_atomically
+from stenograd.errors import CheckpointError
+from stenograd.version import __version__
+
+__all__ = [
+    "Manifest",
+    "RankFile",
+    "check_identity",
+    "check_rank",
+    "drop_others",
+    "manifest_path",
+    "map_rank",
+    "rank_path",
+    "read_manifest",
+    "read_rank",
+    "saved_steps",
+    "versions",
+    "write_manifest",
+    "write_rank",
+]
+
+_FORMAT = 2  # of the files; a reader refuses others
+_PIECE_BYTES = 1 << 20  # read at once to digest a file, so that its size does not matter
+_MANIFEST = re.compile(r"checkpoint-step(\d+)\.json")
+_RANK_FILE = re.compile(r"checkpoint-step(\d+)-([0-9a-f]+)-rank(\d+)\.pt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """What the manifest says of one rank's file.
+
+    Attributes:
+        name: its name in the folder.
+        nbytes: its length.
+        sha256: of its bytes, in hexadecimal.
+    """
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What belongs to one checkpoint.
+
+    Attributes:
+        step: number of the step after which it was made.
+        set_id: random, one a save: it is in the files' names and in the files, so that files of two saves
+            cannot be taken for one.
+        world_size: number of ranks that saved.
+        method: text of the method; empty where none was saved.
+        identity: what must be equal for a run to be continued, JSON-able.
+        versions: of stenograd and torch.
+        files: one a rank, in rank order.
+    """
+
+    step: int
+    set_id: str
+    world_size: int
+    method: str = ""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[RankFile, ...]
+
+
+def manifest_path(folder: Path, step: int) -> Path:
+    """Return where the manifest of the checkpoint of a step lies.
+
+    Example:
+        >>> manifest_path(Path("run"), 4).name
+        'checkpoint-step4.json'
+    """
+    return folder / f"checkpoint-step{step}.json"
+
+
+def rank_path(folder: Path, step: int, set_id: str, rank: int) -> Path:
+    """Return where a rank's file lies.
+
+    Example:
+        >>> rank_path(Path("run"), 4, "9f3a", 0).name
+        'checkpoint-step4-9f3a-rank0.pt'
+    """
+    return folder / f"checkpoint-step{step}-{set_id}-rank{rank}.pt"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of which the folder holds a manifest, ascending."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in map(_MANIFEST.fullmatch, names) if match is not None)
+
+
+def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping[str, Any]) -> RankFile:
+    """Write a rank's file, so that it is whole or absent whenever the machine stops.
+
+    Nothing is copied: tensors go from where they are to the file, and are digested on their way.
+
+    Args:
+        folder: exists.
+        step: of the checkpoint.
+        set_id: of the checkpoint.
+        rank: whose file it is.
+        content: tensors and plain values.
+
+    Raises:
+        CheckpointError: it cannot be written, or `read_rank` could not read it; nothing of it is left.
+    """
+    path = rank_path(folder, step, set_id, rank)
+    saved = {"format": _FORMAT, "set_id": set_id, "rank": rank, "content": dict(content)}
+    with _explained(path), replacing(path) as file:
+        digest = Digest(file)
+        try:
+            torch.save(saved, cast(IO[bytes], digest))
+        except Exception as cause:  # an object's own pickling may raise anything
+            raise unsavable(dict(content), cause) from cause
+        if digest.error is not None:
+            raise digest.error
+        file.flush()
+        check_readable(Path(file.name), dict(content))
+    return RankFile(name=path.name, nbytes=digest.nbytes, sha256=digest.sha256.hexdigest())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make a checkpoint count; call it when every rank's file is there.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing of it is left.
+    """
+    text = json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1) + "\n"
+    path = manifest_path(folder, manifest.step)
+    with _explained(path):
+        write_atomically(path, text.encode())
+
+
+def read_manifest(folder: Path, step: int) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    path = manifest_path(folder, step)
+    try:
+        said = json.loads(path.read_bytes())
+        version = said.pop("format", None) if isinstance(said, dict) else "no object"
+        if version != _FORMAT:
+            reason = f"its format must be {_FORMAT}, got {version}"
+            raise CheckpointError(f"{path}: cannot be read ({reason}): it is of another stenograd")
+        manifest = Manifest(**{**said, "files": tuple(RankFile(**file) for file in said["files"])})
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise _unreadable(path, cause) from cause
+    if manifest.step != step or len(manifest.files) != manifest.world_size:
+        reason = f"it names step {manifest.step} and {len(manifest.files)} files of {manifest.world_size}"
+        raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
+    return manifest
+
+
+def read_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """Read a rank's file after checking that it is the one that the manifest names.
+
+    Only tensors and plain values are read; a file that would run code is refused.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, altered, of another save or another rank.
+    """
+    path = _check_bytes(folder, manifest, rank, whole=True)
+    return _content(path, manifest, rank, map_location="cpu")
+
+
+def check_rank(folder: Path, manifest: Manifest, rank: int, *, whole: bool = True) -> None:
+    """Check what `read_rank` checks, in pieces of 1 MB, and keep nothing.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        rank: whose file to check.
+        whole: whether to read it; else only its length is checked.
+
+    Raises:
+        CheckpointError: as in `read_rank`.
+    """
+    path = _check_bytes(folder, manifest, rank, whole=whole)
+    if whole:
+        _content(path, manifest, rank, map_location="meta")
+
+
+def map_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """Open a rank's file that `check_rank` has checked; its tensors are read where they are used.
+
+    The tensors are parts of the file, mapped into memory: copy what shall outlive it.
+
+    Raises:
+        CheckpointError: the file is missing, or of another save or another rank.
+    """
+    return _content(folder / manifest.files[rank].name, manifest, rank, map_location="cpu", mmap=True)
+
+
+def check_identity(
+    path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, except_for: tuple[str, ...] = ()
+) -> None:
+    """Compare what a file says of its run with the run that wants to continue from it.
+
+    Args:
+        path: the file, for the message.
+        saved: what it says.
+        now: what must be equal.
+        except_for: keys that may differ.
+
+    Raises:
+        CheckpointError: naming the file and the first difference.
+
+    Example:
+        >>> check_identity(Path("run.json"), {"recipe": {"lr": 0.1}}, {"recipe": {"lr": 0.2}})
+        Traceback (most recent call last):
+        stenograd.errors.CheckpointError: run.json: recipe.lr is 0.1 there and 0.2 now: ...
+    """
+    there, here = dict(_flattened(saved)), dict(_flattened(now))
+    for key in [*here, *(key for key in there if key not in here)]:
+        a, b = there.get(key, "nothing"), here.get(key, "nothing")
+        if a != b and key not in except_for:
+            raise CheckpointError(
+                f"{path}: {key} is {a} there and {b} now: give the run's own options, or another folder"
+            )
+
+
+def drop_others(folder: Path, step: int, rank: int, keep: int) -> None:
+    """Delete what the checkpoint just made at `step` replaces: all sets but the `keep` newest.
+
+    Each rank deletes its own files and rank 0 also those of ranks that are no more. A set that lacks a file
+    or has one of another length is not counted, so that it does not push out a good one; sets of later steps
+    are of a past that was taken back. Failures are left for the next time.
+
+    Args:
+        folder: where the checkpoints are.
+        step: of the newest set.
+        rank: this rank.
+        keep: number of sets to keep, at least 1.
+    """
+    kept: list[Manifest] = []
+    for number in reversed(saved_steps(folder)):
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(folder, number)
+            if number <= step and len(kept) < keep and _complete(folder, manifest, rank):
+                kept.append(manifest)
+    names = {file.name for manifest in kept for file in manifest.files}
+    names |= {manifest_path(folder, manifest.step).name for manifest in kept}
+    world_size = kept[0].world_size if kept else 0
+    with contextlib.suppress(OSError):
+        # Manifests first: one without its files would be refused with a warning.
+        for path in sorted(folder.iterdir(), key=lambda path: path.suffix != ".json"):
+            if path.name not in names and _is_ours(path.name, rank, world_size):
+                path.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a manifest tells.
+
+    Example:
+        >>> sorted(versions())
+        ['stenograd', 'torch']
+    """
+    return {"stenograd": __version__, "torch": torch.__version__}
+
+
+def _complete(folder: Path, manifest: Manifest, rank: int) -> bool:
+    """Whether the files have the lengths that they should; those of other ranks may lie on other disks."""
+    for number, file in enumerate(manifest.files):
+        path = folder / file.name
+        if path.is_file():
+            if path.stat().st_size != file.nbytes:
+                return False
+        elif number == rank:
+            return False
+    return True
+
+
+def _is_ours(name: str, rank: int, world_size: int) -> bool:
+    """Whether a file, or what a crash left of one, is for this rank to delete."""
+    plain = name[1:].removesuffix(".part") if name.startswith(".") else name
+    found = _RANK_FILE.fullmatch(plain)
+    if found is None:
+        return _MANIFEST.fullmatch(plain) is not None
+    return int(found[3]) == rank or (rank == 0 and int(found[3]) >= world_size)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what keeps a file from being written into a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as cause:
+        reason = cause.strerror or str(cause)
+        raise CheckpointError(
+            f"{path}: cannot be written ({reason}): make room or give another folder; "
+            "earlier checkpoints are as they were"
+        ) from cause
+
+
+def _check_bytes(folder: Path, manifest: Manifest, rank: int, *, whole: bool) -> Path:
+    """Compare a file's length, and if asked its SHA-256, with the manifest's; return where it is."""
+    said = manifest.files[rank]
+    path = folder / said.name
+    try:
+        with path.open("rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha256()
+            while whole and (piece := file.read(_PIECE_BYTES)):
+                digest.update(piece)
+    except OSError as cause:
+        raise _unreadable(path, cause) from cause
+    reason = ""
+    if nbytes != said.nbytes:
+        reason = f"it has {nbytes} bytes and the manifest says {said.nbytes}"
+    elif whole and digest.hexdigest() != said.sha256:
+        reason = "its SHA-256 is not the manifest's"
+    if reason:
+        raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
+    return path
+
+
+def _content(path: Path, manifest: Manifest, rank: int, **how: Any) -> dict[str, Any]:
+    """Load what `write_rank` wrote, and check that it says so itself."""
+    try:
+        saved = torch.load(path, weights_only=True, **how)
+    except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
+        raise _unreadable(path, cause) from cause
+    got = (saved.get("set_id"), saved.get("rank")) if isinstance(saved, dict) else None
+    if got != (manifest.set_id, rank):
+        reason = f"it says set and rank {got}, the manifest {(manifest.set_id, rank)}"
+        raise CheckpointError(f"{path}: cannot be read ({reason}): files of two checkpoints are mixed up")
+    content: dict[str, Any] = saved["content"]
+    return content
+
+
+def _unreadable(path: Path, cause: Exception) -> CheckpointError:
+    reason = (str(cause).strip() or type(cause).__name__).splitlines()[0][:120]
+    return CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,192 @@
+"""Saved states for another number of ranks: what each new rank starts from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import CheckpointError, bad_value
+
+__all__ = ["SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
+
+SUMMED = frozenset({"residual"})  # keys of state whose sum over the ranks is kept; all others are equal
+
+
+def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """Turn the states of all N ranks into those of N' ranks.
+
+    A residual is what a rank still owes to the average. The new ranks share the sum of the old ones evenly:
+
+        r'_j = (r_0 + ... + r_{N-1}) / N'    for every new rank j
+
+    so `sum_j r'_j = sum_i r_i`, element by element up to one rounding of `r'_j` (6e-8 relative in float32;
+    the sum itself is taken in float64). Averages divide by the world size, so a residual weighs 1/N in the
+    old average and 1/N' in the new one: what is owed from before weighs as much as a gradient that is
+    computed now, and the pending update `sum(r) / N` becomes N / N' times what it was.
+
+    This holds for every method, two-phase and sparse all-reduce included: there a rank that encodes what it
+    has averaged keeps that loss, times N, in the same residual, so that it enters the sum like the rest.
+
+    Everything else (PowerSGD's Q, counters of steps) is equal on all ranks and copied. Random choices depend
+    on (seed, step, bucket, rank) alone, so ranks that are new have theirs without any state.
+
+    Args:
+        states: `sync.state_dict()` of all ranks, in rank order.
+        world_size: N', the number of ranks to come, at least 1.
+
+    Returns:
+        One state a new rank, for `sync.load_state_dict`.
+
+    Raises:
+        ConfigError: world_size is below 1.
+        CheckpointError: the states are not those of all ranks of one world after one step, or hold something
+            other than residuals that differs from rank to rank.
+
+    Example:
+        >>> def state(rank, lost):
+        ...     about = {"format": 1, "method": "topk", "step": 3, "skipped": 0, "world_size": 2}
+        ...     return {**about, "rank": rank, "parameters": {"w": {"residual": torch.tensor(lost)}}}
+        >>> new = reshard([state(0, [1.0, 0.0]), state(1, [2.0, 6.0])], world_size=3)
+        >>> new[2]["rank"], new[2]["world_size"], new[2]["parameters"]["w"]["residual"]
+        (2, 3, tensor([1., 2.]))
+    """
+    if world_size < 1:
+        raise bad_value("world_size", "must be at least 1", world_size, "give the number of ranks to come")
+    first = reshard_rank(states, 0, world_size)
+    return [{**copy.deepcopy(first), "rank": rank} for rank in range(world_size)]
+
+
+def reshard_rank(states: Iterable[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the state of one new rank; see `reshard`.
+
+    Raises:
+        CheckpointError: as in `reshard`.
+    """
+    joint = Joint()
+    for state in states:
+        joint.add(state)
+    return joint.share(rank, world_size)
+
+
+class Joint:
+    """The states of all ranks, added up one after another; each may be forgotten when it is added.
+
+    It holds the sums of the residuals in float64, and copies of what is equal on all ranks.
+
+    Example:
+        >>> about = {"format": 1, "method": "topk", "step": 3, "world_size": 2}
+        >>> joint = Joint()
+        >>> for rank, lost in enumerate([1.0, 2.0]):
+        ...     joint.add({**about, "rank": rank, "parameters": {"w": {"residual": torch.tensor([lost])}}})
+        >>> joint.share(rank=0, world_size=1)["parameters"]
+        {'w': {'residual': tensor([3.])}}
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._about: dict[str, Any] = {}
+        self._layout: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._dtypes: dict[tuple[str, str], torch.dtype] = {}
+        self._tensors: dict[tuple[str, str], Tensor] = {}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Add the next rank's state.
+
+        Raises:
+            CheckpointError: it is not the next rank's, not of the same time, or differs where it should not.
+        """
+        if not isinstance(state.get("parameters"), Mapping):
+            raise CheckpointError(
+                "only a state of stenograd.distribute can be re-sharded: load it on as many ranks"
+            )
+        if self._count == 0:
+            self._about = {key: value for key, value in state.items() if key != "parameters"}
+            self._layout = _layout(state)
+        self._check(state)
+        for name, tensors in state["parameters"].items():
+            for key, tensor in tensors.items():
+                self._add(name, key, tensor)
+        self._count += 1
+
+    def share(self, rank: int, world_size: int) -> dict[str, Any]:
+        """Return the state of one of `world_size` new ranks; see `reshard`.
+
+        Raises:
+            CheckpointError: not all ranks' states were added.
+        """
+        if not 0 <= rank < world_size:
+            raise bad_value("rank", f"must be in 0..{world_size - 1}", rank, "number the ranks from 0")
+        if self._count == 0 or self._count != self._about["world_size"]:
+            raise self._disorder(f"{self._count} states")
+        parameters = {
+            name: {key: self._share(name, key, world_size) for key in keys}
+            for name, keys in self._layout.items()
+        }
+        return {**self._about, "rank": rank, "world_size": world_size, "parameters": parameters}
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that is not the next rank's at one time."""
+        place = state.get("rank"), state.get("world_size")
+        if place != (self._count, self._about.get("world_size")):
+            raise self._disorder(f"rank {place[0]} of {place[1]} as number {self._count}")
+        for key in self._about.keys() | state.keys() - {"parameters"}:
+            if key != "rank" and state.get(key) != self._about.get(key):
+                raise CheckpointError(
+                    f"{key} is {self._about.get(key)!r} on rank 0 and {state.get(key)!r} on rank "
+                    f"{self._count}: give states that were saved together"
+                )
+        if _layout(state) != self._layout:
+            raise CheckpointError(
+                f"ranks 0 and {self._count} saved different parameters: give states of one model"
+            )
+
+    def _disorder(self, got: str) -> CheckpointError:
+        ranks = self._about.get("world_size")
+        return CheckpointError(
+            f"to re-shard, give the state of every rank in rank order, got {got}, saved by {ranks} ranks"
+        )
+
+    def _add(self, name: str, key: str, tensor: Tensor) -> None:
+        place, summed = (name, key), key in SUMMED
+        if self._count == 0:
+            self._dtypes[place] = tensor.dtype
+            self._tensors[place] = torch.zeros_like(tensor, dtype=torch.float64) if summed else tensor.clone()
+        if summed:
+            self._tensors[place] += tensor
+        elif not alike(self._tensors[place], tensor):
+            raise CheckpointError(
+                f"{key} of {name} differs from rank to rank and there is no rule for it: "
+                f"load it on {self._about['world_size']} ranks"
+            )
+
+    def _share(self, name: str, key: str, world_size: int) -> Tensor:
+        tensor, dtype = self._tensors[name, key], self._dtypes[name, key]
+        return (tensor / world_size).to(dtype) if key in SUMMED else tensor.clone()
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Return whether two states are equal, tensors bit for bit.
+
+    Example:
+        >>> alike({"w": torch.ones(2)}, {"w": torch.ones(2)}), alike([1, 2], [1, 3])
+        (True, False)
+    """
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        both = isinstance(a, Tensor) and isinstance(b, Tensor)
+        return both and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b)
+
+
+def _layout(state: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:
+    return {
+        name: {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        for name, tensors in state["parameters"].items()
+    }

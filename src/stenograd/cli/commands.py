@@ -1,0 +1,195 @@
+"""The commands' names, options and help texts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import stenograd
+from stenograd.cli import options as opt
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Data-parallel PyTorch training that sends less.",
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stenograd {stenograd.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def train(
+    task: opt.TaskName = "digits",
+    data: opt.Data = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="TEXT",
+            help="How gradients travel, such as topk:ratio=0.01; see stenograd methods.",
+            rich_help_panel="What to train",
+        ),
+    ] = "dense",
+    workers: opt.Workers = None,
+    epochs: opt.Epochs = None,
+    batch_size: opt.BatchSize = None,
+    lr: opt.LearningRate = None,
+    momentum: opt.Momentum = None,
+    weight_decay: opt.WeightDecay = None,
+    seed: opt.Seed = 0,
+    shards: opt.Shards = "shuffled",
+    bucket_bytes: opt.BucketBytes = 4 << 20,
+    timeout_s: opt.TimeoutS = 300.0,
+    threads: opt.Threads = None,
+    device: opt.Device = "cpu",
+    out: opt.Out = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue from the checkpoint in --out.", rich_help_panel="Files"),
+    ] = False,
+    save_every: Annotated[
+        int,
+        typer.Option("--save-every", metavar="N", help="Epochs per checkpoint.", rich_help_panel="Files"),
+    ] = 1,
+    save_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--save-steps", metavar="N", help="Steps per checkpoint, besides.", rich_help_panel="Files"
+        ),
+    ] = None,
+    trace: opt.Trace = None,
+) -> int:
+    """Train a model on N workers, with the gradients compressed by one method.
+
+    Without --workers it takes the ranks of torchrun, mpiexec or srun, or trains alone. Prints one line per
+    epoch: losses and accuracies over all workers, seconds, megabytes that each worker sent, and how many
+    times less that is than dense training sends. --epochs 0 only evaluates. --resume may be given more or
+    fewer workers than before; under torchrun with --max-restarts a run in --out resumes by itself.
+
+    Example: stenograd train --task digits --method topk:ratio=0.05 --workers 2 --out run
+    """
+    from stenograd.cli.train import Job, run
+
+    options = opt.Options(
+        task=task,
+        data=data,
+        workers=workers,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        seed=seed,
+        shards=shards,
+        bucket_bytes=bucket_bytes,
+        timeout_s=timeout_s,
+        threads=threads,
+        device=device,
+    )
+    job = Job(
+        options=options,
+        method=method,
+        out=out,
+        resume=resume,
+        save_every=save_every,
+        save_steps=save_steps,
+        trace=trace,
+    )
+    return run(job)
+
+
+@app.command()
+def compare(
+    task: opt.TaskName = "digits",
+    data: opt.Data = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--methods",
+            metavar="TEXT",
+            help="Methods, separated by commas or semicolons; may be repeated. A comma followed by KEY=VALUE "
+            "continues a method: topk:ratio=0.05,dense_below=64,sign are two.",
+            rich_help_panel="What to train",
+        ),
+    ] = None,
+    workers: opt.Workers = None,
+    epochs: opt.Epochs = None,
+    batch_size: opt.BatchSize = None,
+    lr: opt.LearningRate = None,
+    momentum: opt.Momentum = None,
+    weight_decay: opt.WeightDecay = None,
+    seed: opt.Seed = 0,
+    shards: opt.Shards = "shuffled",
+    bucket_bytes: opt.BucketBytes = 4 << 20,
+    timeout_s: opt.TimeoutS = 300.0,
+    threads: opt.Threads = None,
+    device: opt.Device = "cpu",
+    out: opt.Out = None,
+) -> int:
+    """Train the same model under several methods in turn, and show what each costs and reaches.
+
+    Every method starts from the same weights and sees the same batches. --out DIR gets compare.json and,
+    with matplotlib, compare.png.
+
+    Example: stenograd compare --task digits --workers 2 --methods dense,topk:ratio=0.05,powersgd
+    """
+    from stenograd.cli.compare import run
+
+    options = opt.Options(
+        task=task,
+        data=data,
+        workers=workers,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        seed=seed,
+        shards=shards,
+        bucket_bytes=bucket_bytes,
+        timeout_s=timeout_s,
+        threads=threads,
+        device=device,
+    )
+    return run(options, methods, out)
+
+
+@app.command()
+def methods(
+    size: Annotated[int, typer.Option("--size", metavar="N", help="Elements of the tensor.")] = 1_000_000,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Simulated workers.")] = 2,
+) -> int:
+    """List the methods, with what each sends per step for a float32 tensor of N elements, and its keys."""
+    from stenograd.cli.methods import run
+
+    return run(size, workers)
+
+
+@app.command()
+def doctor() -> int:
+    """Show versions, devices and launcher, and try an all-reduce between two processes.
+
+    The exit status is 0 if training with several workers can work here, else 1.
+    """
+    from stenograd.cli.doctor import run
+
+    return run()

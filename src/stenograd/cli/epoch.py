@@ -1,0 +1,128 @@
+"""How far an epoch has come, and who trains on what is left of it, also with more or fewer workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd import tasks
+from stenograd.cli.plan import Plan
+
+__all__ = ["Progress", "merged"]
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The epoch under way. Sums, bytes and seconds are this rank's; the rest is equal on all ranks.
+
+    Attributes:
+        epoch: its number, from 1.
+        legs: [world size, steps taken] of each stretch trained by one number of workers, the last under way.
+        loss: of the samples so far, summed.
+        correct: hits among them.
+        count: their number.
+        skipped: steps that a gradient which is not finite made void.
+        seconds: for training.
+        payload_bytes: handed to collectives.
+        moved_bytes: sent by them.
+        dense_bytes: what dense training sends in as many steps.
+    """
+
+    epoch: int
+    legs: list[list[int]] = field(default_factory=list)
+    loss: float = 0.0
+    correct: float = 0.0
+    count: float = 0.0
+    skipped: int = 0
+    seconds: float = 0.0
+    payload_bytes: int = 0
+    moved_bytes: int = 0
+    dense_bytes: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps taken in this epoch."""
+        return sum(steps for _, steps in self.legs)
+
+    def join(self, world_size: int) -> None:
+        """Go on with this number of workers."""
+        if not self.legs or self.legs[-1][0] != world_size:
+            self.legs.append([world_size, 0])
+
+    def steps_left(self, plan: Plan) -> int:
+        """Return the number of steps to go, equal on every rank."""
+        return self._legs_steps(plan, _pool(plan, self.epoch, self.legs)) - self.legs[-1][1]
+
+    def batches(self, plan: Plan, rank: int) -> Iterator[Tensor]:
+        """Yield this rank's remaining batches.
+
+        Where the number of workers changed, what all of them had seen in this epoch is left out, and the
+        rest is shared out anew as a whole epoch is: shards of nearly equal size, each in its own order. Up to
+        N - 1 samples that are too few for N workers are left out. An epoch of a given number of steps keeps
+        that number.
+        """
+        pool = _pool(plan, self.epoch, self.legs)
+        steps = self._legs_steps(plan, pool)
+        if steps == 0:
+            return iter(())
+        world_size, taken = self.legs[-1]
+        return islice(_cut(plan, pool, self.epoch, steps, rank, world_size), taken, None)
+
+    def _legs_steps(self, plan: Plan, pool: Tensor) -> int:
+        before = sum(steps for _, steps in self.legs[:-1])
+        return _steps(plan, len(pool), before, self.legs[-1][0])
+
+
+def merged(progresses: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Return the progress of one rank of another world: rank 0 takes all ranks' sums, the others none.
+
+    Example:
+        >>> from dataclasses import asdict
+        >>> two = [asdict(Progress(epoch=3, legs=[[2, 5]], loss=loss, count=8)) for loss in (1.0, 2.5)]
+        >>> [merged(two, rank)["loss"] for rank in range(3)]
+        [3.5, 0.0, 0.0]
+    """
+    new = dict(progresses[0])
+    for key in ("loss", "correct", "count"):
+        new[key] = sum(progress[key] for progress in progresses) if rank == 0 else 0.0
+    return new
+
+
+def _pool(plan: Plan, epoch: int, legs: Sequence[Sequence[int]]) -> Tensor:
+    """Return the samples that were left when the last leg began."""
+    pool, before = torch.arange(plan.task.train_size), 0
+    for world_size, taken in legs[:-1]:
+        steps = _steps(plan, len(pool), before, world_size)
+        seen = torch.zeros(plan.task.train_size, dtype=torch.bool)
+        for rank in range(world_size if steps else 0):
+            for batch in islice(_cut(plan, pool, epoch, steps, rank, world_size), taken):
+                seen[batch] = True
+        left, before = pool[~seen[pool]], before + taken
+        again = plan.recipe.steps_per_epoch is not None and len(left) < legs[-1][0]
+        pool = pool if again else left
+    return pool
+
+
+def _steps(plan: Plan, samples: int, before: int, world_size: int) -> int:
+    """Return how many steps a leg takes that begins with these samples after `before` steps."""
+    fixed = plan.recipe.steps_per_epoch
+    if fixed is not None:
+        return fixed - before
+    if samples < world_size:
+        return 0
+    return tasks.steps_per_epoch(samples, world_size, plan.recipe.batch_size, None)
+
+
+def _cut(plan: Plan, pool: Tensor, epoch: int, steps: int, rank: int, world_size: int) -> Iterator[Tensor]:
+    """Cut a rank's shard of the pool in batches."""
+    options = plan.options
+    shuffle = options.shards == "shuffled"
+    mine = pool[tasks.shard(len(pool), rank, world_size, shuffle=shuffle, seed=options.seed)]
+    return tasks.batches(
+        mine, plan.recipe.batch_size, epoch=epoch, seed=options.seed, shuffle=True, steps=steps
+    )

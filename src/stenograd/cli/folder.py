@@ -1,0 +1,160 @@
+"""The folder of one run: run.json, metrics.jsonl, result.json and the checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stenograd
+from stenograd.checkpoint.collective import Found, read_set, write_set
+from stenograd.checkpoint.files import write_atomically
+from stenograd.checkpoint.rank_files import Manifest, check_identity, manifest_path, saved_steps
+from stenograd.cli.loop import Trainer
+from stenograd.cli.rows import Row
+from stenograd.comm.driver import Driver
+from stenograd.errors import CheckpointError, ConfigError
+
+__all__ = ["RunFolder", "make_folder", "versions", "write_json"]
+
+
+class RunFolder:
+    """Reads and writes the files of a run.
+
+    Args:
+        path: the folder; need not exist yet.
+        identity: what must be equal for the run to be continued, JSON-able; all but the number of workers.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path, self.identity = path, identity
+
+    def check(self, resume: bool) -> None:
+        """Refuse to write over a run, or to continue another one; changes nothing.
+
+        Raises:
+            ConfigError: the path is no folder, or it holds a run and resume is False.
+            CheckpointError: it holds another run, or its run.json is damaged.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"--out must be a folder, got the file {self.path}: give another name")
+        if not resume:
+            used = [*self.path.glob("checkpoint-step*"), *map(self._file, ("run", "result"))]
+            taken = next((file for file in [*used, self.path / "metrics.jsonl"] if file.exists()), None)
+            if taken is not None:
+                raise ConfigError(
+                    f"--out must not hold a run, got {taken}: --resume continues it, or give another folder"
+                )
+        elif self._file("run").exists():
+            self._check(self._file("run"), self._saved_identity())
+
+    def holds_run(self) -> bool:
+        """Return whether a run began here."""
+        return self._file("run").exists() or bool(saved_steps(self.path))
+
+    def begin(self, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
+        """Write run.json, and metrics.jsonl with the epochs that a checkpoint holds; on rank 0."""
+        write_json(self._file("run"), {"identity": self.identity, **about, "versions": versions()})
+        lines = "".join(_line(row) for row in rows)
+        write_atomically(self.path / "metrics.jsonl", lines.encode())
+
+    def append(self, row: Row) -> None:
+        """Add an epoch to metrics.jsonl, at once; on a full disk no part of its line stays."""
+        with (self.path / "metrics.jsonl").open("ab", buffering=0) as file:
+            before, line = file.tell(), _line(asdict(row)).encode()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(before)
+                raise
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write result.json."""
+        write_json(self._file("result"), result)
+
+    def save(self, trainer: Trainer, rows: Sequence[Row]) -> None:
+        """Write all ranks' checkpoints after the steps taken so far, and delete all but the last two."""
+        content = {"trainer": trainer.state(), "rows": [asdict(row) for row in rows]}
+        method = trainer.sync.method.text
+        write_set(
+            trainer.driver, self.path, trainer.taken, content, method=method, identity=self.identity, keep=2
+        )
+
+    def load(self, driver: Driver) -> Found | None:
+        """Read the newest whole checkpoint; None where there is none.
+
+        Raises:
+            CheckpointError: none is whole, or it is of another run.
+        """
+
+        def check(manifest: Manifest) -> None:
+            self._check(manifest_path(self.path, manifest.step), manifest.identity)
+
+        return read_set(driver, self.path, check=check)
+
+    def _check(self, path: Path, saved: Mapping[str, Any]) -> None:
+        check_identity(path, saved, self._comparable(), except_for=("world_size",))
+
+    def _file(self, name: str) -> Path:
+        return self.path / f"{name}.json"
+
+    def _comparable(self) -> Mapping[str, Any]:
+        identity: Mapping[str, Any] = json.loads(json.dumps(self.identity))
+        return identity
+
+    def _saved_identity(self) -> Mapping[str, Any]:
+        try:
+            identity: Mapping[str, Any] = json.loads(self._file("run").read_text())["identity"]
+        except (OSError, ValueError, KeyError, TypeError) as cause:
+            raise CheckpointError(
+                f"{self._file('run')}: cannot be read ({cause}): remove it, or restore it from a copy"
+            ) from cause
+        return identity
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for results, with its parents.
+
+    Raises:
+        ConfigError: that is not possible.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise ConfigError(
+            f"--out must be a folder that can be made, got {path} ({cause.strerror}): give another"
+        ) from cause
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that decide a run's numbers."""
+    return {
+        "stenograd": stenograd.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write a JSON file in one step; what is not finite becomes null."""
+    write_atomically(path, (json.dumps(_finite(values), indent=2, allow_nan=False) + "\n").encode())
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(row), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,136 @@
+"""`stenograd methods`: every method with its cost and its keys, measured on simulated workers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from stenograd.catalog.method import WRAPPER_KEYS, Method, method, methods
+from stenograd.catalog.registry import Entry, entries
+from stenograd.cli.plan import check_option
+from stenograd.cli.report import console
+from stenograd.comm.simulate import exchange
+from stenograd.comm.traffic import Traffic
+from stenograd.data.requests import Op
+from stenograd.errors import bad_value
+
+__all__ = ["Cost", "cost", "run"]
+
+_DENSE_BYTES = 4  # float32
+_MOST_WORKERS = 1024
+_MOST_ELEMENTS = 1 << 30  # 4 GiB, of which some methods make two more copies
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one exchange costs a worker.
+
+    Attributes:
+        payload_bytes: handed to collectives.
+        moved_bytes: sent because of that.
+        bits_per_element: of the payload.
+        compression: bytes moved by dense training for each that this method moves (of the payload, for a
+            single worker).
+    """
+
+    payload_bytes: int
+    moved_bytes: int
+    bits_per_element: float
+    compression: float
+
+
+def run(size: int, workers: int) -> int:
+    """Print the methods, and return the exit status."""
+    check_option("--size", size)
+    check_option("--workers", workers, _MOST_WORKERS)
+    if size * workers > _MOST_ELEMENTS:
+        rule = f"times --workers must be at most {_MOST_ELEMENTS}, for each is simulated with its numbers"
+        raise bad_value("--size", rule, size, f"use {_MOST_ELEMENTS // workers} or less")
+    screen, rows = console(), _nearly_square(size)[0]
+    title = (
+        f"one float32 tensor of {size:,} elements ({rows} rows), {workers} workers; bytes per step and worker"
+    )
+    table = Table(title=title)
+    for name in ("method", "feedback"):
+        table.add_column(name)
+    for name in ("payload bytes", "moved bytes", "bits/element", "compression"):
+        table.add_column(name, justify="right")
+    table.add_column("what it sends", overflow="fold")
+    for name, entry in sorted(entries().items()):
+        table.add_row(*_cells(name, entry, size, workers))
+    screen.print(table)
+    keys = Table(title="keys, as in topk:ratio=0.05,warmup_steps=100")
+    keys.add_column("method")
+    keys.add_column("key=default", overflow="fold")
+    for name in methods():
+        keys.add_row(name, own_keys(entries()[name]) or "none of its own")
+    shared = ", ".join(f"{key} ({kind.__name__})" for key, kind in WRAPPER_KEYS.items())
+    keys.add_row("all of them", shared)
+    screen.print(keys)
+    return 0
+
+
+def cost(how: Method, size: int, workers: int) -> Cost:
+    """Measure what a method sends for a tensor of normally distributed elements, nearly square.
+
+    Example:
+        >>> cost(method("fp16"), 1000, 2).bits_per_element
+        16.0
+    """
+    sent = Traffic()
+    generator = torch.Generator().manual_seed(0)
+    ranks = [torch.randn(size, generator=generator) for _ in range(workers)]
+    shapes = _shapes(size)
+    exchange(
+        how.compressor,
+        ranks,
+        shapes=shapes,
+        spy=lambda request: sent.count(request.op, request.nbytes, workers),
+    )
+    dense = Traffic()
+    dense.count(Op.MEAN, _DENSE_BYTES * size, workers)
+    single = workers == 1
+    ours, theirs = (t.payload_bytes if single else t.moved_bytes for t in (sent, dense))
+    compression = theirs / ours if ours else math.inf
+    return Cost(sent.payload_bytes, sent.moved_bytes, 8 * sent.payload_bytes / size, compression)
+
+
+def own_keys(entry: Entry) -> str:
+    """Return the keys that a method does not share with the others, with their defaults."""
+    own = [f for f in fields(entry.compressor) if f.name not in entry.preset]
+    return ", ".join(f"{f.name}={_text(f.default)}" for f in own)
+
+
+def _cells(name: str, entry: Entry, size: int, workers: int) -> list[str]:
+    how = method(name)
+    spent = cost(how, size, workers)
+    codec = entry.compressor(**entry.preset)
+    return [
+        name,
+        "on" if codec.biased else "off",
+        f"{spent.payload_bytes:,}",
+        f"{spent.moved_bytes:,}",
+        f"{spent.bits_per_element:.3g}",
+        f"{spent.compression:.1f}x",
+        entry.compressor.summary,
+    ]
+
+
+def _nearly_square(size: int) -> tuple[int, int]:
+    rows = math.isqrt(size)
+    return rows, size // rows
+
+
+def _shapes(size: int) -> list[torch.Size]:
+    """Cut a matrix and, where size has no such factors, a short vector."""
+    rows, columns = _nearly_square(size)
+    rest = size - rows * columns
+    return [torch.Size((rows, columns)), *([torch.Size((rest,))] if rest else [])]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

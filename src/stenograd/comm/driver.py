@@ -1,0 +1,392 @@
+"""Runs compressors' requests on torch.distributed (gloo, NCCL), counted, with every wait bounded."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stenograd.comm.packing import pack, pack_rows
+from stenograd.comm.pending import All, Pending, Several
+from stenograd.comm.pipeline import Pipeline
+from stenograd.comm.trace_events import Tracer
+from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
+from stenograd.data.requests import Op, Reply, Request, Rounds, gather_ragged
+from stenograd.errors import PeerLost, StenogradError, WireError, bad_value, first_line
+from stenograd.launch.failure_detector import Presence
+from stenograd.launch.process_group import came, go_on_without, roll_call
+from stenograd.launch.subgroups import leave, make_group
+
+__all__ = ["Driver", "Pending", "Pipeline", "is_group", "joined"]
+
+T = TypeVar("T")
+_ROLL_CALL_S = 2.0  # how long survivors wait for each other to name the lost
+_SWIFT_BYTES = 1 << 17  # that all ranks gather; more is limited by the link, and a ring shares that better
+
+
+def joined() -> bool:
+    """Return whether this process is in a process group already.
+
+    Example:
+        >>> joined()
+        False
+    """
+    return dist.is_initialized()
+
+
+def is_group(value: object) -> bool:
+    """Return whether a value is a process group of torch.distributed."""
+    return isinstance(value, dist.ProcessGroup)
+
+
+class Driver:
+    """One rank's access to a process group.
+
+    A driver made like this issues its collectives on the group that is given, among those of the program: use
+    it only where the program itself would wait for each of them. For an exchange that is under way while
+    other code runs, make one by `Driver.own`.
+
+    Args:
+        group: a process group, or None for the default one; where there is none, this process is alone.
+        timeout_s: seconds after which a collective counts as lost, above 0.
+
+    Attributes:
+        presence: what tells after a failure who is lost, where that is not the presence that `init` made.
+    """
+
+    def __init__(self, group: Any = None, *, timeout_s: float = 300.0) -> None:
+        if not timeout_s > 0:
+            raise bad_value("timeout_s", "must be above 0", timeout_s, "give the seconds to wait for a peer")
+        self.group = group
+        self.timeout_s = timeout_s
+        self._groupless = group is None and not dist.is_initialized()
+        self.rank: int = 0 if self._groupless else dist.get_rank(group)
+        self.world_size: int = 1 if self._groupless else dist.get_world_size(group)
+        self.traffic = Traffic(self.rank)
+        self.tracer: Tracer | None = None
+        self.presence: Presence | None = None
+        self._leave: weakref.finalize[[Any], Driver] | None = None
+        self._name = "world" if group is None else str(group.group_name)
+
+    @classmethod
+    def own(cls, group: Any = None, *, timeout_s: float = 300.0) -> Driver:
+        """Make a driver with a process group of its own over the ranks of a group; all of them call it.
+
+        Messages of two users of one group are paired in the order of issue, which on different ranks may
+        differ: gloo then aborts the process, or waits for ever. One rank alone makes no group.
+
+        Raises:
+            PeerLost: a rank did not come within timeout_s.
+        """
+        return cls(group, timeout_s=timeout_s).private()
+
+    def private(self) -> Driver:
+        """Return a driver like `own` over this one's ranks, with the same `traffic`; itself if it is one."""
+        if self._leave is not None or self.world_size == 1:
+            return self
+        (own,) = self.split([range(self.world_size)], "own")
+        assert own is not None  # every rank is in the one part
+        own.traffic, own.tracer = self.traffic, self.tracer
+        return own
+
+    def __deepcopy__(self, memo: Any) -> Driver:
+        return self  # a copy of what talks through a group talks through the same group
+
+    def __reduce__(self) -> Any:
+        if self.world_size != 1 and self.world_size != dist.get_world_size():
+            raise TypeError(
+                "a driver of a part of the world cannot be pickled: make a new one from its group"
+            )
+        return Driver, ()  # elsewhere there may be no such group; the whole world's is found again
+
+    def start(self, request: Request, label: Label = PLAIN) -> Pending:
+        """Issue a request without waiting for it; it is counted under the label."""
+        if request.op is Op.SEVERAL:
+            return Several([self._start(part, label) for part in request.parts])
+        return self._start(request, label)
+
+    def _start(self, request: Request, label: Label) -> Pending:
+        if request.op is Op.EXCHANGE:
+            return self._start_exchange(request, label)
+        if request.op is Op.SCATTER:
+            return self._start_scatter(request, label)
+        if request.op is Op.MEAN:
+            return self._start_mean(request.tensors, request.scaled, label)
+        return self._start_gather(request.tensors, label)
+
+    def run(self, rounds: Rounds[T], label: Label = PLAIN) -> T:
+        """Drive one coroutine to its end."""
+        pipeline: Pipeline[T] = Pipeline(self)
+        pipeline.add(rounds, label)
+        return pipeline.finish()[0]
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, counted: bool = False) -> None:
+        """Overwrite a tensor with that of rank `source`; `counted` tells that it is a part of training."""
+        if self.world_size == 1 or not tensor.numel():
+            return
+        dense = tensor.contiguous()
+        sender = self._global_rank(source)
+        what = f"broadcast of {tensor.numel()} elements"
+        label = PLAIN if counted else Label(ATTACH)
+        place = (self.rank - source) % self.world_size
+        nbytes = dense.numel() * dense.element_size()
+        self.traffic.count_broadcast(nbytes, place, self.world_size, label=label)
+        start = time.perf_counter()
+        self.await_work(
+            self._issue(lambda: dist.broadcast(dense, sender, self.group, True), what), what, start
+        )
+        self.traffic.tally(label, "broadcast").wait_s += time.perf_counter() - start
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+    def split(self, parts: Sequence[Sequence[int]], what: str = "part") -> list[Driver | None]:
+        """Make a driver for each of several parts of this group; all ranks call it with the same parts.
+
+        Args:
+            parts: this group's ranks; parts may overlap.
+            what: what the parts are for; a word for their names.
+
+        Returns:
+            One driver per part, None where this rank is not in it. Their groups are left when they are closed
+            or forgotten.
+
+        Raises:
+            PeerLost: a rank did not come within timeout_s.
+        """
+        return [self._part(part, what) for part in parts]
+
+    def _part(self, part: Sequence[int], what: str) -> Driver | None:
+        if self.world_size == 1:
+            return Driver(self.group, timeout_s=self.timeout_s) if self.rank in part else None
+        ranks = [self._global_rank(rank) for rank in part]
+        start = time.perf_counter()
+        try:
+            group = make_group(self.group, ranks, what, self.timeout_s)
+        except RuntimeError as cause:
+            self._lost(f"connection of the rank(s) {', '.join(map(str, ranks))}", cause, start)
+        if group is None:
+            return None
+        driver = self._in_own(group)
+        hosts = self.traffic.hosts
+        driver.traffic.hosts = [hosts[rank] for rank in part] if hosts else ()
+        return driver
+
+    def _in_own(self, group: Any) -> Driver:
+        """Make the driver of a new group, which is left when the driver is closed or forgotten."""
+        driver = Driver(group, timeout_s=self.timeout_s)
+        driver._leave = weakref.finalize(driver, leave, group)
+        driver._leave.atexit = False  # shutting down is up to whoever made the world
+        return driver
+
+    def words_device(self) -> torch.device:
+        """Return where a message that is no part of training must live: NCCL takes CUDA tensors only."""
+        nccl = self.world_size > 1 and dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda" if nccl else "cpu")
+
+    def name_of(self, rank: int) -> int:
+        """Return the number in the whole world, as in `PeerLost.ranks`, of a rank of this group."""
+        return self._global_rank(rank)
+
+    def without(self, lost: Sequence[int]) -> Driver:
+        """Make a driver for what is left of this group; every other rank calls it with the same lost ones.
+
+        One failed exchange closes all of gloo's connections, so the survivors connect anew. They may notice
+        up to `timeout_s` after one another.
+
+        Args:
+            lost: as in `PeerLost.ranks`.
+
+        Raises:
+            PeerLost: the survivors did not come, or the store that they would meet at was lost, too.
+        """
+        kept = [rank for rank in dist.get_process_group_ranks(self.group) if rank not in lost]
+        start = time.perf_counter()
+        try:
+            group = make_group(self.group, kept, "without", 2 * self.timeout_s + 2 * _ROLL_CALL_S)
+        except RuntimeError as cause:
+            self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause, start)
+        go_on_without(lost)  # all survivors have met, so none tells of this loss any more
+        if self.presence is not None:
+            self.presence.go_on_without(lost)
+        driver = self._in_own(group)
+        driver.traffic, driver.tracer, driver.presence = self.traffic, self.tracer, self.presence
+        driver.traffic.keep([rank for rank in range(self.world_size) if self.name_of(rank) in kept])
+        return driver
+
+    def close(self) -> None:
+        """Leave the process group, if it is the driver's own."""
+        if self._leave is not None:
+            self._leave()
+
+    def check_groupless(self) -> None:
+        """Refuse to go on alone once the program has joined other ranks.
+
+        Raises:
+            StenogradError: a process group of several ranks was made after this driver.
+        """
+        if self._groupless and dist.is_initialized() and dist.get_world_size() > 1:
+            raise StenogradError(
+                f"a process group of {dist.get_world_size()} ranks was made after this rank started alone, "
+                "so nothing would be exchanged: call init_process_group, or stenograd.init, first"
+            )
+
+    def gather_bytes(self, message: bytes, device: torch.device) -> list[bytes]:
+        """Bring every rank's message of any length to every rank; not counted as training."""
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+        told = self.run(gather_ragged(mine), Label(ATTACH))
+        return [bytes(theirs.cpu().numpy()) for (theirs,) in told]
+
+    def spent(self, on: str, tally: Tally, start: float, label: Label, end: float | None = None) -> None:
+        """Count seconds of computing, "encode" or "decode", since `start` by `time.perf_counter`."""
+        end = time.perf_counter() if end is None else end
+        if on == "encode":
+            tally.encode_s += end - start
+        else:
+            tally.decode_s += end - start
+        if self.tracer is not None:
+            self.tracer.add(on, start, end, **label._asdict())
+
+    def await_work(self, work: Any, what: str, start: float) -> None:
+        """Wait within the timeout for a torch.distributed work object, asked for at `start`."""
+        try:
+            if dist.get_backend(self.group) == "nccl":
+                work.wait()  # makes the current stream wait; the group's own timeout watches
+            else:
+                work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as cause:
+            self._lost(what, cause, start)
+
+    def _issue(self, call: Callable[[], Any], what: str) -> Any:
+        came(self._name)
+        if self.presence is not None:
+            self.presence.came[self._name] += 1
+        start = time.perf_counter()
+        try:
+            return call()
+        except RuntimeError as cause:
+            self._lost(what, cause, start)
+
+    def _start_mean(self, tensors: tuple[Tensor, ...], scaled: bool, label: Label) -> Pending:
+        flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+        flat = flat.contiguous()
+        if self.world_size > 1 and not scaled:
+            flat.mul_(1.0 / self.world_size)  # before summing, as DDP does: the sum cannot overflow
+        what = f"all-reduce of {flat.numel()} {flat.dtype} elements"
+        work = self._collective(
+            Op.MEAN, flat, lambda: dist.all_reduce(flat, group=self.group, async_op=True), what, label
+        )
+
+        def finish() -> Reply:
+            if len(tensors) == 1:
+                return (flat,)
+            pieces = flat.split([t.numel() for t in tensors])
+            return tuple(piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True))
+
+        return Pending(self, work, finish, what, label, Op.MEAN)
+
+    def _start_gather(self, tensors: tuple[Tensor, ...], label: Label) -> Pending:
+        mine, unpack = pack(tensors)
+        size = self.world_size
+        everyone = mine.new_empty(size * mine.numel())
+        what = f"all-gather of {mine.numel()} bytes a rank"
+        if size == 1:
+            everyone.copy_(mine)
+        swift = mine.device.type == "cpu" and size > 2 and size * mine.numel() <= _SWIFT_BYTES
+        call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        handed = mine
+        if swift:  # gloo's all-gather is a ring: size - 1 messages, each after the one before
+            call, handed = dist.all_to_all_single, mine.repeat(size)
+
+        def issue() -> Any:
+            return call(everyone, handed, group=self.group, async_op=True)
+
+        work = self._collective(Op.GATHER, mine, issue, what, label, swift)
+
+        def finish() -> Reply:
+            return [unpack(row) for row in everyone.view(self.world_size, mine.numel())]
+
+        return Pending(self, work, finish, what, label, Op.GATHER)
+
+    def _start_scatter(self, request: Request, label: Label) -> Pending:
+        request.check_rows(self.world_size)
+        mine, unpack = pack_rows(request.tensors)  # (world size, bytes a row)
+        theirs = mine.clone() if self.world_size == 1 else torch.empty_like(mine)
+        what = f"all-to-all of {mine.numel()} bytes a rank"
+        call = dist.all_to_all_single
+        work = self._collective(
+            Op.SCATTER, mine, lambda: call(theirs, mine, group=self.group, async_op=True), what, label
+        )
+        return Pending(self, work, lambda: [unpack(row) for row in theirs], what, label, Op.SCATTER)
+
+    def _start_exchange(self, request: Request, label: Label) -> Pending:
+        peers = request.peers
+        for peer in peers:
+            if not 0 <= peer < self.world_size or peer == self.rank:
+                raise WireError(f"rank {self.rank} of {self.world_size} cannot exchange with rank {peer}")
+        mine, unpack = pack(request.tensors)
+        theirs = mine.new_empty((len(peers), mine.numel()))
+
+        def finish() -> Reply:
+            return {peer: unpack(row) for peer, row in zip(peers, theirs, strict=True)}
+
+        if not theirs.numel():
+            return Pending(self, None, finish, "", label, Op.EXCHANGE)
+        of = self._global_rank
+        what = f"exchange of {mine.numel()} bytes with rank(s) {', '.join(str(of(peer)) for peer in peers)}"
+        framed = mine.device.type == "cpu"
+        self.traffic.count(Op.EXCHANGE, mine.numel(), self.world_size, peers, label=label, framed=framed)
+        receives = [
+            dist.P2POp(dist.irecv, row, of(peer), self.group) for peer, row in zip(peers, theirs, strict=True)
+        ]
+        sends = [dist.P2POp(dist.isend, mine, of(peer), self.group) for peer in peers]
+        works = self._issue(lambda: dist.batch_isend_irecv(receives + sends), what)
+        return Pending(self, All(works), finish, what, label, Op.EXCHANGE)
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _collective(
+        self, op: Op, handed: Tensor, call: Callable[[], Any], what: str, label: Label, swift: bool = False
+    ) -> Any:
+        itemsize = handed.element_size()
+        nbytes = handed.numel() * itemsize
+        if nbytes == 0:
+            return None
+        framed = handed.device.type == "cpu"  # others go through NCCL, whose messages are not known
+        self.traffic.count(
+            op, nbytes, self.world_size, label=label, itemsize=itemsize, framed=framed, direct=swift
+        )
+        return self._issue(call, what) if self.world_size > 1 else None
+
+    def _lost(self, what: str, cause: RuntimeError, start: float) -> NoReturn:
+        waited_s = time.perf_counter() - start
+        ranks = dist.get_process_group_ranks(self.group)
+        if self.presence is not None:
+            absent = self.presence.absent(self._name, _ROLL_CALL_S)
+        else:
+            absent = roll_call(_ROLL_CALL_S, self._name)
+        lost, late = set(ranks).intersection(absent.lost), set(ranks).intersection(absent.late)
+        who = "a peer did not answer"
+        if lost or late:  # of a lost rank others may wait in vain, which makes them late
+            verb = "did not answer" if lost else "did not come, but run"
+            who = f"rank(s) {', '.join(map(str, sorted(lost or late)))} {verb}"
+        error = PeerLost(
+            f"{self._in_the_world(ranks)}: {what} failed after {waited_s:.1f} s (timeout_s is "
+            f"{self.timeout_s:g}), {who} ({first_line(cause)}): look at that rank's log, and restart from "
+            "the last checkpoint"
+        )
+        error.ranks = tuple(sorted(lost))
+        raise error from cause
+
+    def _in_the_world(self, ranks: Sequence[int]) -> str:
+        """Name this rank by its number in the whole world, like all others in a message."""
+        me, size = f"rank {self._global_rank(self.rank)}", dist.get_world_size()
+        if len(ranks) == size:
+            return f"{me} of {size}"
+        return f"{me} (of the group of ranks {', '.join(map(str, ranks))})"

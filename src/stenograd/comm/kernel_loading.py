@@ -1,0 +1,110 @@
+"""Loads a method's kernels before its first step: tiny exchanges among simulated ranks call every one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from stenograd.catalog.method import Method
+from stenograd.catalog.registry import compressors
+from stenograd.comm.simulate import run
+from stenograd.compression.contract import Compressor, Site
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.two_phase import FEWEST_RANKS
+from stenograd.compressors.powersgd import PowerSGD
+from stenograd.compressors.topk import TopK
+from stenograd.kernels.backend import wanted
+from stenograd.kernels.hash import hash_tensor
+from stenograd.kernels.host_cache import compiling
+
+__all__ = ["load_kernels"]
+
+# Enough elements for top-k to guess its bound from a sample (32,768 in a region of two), and a few: a code
+# that short is gathered whatever the number of ranks is. PowerSGD compresses the matrix.
+_SHAPES = ((torch.Size((300, 300)), torch.Size((7,))), (torch.Size((5,)),))
+
+_loaded: set[tuple[str, int, tuple[torch.dtype, ...], bool]] = set()  # by this process
+
+
+@torch.no_grad()
+def load_kernels(how: Method, world_size: int, tensors: Iterable[Tensor], *, checks: bool = False) -> None:
+    """Load what a method will run on the CPU, so that its first step takes as long as the second.
+
+    Kernels that are not on disk are compiled, by one process of a host while the others wait (see
+    `kernels.host_cache`); that takes 2 to 10 seconds, loading about half a second, most of it numba's import.
+    A method without kernels imports nothing. A compressor that is not one of Stenograd's is not run before
+    its first exchange: nobody knows what it does besides; its kernels are loaded there.
+
+    Args:
+        how: the method; it is not changed, and neither is any global random generator.
+        world_size: number of ranks, which decides the paths that exchanges take.
+        tensors: what will travel; only their dtypes and devices matter.
+        checks: whether replicas will be compared too (`ReplicaGuard`).
+
+    Example:
+        >>> from stenograd.catalog.method import method
+        >>> load_kernels(method("topk:ratio=0.01"), 4, torch.nn.Linear(4, 2).parameters())
+    """
+    if wanted() == "reference":
+        return
+    dtypes = tuple(sorted({t.dtype for t in tensors if t.device.type == "cpu"}, key=str))
+    what = (how.text, world_size, dtypes, checks)
+    if what in _loaded:
+        return
+    with compiling(how.text.partition(":")[0]):
+        for dtype in dtypes:
+            for shapes in _SHAPES:
+                _call_all(how.compressor, shapes, dtype, world_size)
+        if checks and dtypes:
+            hash_tensor(torch.zeros(1, device="cpu"))
+    _loaded.add(what)
+
+
+def _call_all(whole: Compressor, shapes: Sequence[torch.Size], dtype: torch.dtype, world_size: int) -> None:
+    """Call all kernels of a compressor, whatever paths it takes with other numbers of elements.
+
+    Wrappers have none, but one that sends some tensors densely asks the compressor inside for its error.
+    Zeros matter to top-k, whose guess of a bound fails on them.
+    """
+    codec, corrected = whole, False
+    while isinstance(inner := getattr(codec, "inner", None), Compressor):
+        corrected |= isinstance(codec, ErrorFeedback)
+        codec = inner
+    if type(codec) not in compressors():
+        return
+    noise = torch.randn(
+        sum(shape.numel() for shape in shapes), generator=torch.Generator().manual_seed(0), device="cpu"
+    ).to(dtype)
+    for one, ranks in _paths(codec, world_size):
+        _exchange(one, [noise] * ranks, shapes, want_error=True)
+        used = ErrorFeedback(inner=one) if corrected else one
+        for x in (noise, torch.zeros_like(noise)):
+            _exchange(used, [x] * ranks, shapes, want_error=False)
+
+
+def _paths(codec: Compressor, world_size: int) -> list[tuple[Compressor, int]]:
+    """Return compressors that take all paths that one takes, each with as few ranks as call the kernels."""
+    if isinstance(codec, PowerSGD):
+        return [(replace(codec, rank=min(codec.rank, 4)), 1)]  # a higher rank needs larger matrices
+    if isinstance(codec, TopK):
+        by_regions = not codec.detects(world_size) and world_size > 1
+        gathering = (replace(codec, reduce="gather"), 1)  # where k is small, on any number of ranks
+        return [gathering, (replace(codec, reduce="regions"), 2)] if by_regions else [gathering]
+    return [(codec, min(world_size, FEWEST_RANKS))]
+
+
+def _exchange(
+    compressor: Compressor, xs: Sequence[Tensor], shapes: Sequence[torch.Size], *, want_error: bool
+) -> None:
+    """Exchange as the engine does: with `Site.settles`, which `simulate.exchange` has not."""
+    world_size = len(xs)
+    settles = compressor.settles(world_size)
+    sites = [
+        Site(shapes=tuple(shapes), rank=rank, world_size=world_size, settles=settles)
+        for rank in range(world_size)
+    ]
+    todo = [(x.clone(), compressor.init(x, site), site) for x, site in zip(xs, sites, strict=True)]
+    run([compressor.rounds(x, state, site, want_error=want_error) for x, state, site in todo])

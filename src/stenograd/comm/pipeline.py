@@ -1,0 +1,102 @@
+"""Several coroutines at once, whose collectives are issued in an order that never depends on timing."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from torch import Tensor
+
+from stenograd.comm.traffic import PLAIN, Label
+from stenograd.data.requests import Op, Reply, Rounds
+from stenograd.errors import WireError
+
+if TYPE_CHECKING:
+    from stenograd.comm.driver import Driver, Pending
+
+__all__ = ["Pipeline"]
+
+T = TypeVar("T")
+
+
+class Pipeline(Generic[T]):
+    """Drives several coroutines at once, in an order that never depends on timing.
+
+    When one is added, its first request is issued; then every earlier one takes its reply and issues its
+    next request, oldest first. So rounds of neighbouring buckets overlap, and since the order depends on
+    counts alone, it is equal on all ranks.
+
+    Args:
+        driver: the way to the other ranks.
+        patient: whether adding one never waits for earlier ones; all then go on in `finish`.
+
+    Attributes:
+        verdict: after `finish`, whether coroutines asked by `Op.SETTLE`, and all with a true flag.
+    """
+
+    def __init__(self, driver: Driver, *, patient: bool = False) -> None:
+        self._driver, self._patient = driver, patient
+        self._running: dict[int, tuple[Rounds[T], Pending, Label]] = {}
+        self._settling: dict[int, tuple[Rounds[T], Pending | None, Label]] = {}
+        self._finite: list[Tensor] = []
+        self._results: dict[int, T] = {}
+        self.verdict = False
+        self._count = 0
+
+    def add(self, rounds: Rounds[T], label: Label = PLAIN) -> None:
+        """Start one more coroutine, whose collectives are counted under the label."""
+        earlier = [] if self._patient else sorted(self._running)
+        self._step(self._count, rounds, None, label)
+        self._count += 1
+        for index in earlier:
+            self._advance(index)
+
+    def receive(self) -> None:
+        """Drive all as far as they communicate; those that ask by `Op.SETTLE` wait for `finish`."""
+        while self._running:
+            for index in sorted(self._running):
+                self._advance(index)
+
+    def finish(self, sound: bool = True) -> list[T]:
+        """Drive all to their ends and return what they returned, in the order in which they were added.
+
+        Args:
+            sound: False where the step will be taken back whatever the coroutines find.
+        """
+        self.receive()
+        self._settle(sound)
+        return [self._results[i] for i in range(self._count)]
+
+    def _advance(self, index: int) -> None:
+        rounds, pending, label = self._running.pop(index)
+        self._step(index, rounds, pending, label)
+
+    def _settle(self, sound: bool) -> None:
+        """Go on with those that waited until no communication was left, and so no failure of it."""
+        self.verdict = sound and bool(self._finite) and all(map(bool, self._finite))
+        for index in sorted(self._settling):
+            rounds, last, label = self._settling[index]
+            self._send(index, rounds, last, label, self.verdict)
+        if self._running:
+            raise WireError("a coroutine asked for a collective after Op.SETTLE, which ends communication")
+
+    def _step(self, index: int, rounds: Rounds[T], last: Pending | None, label: Label) -> None:
+        self._send(index, rounds, last, label, None if last is None else last.wait())
+
+    def _send(self, index: int, rounds: Rounds[T], last: Pending | None, label: Label, reply: Reply) -> None:
+        start = time.perf_counter()
+        try:
+            request = rounds.send(reply)
+        except StopIteration as stop:
+            self._results[index] = stop.value
+            if last is not None:
+                self._driver.spent("decode", last.tally, start, label)
+            return
+        if request.op is Op.SETTLE:
+            self._finite += request.tensors
+            self._settling[index] = (rounds, last, label)
+            return
+        label = label if last is None else label.next()
+        pending = self._driver.start(request, label)
+        self._driver.spent("encode", pending.tally, start, label, pending.start)
+        self._running[index] = (rounds, pending, label)

@@ -1,0 +1,136 @@
+"""N ranks in one process and no network: the same coroutines, driven in step.
+
+Results are those of real ranks (averages divide before summing and sum in rank order), so a compressor's
+mathematics is tested in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from stenograd.compression.contract import Compressor, Exchange, Site, State
+from stenograd.data.requests import Op, Reply, Request, Rounds
+from stenograd.errors import WireError
+
+__all__ = ["exchange", "run"]
+
+T = TypeVar("T")
+
+
+def run(ranks: Sequence[Rounds[T]], *, spy: Callable[[Request], None] | None = None) -> list[T]:
+    """Drive one coroutine per rank to its end and return what each returned.
+
+    Args:
+        ranks: coroutines in rank order.
+        spy: called with every request of rank 0, to count bytes and rounds.
+
+    Raises:
+        WireError: the ranks asked for different collectives, or for different shapes in one, or a rank's
+            peer does not have it among its own; real ranks would hang or corrupt data there.
+
+    Example:
+        >>> import torch
+        >>> from stenograd.data.requests import mean
+        >>> run([mean(torch.tensor([1.0])), mean(torch.tensor([3.0]))])
+        [tensor([2.]), tensor([2.])]
+    """
+    replies: list[Reply] = [None] * len(ranks)
+    while True:
+        asked: list[Request] = []
+        results: list[T] = []
+        for rank, reply in zip(ranks, replies, strict=True):
+            try:
+                asked.append(rank.send(reply))
+            except StopIteration as stop:
+                results.append(stop.value)
+        if len(results) == len(ranks):
+            return results
+        if results:
+            raise WireError(
+                f"{len(results)} of {len(ranks)} ranks ended while the others ask for a collective"
+            )
+        if spy is not None:
+            for request in asked[0].parts or asked[:1]:
+                spy(request)
+        replies = _answer(asked)
+
+
+def exchange(
+    compressor: Compressor,
+    xs: Sequence[Tensor],
+    states: Sequence[State] | None = None,
+    *,
+    shapes: Sequence[torch.Size] | None = None,
+    step: int = 0,
+    want_error: bool = False,
+    spy: Callable[[Request], None] | None = None,
+) -> list[Exchange]:
+    """Run one exchange of `compressor` over `len(xs)` simulated ranks.
+
+    Args:
+        compressor: what to run.
+        xs: every rank's tensor, of any shape; not modified.
+        states: as the last exchange left them; None starts afresh.
+        shapes: the tensors inside each x, if it is a bucket of several; default: x itself.
+        step: number of exchanges before this one.
+        want_error: whether the exchanges must carry `error`.
+        spy: called with every request of rank 0.
+
+    Example:
+        >>> import torch
+        >>> from stenograd.compressors.topk import TopK
+        >>> ranks = exchange(TopK(ratio=0.5), [torch.tensor([4.0, 1.0]), torch.tensor([1.0, 2.0])])
+        >>> ranks[0].average
+        tensor([2., 1.])
+    """
+    cut = tuple(torch.Size(s) for s in (shapes if shapes is not None else [xs[0].shape]))
+    sites = [Site(shapes=cut, rank=r, world_size=len(xs), step=step) for r in range(len(xs))]
+    flats = [x.reshape(-1).clone() for x in xs]
+    if states is None:
+        states = [compressor.init(x, site) for x, site in zip(flats, sites, strict=True)]
+    todo = zip(flats, states, sites, strict=True)
+    return run([compressor.rounds(x, s, site, want_error=want_error) for x, s, site in todo], spy=spy)
+
+
+def _answer(asked: list[Request]) -> list[Reply]:
+    forms = [(r.op, len(r.parts), [(tuple(t.shape), t.dtype) for t in r.tensors]) for r in asked]
+    for rank, form in enumerate(forms):
+        if form != forms[0]:
+            raise WireError(f"rank 0 asks for {forms[0]}, rank {rank} for {form}: all must ask for the same")
+    if asked[0].op is Op.SEVERAL:
+        answers = [_answer(list(same)) for same in zip(*(r.parts for r in asked), strict=True)]
+        return [list(mine) for mine in zip(*answers, strict=True)]
+    if asked[0].op is Op.GATHER:
+        return [[tuple(t.clone() for t in r.tensors) for r in asked] for _ in asked]
+    if asked[0].op is Op.SCATTER:
+        asked[0].check_rows(len(asked))
+        return [[tuple(t[rank].clone() for t in r.tensors) for r in asked] for rank in range(len(asked))]
+    if asked[0].op is Op.SETTLE:
+        return [all(bool(t) for r in asked for t in r.tensors)] * len(asked)
+    if asked[0].op is Op.EXCHANGE:
+        _check_peers(asked)
+        return [{p: tuple(t.clone() for t in asked[p].tensors) for p in r.peers} for r in asked]
+    parts = 1 if asked[0].scaled else len(asked)
+    sums = [t / parts for t in asked[0].tensors]
+    for request in asked[1:]:
+        for total, t in zip(sums, request.tensors, strict=True):
+            total += t / parts
+    if len(sums) == 1:  # as the real driver: one tensor is averaged in place
+        return [(r.tensors[0].copy_(sums[0]),) for r in asked]
+    return [tuple(t.clone() for t in sums) for _ in asked]
+
+
+def _check_peers(asked: list[Request]) -> None:
+    for rank, request in enumerate(asked):
+        for peer in request.peers:
+            if not 0 <= peer < len(asked) or peer == rank:
+                raise WireError(f"rank {rank} of {len(asked)} cannot exchange with rank {peer}")
+            if rank not in asked[peer].peers:
+                raise WireError(
+                    f"rank {rank} exchanges with rank {peer}, whose peers are {list(asked[peer].peers)}: "
+                    "the relation must be symmetric"
+                )

@@ -1,0 +1,107 @@
+"""Sparse vectors as (places, values): what the sparsifying compressors share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stenograd.compression.float30 import pack_floats, unpack_floats
+from stenograd.errors import WireError
+from stenograd.kernels.dispatch import pack_places, pack_values, unpack_places, unpack_values
+
+__all__ = ["VALUES", "Message", "check_places", "mean_of_sparse"]
+
+# How float32 values may travel.
+VALUES = ("float32", "float30", "bfloat16", "int8")
+
+
+def mean_of_sparse(vectors: Sequence[tuple[Tensor, ...]], like: Tensor) -> Tensor:
+    """Return the dense mean of sparse vectors, added in rank order.
+
+    Args:
+        vectors: per rank `(places, values)`, places unique within a rank.
+        like: flat tensor whose length, dtype and device the result has.
+
+    Example:
+        >>> import torch
+        >>> a = (torch.tensor([0]), torch.tensor([2.0]))
+        >>> b = (torch.tensor([1]), torch.tensor([4.0]))
+        >>> mean_of_sparse([a, b], torch.empty(3))
+        tensor([1., 2., 0.])
+    """
+    total = torch.zeros_like(like)
+    for places, values in vectors:
+        check_places(places, like.numel())
+        total.index_add_(0, places, values.to(like.dtype))
+    return total.div_(len(vectors))
+
+
+def check_places(places: Tensor, n: int) -> None:
+    """Refuse places that lie outside a vector of n elements.
+
+    Raises:
+        WireError: naming the least and the greatest place.
+
+    Example:
+        >>> check_places(torch.tensor([0, 4]), 4)
+        Traceback (most recent call last):
+        stenograd.errors.WireError: places lie in [0, 4), got 0 to 4: the message is damaged
+    """
+    if places.numel():
+        lowest, highest = map(int, places.aminmax())
+        if lowest < 0 or highest >= n:
+            raise WireError(f"places lie in [0, {n}), got {lowest} to {highest}: the message is damaged")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """How k of n elements are written: places, then values.
+
+    Args:
+        numel: n.
+        count: k.
+        compact: whether places travel as an Elias-Fano code, in ascending order, not as int32.
+        values: one of `VALUES` for float32 values; None to send them as they are.
+
+    Example:
+        >>> message = Message(1000, 2, compact=True, values="bfloat16")
+        >>> payload = message.write(torch.tensor([3, 999]), torch.tensor([1.0, -2.0]))
+        >>> [t.numel() * t.element_size() for t in payload]
+        [3, 4]
+        >>> message.read(payload)[1]
+        tensor([ 1., -2.])
+    """
+
+    numel: int
+    count: int
+    compact: bool
+    values: str | None
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether values read back may differ."""
+        return self.values not in (None, "float32")
+
+    def write(self, places: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Write places, which ascend, and their values."""
+        where = pack_places(places, self.numel) if self.compact else places.to(torch.int32)
+        if self.values is None:
+            return where, values
+        return where, *(pack_floats(values) if self.values == "float30" else pack_values(values, self.values))
+
+    def read(self, payload: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Read back places and values.
+
+        Raises:
+            WireError: the payload has another form.
+        """
+        where, *rest = payload
+        places = unpack_places(where, self.numel, self.count) if self.compact else where
+        if self.values is None:
+            return places, rest[0]
+        if self.values == "float30":
+            return places, unpack_floats((rest[0], rest[1], rest[2]), self.count)
+        return places, unpack_values(tuple(rest), self.values, self.count)

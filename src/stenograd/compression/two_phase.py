@@ -1,0 +1,235 @@
+"""Average dense codes in two phases: chunks are scattered, averaged, encoded again and gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from stenograd.compression.contract import Codec, Exchange, Payload, Site, State
+from stenograd.data.requests import Rounds, gather, scatter
+from stenograd.kernels.reference.bits import packed_bytes
+
+__all__ = ["FEWEST_RANKS", "Chunks", "chunks_for", "two_phase"]
+
+FEWEST_RANKS = 4  # with fewer, an all-gather moves at most twice the code
+_MOST = 2.08  # of the coded size may be moved by a rank
+_SHORTEST = 16  # elements a block of the second encoding
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A flat tensor and its code cut into one chunk a rank, nearly equal in coded size.
+
+    A code is `bits` bits an element, written one after another, and one float32 scale a block. Chunks start
+    at multiples of eight elements, so at whole bytes of the code, and no block spans two chunks.
+
+    Args:
+        bits: bits an element.
+        bounds: first element of each chunk, and the number of elements.
+        numels: for each chunk, the lengths of the pieces of tensors in it.
+        blocks: number of scales in each chunk.
+    """
+
+    bits: int
+    bounds: tuple[int, ...]
+    numels: tuple[tuple[int, ...], ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def row_words(self) -> int:
+        """Length of the longest coded chunk in int32 words; all are padded to it."""
+        return _row_words(self.blocks, self.bounds, self.bits)
+
+    def blocked(self, block: int) -> Chunks:
+        """Return the same chunks with another number of elements a scale."""
+        return _blocked(self, block)
+
+    def finer(self, block: int) -> int:
+        """Return the shortest block (its half, quarter, ...) with which the second phase keeps to `_MOST`."""
+        return _finer(self, block)
+
+    def span(self, rank: int) -> slice:
+        """Return the elements of a rank's chunk."""
+        return slice(self.bounds[rank], self.bounds[rank + 1])
+
+    def site(self, site: Site, rank: int | None = None) -> Site:
+        """Return a site for a rank's chunk, or for all chunks one after another."""
+        pieces = self.numels if rank is None else (self.numels[rank],)
+        return replace(site, shapes=tuple(torch.Size((m,)) for piece in pieces for m in piece))
+
+    def cut(self, payload: Payload) -> Tensor:
+        """Return the code of the whole tensor as rows, one a chunk: its scales, then its bits."""
+        codes, scales = payload
+        pieces = [codes[start:stop] for start, stop in self._bytes()]
+        return torch.stack([self.row((c, s)) for c, s in zip(pieces, scales.split(self.blocks), strict=True)])
+
+    def row(self, payload: Payload) -> Tensor:
+        """Return the code of one chunk as a row of int32 words, padded with zeros."""
+        codes, scales = payload
+        row = torch.zeros(self.row_words, dtype=torch.int32, device=codes.device)
+        row[: scales.numel()] = scales.view(torch.int32)
+        start = 4 * scales.numel()
+        row.view(torch.uint8)[start : start + codes.numel()] = codes
+        return row
+
+    def read(self, row: Tensor, rank: int) -> Payload:
+        """Return the code of a rank's chunk from its row."""
+        (start, stop), blocks = self._bytes()[rank], self.blocks[rank]
+        codes = row.view(torch.uint8)[4 * blocks : 4 * blocks + stop - start]
+        return codes, row[:blocks].view(torch.float32)
+
+    def join(self, rows: Iterable[Tensor]) -> Payload:
+        """Return the code of the whole tensor from one row a chunk."""
+        codes, scales = zip(*(self.read(row, rank) for rank, row in enumerate(rows)), strict=True)
+        return torch.cat(codes), torch.cat(scales)
+
+    def _bytes(self) -> list[tuple[int, int]]:
+        return _spans(self.bounds, self.bits)
+
+
+def chunks_for(site: Site, bits: int, block: int) -> Chunks | None:
+    """Return how to average a code in two phases, or None where an all-gather moves no more.
+
+    Args:
+        site: tensors and world size.
+        bits: bits an element.
+        block: elements a scale; blocks do not span tensors.
+
+    Example:
+        >>> import torch
+        >>> chunks_for(Site(shapes=(torch.Size((4096,)),), world_size=4), bits=1, block=1024).bounds
+        (0, 1024, 2048, 3072, 4096)
+    """
+    if site.world_size < FEWEST_RANKS:
+        return None
+    numels = tuple(m for m in site.numels if m)
+    chunks = _chunks(numels, bits, block, site.world_size)
+    coded_bytes = packed_bytes(sum(numels), bits) + 4 * _blocks(numels, block)
+    return chunks if 2 * 4 * chunks.row_words < coded_bytes else None
+
+
+def two_phase(
+    codec: Codec,
+    chunks: Chunks,
+    x: Tensor,
+    residual: Tensor | None,
+    state: State,
+    site: Site,
+    want_error: bool,
+    *,
+    again: tuple[Codec, Chunks] | None = None,
+) -> Rounds[Exchange]:
+    """Average x: rank j collects chunk j of every rank's code, averages, encodes again, and all gather that.
+
+    With `C` for encoding and decoding, rank j computes `a = (x_j + sum_{r != j} C(x_r)) / N` of chunk j and
+    all ranks take `C(a)`. Its own chunk does not travel, so it enters uncompressed. What the second encoding
+    loses is `N (a - C(a))` in this rank's error, which enters its next average divided by N and again
+    uncompressed: one residual serves both encodings, and `average = mean_r(x_r - error_r)` holds.
+
+    Each rank moves `2 (N-1)/N` times the coded size, and decodes as much as two codes, whatever N is.
+
+    Args:
+        codec: encodes into codes and scales as `Chunks` describes them; unbiased if it is private to the rank
+            and the key, which tell the second encoding from the first.
+        chunks: from `chunks_for`.
+        x: flat tensor, overwritten.
+        residual: added to it; None for none.
+        state: passed on.
+        site: where and when.
+        want_error: whether the exchange must carry `error`.
+        again: codec of the second encoding and the chunks as it writes them; None for the same. What it loses
+            is not averaged over the ranks, so a finer one may be worth its bytes.
+
+    Reference: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
+    Error-Compensated Compression", ICML 2019 (two encodings with a residual each); Bernstein et al., "signSGD
+    with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019 (chunks owned by ranks).
+    """
+    world, mine = site.world_size, chunks.span(site.rank)
+    whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key)
+    own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    error: Tensor | None = None
+    if want_error:
+        own = own if residual is None else own.add_(residual[mine])
+        payload, error = codec.encode_error(x, residual, whole)
+    else:
+        payload = codec.encode(x, whole)
+    rows = yield from scatter(chunks.cut(payload))
+    theirs = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
+    average = codec.combine(theirs, own, part)
+    average.mul_((world - 1) / world).add_(own, alpha=1 / world)
+    codec, chunks = again or (codec, chunks)
+    second = codec.encode(average, part)
+    if error is not None:
+        error[mine] = codec.error(average, second, part).mul_(world).to(error.dtype)
+    everyone = yield from gather(chunks.row(second))
+    final = chunks.join(row for (row,) in everyone)
+    return Exchange(codec.decode(final, x, whole), state, error, codec.finite([final]))
+
+
+@lru_cache(maxsize=1024)
+def _spans(bounds: tuple[int, ...], bits: int) -> list[tuple[int, int]]:
+    """Return the bytes of each chunk's code."""
+    return list(pairwise(packed_bytes(bound, bits) for bound in bounds))
+
+
+@lru_cache(maxsize=1024)
+def _row_words(blocks: tuple[int, ...], bounds: tuple[int, ...], bits: int) -> int:
+    sizes = zip(blocks, _spans(bounds, bits), strict=True)
+    return max(scales + -(-(stop - start) // 4) for scales, (start, stop) in sizes)
+
+
+@lru_cache(maxsize=1024)
+def _blocked(chunks: Chunks, block: int) -> Chunks:
+    return replace(chunks, blocks=tuple(_blocks(piece, block) for piece in chunks.numels))
+
+
+@lru_cache(maxsize=1024)
+def _finer(chunks: Chunks, block: int) -> int:
+    world_size = len(chunks.blocks)
+    code = sum(stop - start for start, stop in chunks._bytes()) + 4 * sum(chunks.blocks)
+    row_words = _MOST * code / (4 * (world_size - 1)) - chunks.row_words
+    while block >= 2 * _SHORTEST and chunks.blocked(block // 2).row_words <= row_words:
+        block //= 2
+    return block
+
+
+@lru_cache(maxsize=1024)
+def _chunks(numels: tuple[int, ...], bits: int, block: int, world_size: int) -> Chunks:
+    bounds = _bounds(numels, bits, block, world_size)
+    pieces: list[list[int]] = [[] for _ in range(world_size)]
+    chunk, at = 0, 0
+    for numel in numels:
+        left = numel
+        while left:
+            while bounds[chunk + 1] <= at:
+                chunk += 1
+            pieces[chunk].append(min(left, bounds[chunk + 1] - at))
+            at += pieces[chunk][-1]
+            left -= pieces[chunk][-1]
+    blocks = tuple(_blocks(piece, block) for piece in pieces)
+    return Chunks(bits, bounds, tuple(map(tuple, pieces)), blocks)
+
+
+def _bounds(numels: tuple[int, ...], bits: int, block: int, world_size: int) -> tuple[int, ...]:
+    """Cut where the code's size reaches multiples of 1/N, up to eight elements."""
+    costs = [m * bits + 32 * _blocks([m], block) for m in numels]  # in bits
+    ends, reached = list(accumulate(numels)), list(accumulate(costs))
+    total, numel = (reached[-1], ends[-1]) if numels else (0, 0)
+    bounds, at = [0], 0
+    for chunk in range(1, world_size):
+        target = total * chunk // world_size
+        while at < len(numels) and reached[at] < target:
+            at += 1
+        missing = numels[at] * (reached[at] - target) // costs[at] if at < len(numels) else 0
+        end = ends[at] - missing if at < len(numels) else numel
+        bounds.append(max(bounds[-1], min(8 * ((end + 4) // 8), numel)))
+    return (*bounds, numel)
+
+
+def _blocks(numels: Sequence[int], block: int) -> int:
+    return sum(-(-m // block) for m in numels)

@@ -1,0 +1,208 @@
+"""PowerSGD: each gradient matrix as the product of two thin ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from stenograd.compression.contract import Compressor, Exchange, Site, State, all_bounded, require_floating
+from stenograd.compression.orthogonalize import orthogonalize
+from stenograd.compression.small_all_reduce import direct_means
+from stenograd.data.requests import Rounds, settle
+from stenograd.errors import MethodError, check_count
+from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows
+
+__all__ = ["PowerSGD"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Compressor):
+    """Send a rank-r approximation of each matrix: `P = orthonormal(mean(M Q))`, `Q = mean(M^T P)`, `P Q^T`.
+
+    A tensor of shape (n, ...) with m = numel/n is an n x m matrix M; one that the factors would not make
+    smaller (biases, scales, small or thin matrices) is averaged exactly, together with P. One step of
+    subspace iteration an exchange; with `warm_start` it goes on from the last Q, so that over the steps P
+    tends to the leading left singular vectors. Biased: use error feedback.
+
+    A rank's error is its own projection error, `M_r - P (M_r^T P)^T`: the mean of what the ranks sent is then
+    the average, and no error exceeds M_r. The reference implementations subtract the average, `M_r - P Q^T`,
+    whose residual also gathers the differences between the ranks and so walks at random.
+
+    Wire: `32 r (n + m)` bits a matrix with `r = min(n, m, rank)`, 32 bits an element for the others (64 for
+    float64), two all-reduces, whatever the number of ranks.
+
+    Args:
+        rank: largest rank of an approximation, 1 to 2^31 - 1; 1 to 4 are usual.
+        warm_start: whether to start from the last Q (state "q/i" for tensor i) instead of a random one.
+        seed: of the random Q; any integer, the same on every rank.
+
+    Raises:
+        MethodError: rank outside its range.
+
+    Example:
+        >>> import torch
+        >>> from stenograd.simulate import exchange
+        >>> rank_one = torch.outer(torch.arange(3.0), torch.arange(4.0))
+        >>> exchange(PowerSGD(rank=1), [rank_one])[0].average.view(3, 4).round(decimals=3).abs()
+        tensor([[0., 0., 0., 0.],
+                [0., 1., 2., 3.],
+                [0., 2., 4., 6.]])
+
+    Reference: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization", NeurIPS 2019.
+    """
+
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"powersgd": {}}
+    summary: ClassVar[str] = "low-rank factors of each matrix, by all-reduce"
+
+    rank: int = 4
+    warm_start: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank, "use 4", MethodError)
+
+    @classmethod
+    def examples(cls) -> Iterator[PowerSGD]:
+        """Yield a low and a higher rank, the latter also without memory."""
+        yield cls(rank=1)
+        yield cls(rank=4)
+        yield cls(rank=4, warm_start=False)
+
+    @property
+    def biased(self) -> bool:
+        """What lies outside the leading subspace is dropped."""
+        return True
+
+    def detects(self, world_size: int) -> bool:
+        """What is not finite makes the mean of M Q so."""
+        return True
+
+    def settles(self, world_size: int) -> bool:
+        """The first round tells what is finite."""
+        return True
+
+    def init(self, like: Tensor, site: Site) -> State:
+        """Draw the first Q of every compressed tensor, equal on all ranks."""
+        require_floating(like)
+        return self._random_queries(like, site) if self.warm_start else {}
+
+    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
+        """Project on both sides in two rounds; see `Compressor.rounds`."""
+        return (yield from self._exchange(x, None, state, site, want_error))
+
+    def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
+        """Add the residual while projecting; see `Compressor.corrected`."""
+        return (yield from self._exchange(x, residual, state, site, True))
+
+    def _exchange(
+        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        batches, dense = _plan(site.shapes, self.rank)
+        work = x.to(torch.promote_types(x.dtype, torch.float32))
+        queries = state if self.warm_start else self._random_queries(x, site)
+        if residual is not None:
+            for start, stop in dense:
+                work[start:stop] += residual[start:stop]
+        qts = [torch.stack([queries[f"q/{i}"].mT for i in b.tensors]) for b in batches]  # (count, r, m)
+        thin = [project_rows(work, residual, b.place, qt) for b, qt in zip(batches, qts, strict=True)]
+        reply = yield from direct_means([*thin, *(work[a:b] for a, b in dense)], site.world_size)
+        finite = torch.stack([t.isfinite().all() for t in reply]).all()
+        pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
+        mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
+        # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
+        qts = [qt.clone() for qt in mine]
+        qts = list((yield from direct_means(qts, site.world_size))) if batches else []
+        if site.settles and (yield from settle(finite & all_bounded([*qts, *reply[len(batches) :]]))):
+            site = replace(site, spare=residual)
+        average = site.memory(work) if want_error else work
+        for (start, stop), exact in zip(dense, reply[len(batches) :], strict=True):
+            average[start:stop] = exact  # before work changes: the reply may lie in it
+            if want_error:
+                work[start:stop] = 0
+        for b, *thins in zip(batches, pts, mine, qts, strict=True):
+            expand(work if want_error else None, average, b.place, *thins)
+        state = _next_queries(batches, qts) if self.warm_start else state
+        return Exchange(average.to(x.dtype), state, work.to(x.dtype) if want_error else None, finite)
+
+    def _random_queries(self, like: Tensor, site: Site) -> State:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        generator = site.generator(self.seed, shared=True)
+        shapes = {i: (b.columns, b.rank) for b in _plan(site.shapes, self.rank)[0] for i in b.tensors}
+        return {
+            f"q/{i}": torch.randn(shape, generator=generator).to(like.device, dtype)
+            for i, shape in sorted(shapes.items())
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Matrices of one shape at equal distances in the flat x, so that one place tells them all.
+
+    tensors: their places in `Site.shapes`. start, stride: in elements of x.
+    """
+
+    tensors: tuple[int, ...]
+    start: int
+    stride: int
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def place(self) -> Place:
+        return self.start, self.stride, len(self.tensors), self.rows, self.columns
+
+
+@lru_cache(maxsize=1024)
+def _plan(shapes: tuple[torch.Size, ...], rank: int) -> tuple[list[_Batch], list[tuple[int, int]]]:
+    """Return the batches of matrices to compress, and the stretches of x to send as they are."""
+    places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    dense: list[tuple[int, int]] = []
+    start = 0
+    for i, shape in enumerate(shapes):
+        n, m = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        r = min(n, m, rank)
+        if r * (n + m) < n * m:
+            places.setdefault((n, m), []).append((i, start))
+        elif dense and dense[-1][1] == start:
+            dense[-1] = (dense[-1][0], start + n * m)
+        else:
+            dense.append((start, start + n * m))
+        start += n * m
+    runs = [(n, m, run) for (n, m), found in places.items() for run in _even_runs(found)]
+    return [_batch(n, m, min(n, m, rank), run) for n, m, run in runs], dense
+
+
+def _batch(n: int, m: int, r: int, run: list[tuple[int, int]]) -> _Batch:
+    tensors, starts = zip(*run, strict=True)
+    stride = starts[1] - starts[0] if len(run) > 1 else n * m
+    return _Batch(tensors, starts[0], stride, rows=n, columns=m, rank=r)
+
+
+def _even_runs(found: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Cut (tensor, start) pairs into runs whose starts are equally far apart."""
+    run = [found[0]]
+    for place in found[1:]:
+        if len(run) > 1 and place[1] - run[-1][1] != run[1][1] - run[0][1]:
+            yield run
+            run = []
+        run.append(place)
+    yield run
+
+
+def _next_queries(batches: list[_Batch], qts: list[Tensor]) -> State:
+    """Keep Q's directions; its length would be squared in the next P and leave float32's range."""
+    state: dict[str, Tensor] = {}
+    for b, qt in zip(batches, qts, strict=True):
+        largest = qt.abs().amax(2, keepdim=True)
+        qs = (qt / torch.where(largest > 0, largest, 1.0)).mT  # (b, m, r)
+        for i, q in zip(b.tensors, qs, strict=True):
+            state[f"q/{i}"] = q.clone(memory_format=torch.contiguous_format)
+    return dict(sorted(state.items()))

@@ -1,0 +1,1 @@
+"""What is averaged: requests on the wire, buckets, flat parameters."""

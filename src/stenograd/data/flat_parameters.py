@@ -1,0 +1,101 @@
+"""Parameters as flat tensors, cut into chunks to send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from stenograd.data.buckets import Bucket, assign
+
+__all__ = ["Stream", "by_kind", "is_finite"]
+
+
+class Stream:
+    """Parameters of one kind as one flat tensor, in logical order.
+
+    Args:
+        parameters: by name, of one kind (see `by_kind`), at least one.
+
+    Example:
+        >>> w, b = torch.ones(2, 2), torch.zeros(3)
+        >>> stream = Stream({"w": w, "b": b})
+        >>> stream.read(stream.empty())
+        tensor([1., 1., 1., 1., 0., 0., 0.])
+        >>> [part for part, _ in stream.cuts(3, whole=False)]
+        [slice(0, 1, None), slice(1, 4, None), slice(4, 7, None)]
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        first = next(iter(parameters.values()))
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.numels = [p.numel() for p in self.parameters]
+        self.dtype, self.device = torch.promote_types(first.dtype, torch.float32), first.device
+
+    def empty(self) -> Tensor:
+        """Allocate a flat tensor for all parameters."""
+        return torch.empty(sum(self.numels), dtype=self.dtype, device=self.device)
+
+    def read(self, out: Tensor) -> Tensor:
+        """Copy the parameters to a flat tensor, and return it."""
+        for p, piece in self._pieces(out):
+            piece.copy_(p)
+        return out
+
+    def write(self, values: Tensor) -> None:
+        """Copy a flat tensor to the parameters, rounded once where they are narrower."""
+        for p, piece in self._pieces(values):
+            p.copy_(piece)
+
+    def approach(self, target: Tensor, share: float) -> None:
+        """Move every parameter by `share` of its way to the target."""
+        for p, piece in self._pieces(target):
+            p.copy_(p.to(self.dtype).lerp(piece, share))
+
+    def cuts(self, chunk: int, whole: bool) -> Iterator[tuple[slice, Bucket]]:
+        """Cut into chunks, the remainder first; or, for whole parameters, between them."""
+        if whole:
+            shaped = {
+                name: torch.empty(p.shape, dtype=self.dtype, device=self.device)
+                for name, p in zip(self.names, self.parameters, strict=True)
+            }
+            buckets = assign(shaped, chunk * self.dtype.itemsize)
+        else:
+            total = sum(self.numels)
+            sizes = [total % chunk] * (total % chunk > 0) + [chunk] * (total // chunk)
+            buckets = [
+                Bucket((f"chunk {i} of {self.dtype}",), (torch.Size([size]),), self.dtype, self.device)
+                for i, size in enumerate(sizes)
+            ]
+        start = 0
+        for bucket in buckets:
+            stop = start + sum(bucket.numels)
+            yield slice(start, stop), bucket
+            start = stop
+
+    def _pieces(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for p, piece in zip(self.parameters, flat.split(self.numels), strict=True):
+            yield p.detach(), piece.view(p.shape)
+
+
+def by_kind(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Group parameters that can lie in one flat tensor, each group in the order given."""
+    groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, p in parameters.items():
+        kind = (torch.promote_types(p.dtype, torch.float32), p.device)
+        groups.setdefault(kind, {})[name] = p
+    return list(groups.values())
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether all elements are; no temporary, and one pass unless something is large or infinite.
+
+    Example:
+        >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
+        (True, False)
+    """
+    if x.numel() == 0 or math.isfinite(x.sum()):  # adding is fastest, and NaN and infinity stay in a sum
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())

@@ -1,0 +1,248 @@
+"""What may cross the network: requests that compressors yield and drivers answer.
+
+A compressor is a coroutine. It yields a `Request`, and whoever drives it (torch.distributed, or `simulate`
+with N ranks in one process) sends back the reply. So the same compressor runs everywhere, and a request's
+`nbytes` is the only byte count in the code base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import WireError
+
+__all__ = [
+    "Op",
+    "Reply",
+    "Request",
+    "Rounds",
+    "exchange",
+    "gather",
+    "gather_ragged",
+    "mean",
+    "means",
+    "scatter",
+    "settle",
+    "together",
+]
+
+
+class Op(Enum):
+    """The collectives that a compressor may ask for."""
+
+    MEAN = "all-reduce"
+    GATHER = "all-gather"
+    EXCHANGE = "exchange"
+    SCATTER = "all-to-all"
+    SETTLE = "nothing"
+    SEVERAL = "several"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One collective that a compressor asks for.
+
+    Args:
+        op: `MEAN` averages over the ranks (floating tensors of one dtype); `GATHER` brings every rank's
+            tensors to every rank (any dtypes, equal shapes on all ranks); `EXCHANGE` sends the tensors to
+            the peers and brings theirs here (likewise); `SCATTER` sends row j of every tensor to rank j and
+            brings every rank's row for this one here (likewise, the first dimension is the world size);
+            `SETTLE` sends nothing: it waits until all else of this step has come, and tells whether all the
+            flags handed over in it are true; `SEVERAL` stands for its `parts`, which are under way at once.
+        tensors: what this rank hands over. The driver may overwrite them: use the reply instead. The reply
+            belongs to the compressor, and may be the very tensors handed over.
+        peers: for `EXCHANGE`, other ranks, ascending; whoever is a peer has this rank among its own.
+        scaled: for `MEAN`, whether the tensors are divided by the world size already, so that the sum is the
+            mean.
+        parts: for `SEVERAL`, other requests, `SETTLE` not among them.
+    """
+
+    op: Op
+    tensors: tuple[Tensor, ...] = ()
+    peers: tuple[int, ...] = ()
+    scaled: bool = False
+    parts: tuple[Request, ...] = ()
+
+    def __post_init__(self) -> None:
+        if list(self.peers) != sorted(set(self.peers)) or (self.peers and self.op is not Op.EXCHANGE):
+            raise WireError(f"peers are ascending ranks of an EXCHANGE, got {self.peers} for {self.op.name}")
+        if self.op is Op.MEAN and len({t.dtype for t in self.tensors}) > 1:
+            raise WireError(f"one MEAN takes one dtype, got {sorted({str(t.dtype) for t in self.tensors})}")
+
+    def check_rows(self, world_size: int) -> None:
+        """Raise unless every tensor of a `SCATTER` has one row for each rank.
+
+        Raises:
+            WireError: names the shape.
+        """
+        for t in self.tensors:
+            if t.ndim == 0 or len(t) != world_size:
+                raise WireError(
+                    f"a SCATTER sends one row to each of {world_size} ranks, got a tensor of {tuple(t.shape)}"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank hands to the collective."""
+        own = 0 if self.op is Op.SETTLE else sum(t.numel() * t.element_size() for t in self.tensors)
+        return own + sum(part.nbytes for part in self.parts)
+
+
+# For MEAN the averaged tensors, for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank order;
+# for EXCHANGE a dict with one tuple of tensors per peer, in rank order; for SETTLE a bool; for SEVERAL a list
+# with a reply for each part.
+Reply: TypeAlias = Any
+T = TypeVar("T")
+_MOST_RAGGED = (1 << 31) - 1  # an int32 tells lengths
+Rounds: TypeAlias = Generator[Request, Reply, T]
+
+
+def means(tensors: Sequence[Tensor], *, scaled: bool = False) -> Rounds[tuple[Tensor, ...]]:
+    """Average tensors of one dtype over the ranks in one collective; `scaled` as in `Request`."""
+    reply: tuple[Tensor, ...] = yield Request(Op.MEAN, tuple(tensors), scaled=scaled)
+    return reply
+
+
+def mean(tensor: Tensor) -> Rounds[Tensor]:
+    """Average one tensor over the ranks (write `yield from` before it)."""
+    (average,) = yield from means((tensor,))
+    return average
+
+
+def gather(*tensors: Tensor) -> Rounds[list[tuple[Tensor, ...]]]:
+    """Bring every rank's tensors here, one tuple per rank in rank order; shapes are equal on all ranks."""
+    reply: list[tuple[Tensor, ...]] = yield Request(Op.GATHER, tensors)
+    return reply
+
+
+def scatter(*tensors: Tensor) -> Rounds[list[tuple[Tensor, ...]]]:
+    """Send row j of every tensor to rank j, and bring here the rows that all ranks have for this one.
+
+    Args:
+        tensors: any dtypes; the first dimension is the world size, and shapes are equal on all ranks.
+
+    Returns:
+        One tuple of rows per rank, in rank order, this rank's own included.
+
+    Example:
+        >>> from stenograd.simulate import run
+        >>> run([scatter(torch.tensor([[1], [2]])), scatter(torch.tensor([[3], [4]]))])
+        [[(tensor([1]),), (tensor([3]),)], [(tensor([2]),), (tensor([4]),)]]
+    """
+    reply: list[tuple[Tensor, ...]] = yield Request(Op.SCATTER, tensors)
+    return reply
+
+
+def exchange(tensors: Sequence[Tensor], peers: Iterable[int]) -> Rounds[dict[int, tuple[Tensor, ...]]]:
+    """Send tensors to some ranks and bring theirs here, by rank; all ranks take part, if only without peers.
+
+    Args:
+        tensors: any dtypes; shapes are equal on all ranks.
+        peers: other ranks, each once; the relation must be symmetric, or ranks wait for each other in vain.
+    """
+    reply: dict[int, tuple[Tensor, ...]] = yield Request(Op.EXCHANGE, tuple(tensors), tuple(sorted(peers)))
+    return reply
+
+
+def settle(finite: Tensor) -> Rounds[bool]:
+    """Wait until this step is past all communication, and tell whether all its averages are finite.
+
+    Then the step will not be taken back, so the memory of old state is free. Only where `Site.settles`.
+
+    Args:
+        finite: whether this one is or surely will be: a 0-d bool tensor, equal on all ranks.
+
+    Example:
+        >>> from stenograd.simulate import run
+        >>> run([settle(torch.tensor(True))])
+        [True]
+    """
+    reply: bool = yield Request(Op.SETTLE, (finite,))
+    return reply
+
+
+def gather_ragged(*tensors: Tensor, most: int = _MOST_RAGGED) -> Rounds[list[tuple[Tensor, ...]]]:
+    """Like `gather`, for 1-D tensors whose common length differs from rank to rank.
+
+    One int32 per rank tells the lengths; then every payload is padded to the longest, so a rank sends
+    `4 + max_r(length_r) * (bytes per entry)` bytes. When no rank has anything, the second round is empty.
+
+    Args:
+        tensors: 1-D and equally long on this rank.
+        most: the greatest length that a rank may have; a damaged one would ask for as much memory.
+
+    Raises:
+        WireError: tensors of other forms, or a rank's length outside 0 to `most`.
+    """
+    length = tensors[0].numel()
+    if any(t.ndim != 1 or t.numel() != length for t in tensors):
+        raise WireError(f"ragged tensors are 1-D and equally long, got {[tuple(t.shape) for t in tensors]}")
+    counts = yield from gather(torch.tensor([length], dtype=torch.int32, device=tensors[0].device))
+    lengths = [int(count) for (count,) in counts]
+    longest = max(lengths)
+    if min(lengths) < 0 or longest > most:
+        raise WireError(f"a rank may send 0 to {most} entries, got {lengths}: the message is damaged")
+    padded = tuple(torch.nn.functional.pad(t, (0, longest - length)) for t in tensors)
+    everyone = yield from gather(*padded)
+    return [tuple(t[:n] for t in theirs) for theirs, n in zip(everyone, lengths, strict=True)]
+
+
+def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
+    """Run several coroutines in step and merge what they ask for in the same round.
+
+    Requests with the same op (and, for MEAN, the same dtype; for EXCHANGE, the same peers) become one
+    collective, and different ones are under way at once, so k small exchanges cost one latency.
+    """
+    results: dict[int, T] = {}
+    waiting: dict[int, Request] = {}
+    replies: dict[int, Reply] = dict.fromkeys(range(len(parts)))
+    while replies:
+        for i, reply in replies.items():
+            try:
+                waiting[i] = parts[i].send(reply)
+            except StopIteration as stop:
+                results[i] = stop.value
+        replies = yield from _merged(waiting)
+        waiting.clear()
+    return [results[i] for i in range(len(parts))]
+
+
+def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
+    groups: dict[tuple[Op, torch.dtype | None, tuple[int, ...], bool], list[int]] = {}
+    for i, request in waiting.items():
+        dtype = request.tensors[0].dtype if request.op is Op.MEAN and request.tensors else None
+        groups.setdefault((request.op, dtype, request.peers, request.scaled), []).append(i)
+    requests = [
+        Request(op, tuple(t for i in members for t in waiting[i].tensors), peers, scaled)
+        for (op, _, peers, scaled), members in groups.items()
+    ]
+    answers: list[Reply] = []
+    if len(requests) > 1 and all(request.op is not Op.SETTLE for request in requests):
+        answers = yield Request(Op.SEVERAL, parts=tuple(requests))
+    else:
+        for request in requests:
+            answers.append((yield request))
+    replies: dict[int, Reply] = {}
+    for ((op, *_), members), reply in zip(groups.items(), answers, strict=True):
+        start = 0
+        for i in members:
+            stop = start + len(waiting[i].tensors)
+            replies[i] = _part(op, reply, slice(start, stop))
+            start = stop
+    return dict(sorted(replies.items()))
+
+
+def _part(op: Op, reply: Reply, part: slice) -> Reply:
+    if op is Op.MEAN:
+        return reply[part]
+    if op is Op.SETTLE:
+        return reply
+    if op in (Op.GATHER, Op.SCATTER):
+        return [theirs[part] for theirs in reply]
+    return {peer: theirs[part] for peer, theirs in reply.items()}

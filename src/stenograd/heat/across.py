@@ -1,0 +1,160 @@
+"""DASO's exchanges between nodes: which group sends, what is on its way, how it reaches the whole node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from stenograd.catalog.method import Method
+from stenograd.comm.driver import Driver
+from stenograd.comm.node_layout import Layout
+from stenograd.comm.traffic import Traffic
+from stenograd.sync.parameter_averaging import ParameterAverager, spread
+
+__all__ = ["AcrossNodes", "InFlight"]
+
+
+class InFlight(NamedTuple):
+    """An exchange that was sent and is not merged yet.
+
+    group: whose members sent. wait: batches from sending to merging. due: the batch after which to merge.
+    """
+
+    group: int
+    wait: int
+    due: int
+
+
+class AcrossNodes:
+    """The exchanges between nodes; all ranks call the same methods in the same order.
+
+    Group i has one worker of each node, and the groups take turns. What a group's member gets, it broadcasts
+    inside its node. With one node there are no groups, and nothing to do.
+
+    Args:
+        driver: the way to all ranks.
+        layout: their nodes.
+        parameters: what is exchanged, by name.
+        how: how differences are written.
+        chunk: largest number of elements sent at once.
+        log: called with the kind of each event and the group.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        layout: Layout,
+        parameters: Mapping[str, Tensor],
+        how: Method,
+        chunk: int,
+        log: Callable[[str, int], None],
+    ) -> None:
+        self.layout, self.parameters, self._log = layout, dict(parameters), log
+        self.node_number = layout.node_of(driver.rank)
+        count = layout.group_count
+        drivers = driver.split([*layout.nodes, *(layout.group(i) for i in range(count))])
+        node_driver = drivers[self.node_number]
+        assert node_driver is not None  # a rank is in its own node
+        self.node_driver = node_driver
+        weight = layout.weights[self.node_number]
+        members = {i: d for i, d in enumerate(drivers[len(layout.nodes) :]) if d is not None}
+        self._averagers = {
+            i: ParameterAverager(self.parameters, d, how, weight=weight, chunk=chunk)
+            for i, d in members.items()
+        }
+        self.turn = 0
+        self.in_flight: InFlight | None = None
+        self.anchor()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one node only."""
+        return len(self.layout.nodes) == 1
+
+    @property
+    def chunks(self) -> list[slice]:
+        """What is sent at once, in this order, as slices of all parameters in a row; none on one node."""
+        averager = next(iter(self._averagers.values()), None)
+        return [] if averager is None else averager.chunks
+
+    @property
+    def between(self) -> Traffic:
+        """What this rank sent to other nodes."""
+        return sum((a.driver.traffic for a in self._averagers.values()), Traffic())
+
+    def anchor(self) -> None:
+        """Start a new epoch: all ranks have equal parameters now, and the first group has the turn."""
+        self.turn = 0
+        for averager in self._averagers.values():
+            averager.anchor()
+
+    def send(self, wait: int, due: int) -> None:
+        """Pack, merge what is on its way, send; to be merged `wait` batches later, after batch `due`."""
+        group = self._take_turn()
+        self._log("send", group)
+        mine = self._averagers.get(group)
+        if mine is not None:
+            mine.pack()
+        self.merge()
+        if mine is not None:
+            mine.send()
+        self.in_flight = InFlight(group, wait, due)
+
+    def merge(self) -> None:
+        """Merge what is on its way: `p <- (w p + sum of the sent) / (n + w)` on n nodes, w = 2 wait or 1."""
+        if self.in_flight is None:
+            return
+        (group, wait, _), self.in_flight = self.in_flight, None
+        self._log("merge", group)
+        nodes = len(self.layout.nodes)
+        mine = self._averagers.get(group)
+        self._spread(group, mine is None or mine.merge(nodes / (nodes + (2 * wait or 1))))
+
+    def replace(self) -> None:
+        """Merge what is on its way; then make all parameters the exact mean over the nodes."""
+        self.merge()
+        group = self._take_turn()
+        self._log("send", group)
+        mine = self._averagers.get(group)
+        finite = mine is None or mine.replace()
+        self._log("replace", group)
+        self._spread(group, finite)
+
+    def discard(self) -> None:
+        """Forget what is on its way, after it has arrived."""
+        for averager in self._averagers.values():
+            averager.discard()
+        self.in_flight = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the next exchanges; waits for the one on its way and keeps it to be merged."""
+        averagers = {str(i): averager.state_dict() for i, averager in self._averagers.items()}
+        flying = None if self.in_flight is None else list(self.in_flight)
+        return {"turn": self.turn, "in_flight": flying, "groups": averagers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()` of the same rank and layout."""
+        for i, averager in self._averagers.items():
+            averager.load_state_dict(state["groups"][str(i)])
+        self.turn = int(state["turn"])
+        self.in_flight = None if state["in_flight"] is None else InFlight(*state["in_flight"])
+
+    def close(self) -> None:
+        """Stop the threads, and leave the groups."""
+        for averager in self._averagers.values():
+            averager.close()
+            averager.driver.close()
+        self.node_driver.close()
+
+    def _take_turn(self) -> int:
+        group = self.turn
+        self.turn = (group + 1) % max(1, self.layout.group_count)
+        return group
+
+    def _spread(self, group: int, finite: bool) -> None:
+        node = self.layout.nodes[self.node_number]
+        spread(self.parameters, self.node_driver, group % len(node), finite)
+        if self.layout.group_count > 1:
+            self._log("broadcast", group)

@@ -1,0 +1,370 @@
+"""Heat's DASO: average every batch inside a node, and only now and then, without waiting, between nodes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.catalog.method import Method, method
+from stenograd.comm.agreement import sum_over_ranks
+from stenograd.comm.driver import Driver
+from stenograd.comm.node_layout import find_layout
+from stenograd.comm.traffic import Traffic
+from stenograd.compression.contract import Compressor
+from stenograd.errors import CheckpointError
+from stenograd.heat.across import AcrossNodes
+from stenograd.heat.arguments import CAST_METHODS, check_arguments, made_scheduler
+from stenograd.heat.cycle import Plan, Skips
+from stenograd.heat.loop import Loop
+from stenograd.heat.plateau import DetectMetricPlateau
+from stenograd.heat.takeover import hold, take_over
+from stenograd.launch.process_group import join
+from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.handshake import broadcast_model, compare, synced_parameters, versions
+from stenograd.sync.parameter_averaging import difference_method
+
+__all__ = ["DASO"]
+
+_FORMAT = 1  # of state_dict(); a reader refuses others
+
+
+class DASO(Loop):
+    """Distributed asynchronous and selective optimization: a local optimizer, synchronised in two layers.
+
+    Inside a node every batch's gradients are averaged. Between nodes parameters are: exactly after each batch
+    in the first `warmup_epochs` and the last `cooldown_epochs`; in between every `global_skip` batches, while
+    training goes on for `batches_to_wait` batches. One worker of each node sends, a different one each time,
+    merges what arrives from the n nodes, `p <- (w p + sum_i p_i(sent)) / (n + w)` with `w = 2
+    batches_to_wait`, and broadcasts the result inside its node. An epoch's last batch ends with an exact
+    average: all ranks are equal then. The skips shrink while the loss does not improve; see
+    `epoch_loss_logic`. With one node there is nothing to exchange.
+
+    The loop: `daso.set_model(model)` (or `DataParallelMultiGPU(model, daso)`); each epoch `daso.last_batch =
+    n - 1`, for each batch `daso.zero_grad()`, forward, backward, `daso.step()`; at the end
+    `daso.epoch_loss_logic(loss)`. All ranks take the same number of batches.
+
+    Args:
+        local_optimizer: a torch optimizer that holds the model's parameters.
+        total_epochs: length of the training, at least 1.
+        comm: a process group of torch.distributed; None for all ranks.
+        warmup_epochs: epochs with an exact exchange after each batch, at the start; 0 cycles from batch 0.
+        cooldown_epochs: the same at the end.
+        scheduler: a learning-rate scheduler, or a callable that makes one of the optimizer; steps once after
+            every step of the optimizer.
+        stability_level: relative change of the loss that counts as improvement, at least 0.
+        max_global_skips: most batches between two exchanges; 0 for an exact exchange after every batch.
+        sending_chunk_size: elements sent at once, at least 1.
+        downcast_type: torch.bfloat16, torch.half or torch.float: how the cycling phase's exchanges travel.
+        use_mpi_groups: taken for compatibility; process groups are used either way.
+        skip_reduction_factor: divides the skips when the loss is stable, at least 2.
+        local_skip_factor: a cycle starts with `local_skip = global_skip // local_skip_factor`, at least 1.
+        verbose: whether `print0` prints.
+        node_size: ranks a node, in the order of the ranks; None asks the launcher.
+        nodes: each node's ranks instead, such as [[0, 1, 2], [3]]. Nodes count by their number of ranks.
+        local_method: how gradients travel inside a node.
+        global_method: how differences of parameters travel in the cycling phase; None for downcast_type.
+        average_buffers: whether floating-point buffers (batch-norm statistics) are averaged at epoch ends.
+        record_events: whether `events` lists what happens, as (epoch, batch, kind, group); the kinds are
+            send, merge, replace, broadcast, local_on and local_off (whose group is None).
+        timeout_s: seconds after which a silent peer is an error, above 0.
+
+    Attributes:
+        epoch, current_batch: finished epochs, and finished batches of this one.
+        last_batch: index of an epoch's last batch (n - 1), to be set; n works too, if `epoch_loss_logic` is
+            called at the end of the epoch.
+        global_skip, local_skip, batches_to_wait: the present skips; 0 in warm-up and cool-down.
+        stability: the `DetectMetricPlateau` in use.
+        amp, scaler: whether a GradScaler was added, and which.
+        loc_gpus: number of ranks in this node.
+        split, split_val, split_inds: whether parameters are sent in chunks, of how many elements at most, and
+            which.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ConfigError: an argument outside its range, or ranks that do not fill the nodes; a ValueError.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> daso = DASO(torch.optim.SGD(model.parameters(), lr=0.1), total_epochs=20)
+        >>> daso.set_model(model)
+        >>> daso.last_batch = 1
+        >>> for _ in range(2):
+        ...     daso.zero_grad()
+        ...     loss = model(torch.ones(4, 2)).square().mean()
+        ...     loss.backward()
+        ...     daso.step()
+        >>> daso.epoch_loss_logic(loss)
+        >>> daso.epoch
+        1
+        >>> daso.close()
+
+    Reference: Coquelin et al., "Accelerating neural network training with distributed asynchronous and
+    selective optimization (DASO)", Journal of Big Data 9, 2022.
+    """
+
+    def __init__(
+        self,
+        local_optimizer: torch.optim.Optimizer,
+        total_epochs: int,
+        comm: Any = None,
+        warmup_epochs: int = 4,
+        cooldown_epochs: int = 4,
+        scheduler: Any = None,
+        stability_level: float = 0.05,
+        max_global_skips: int = 8,
+        sending_chunk_size: int = 10_000_000,
+        downcast_type: torch.dtype = torch.bfloat16,
+        use_mpi_groups: bool = True,
+        skip_reduction_factor: int = 2,
+        local_skip_factor: int = 4,
+        verbose: bool = False,
+        *,
+        node_size: int | None = None,
+        nodes: Sequence[Sequence[int]] | None = None,
+        local_method: str | Method | Compressor = "dense",
+        global_method: str | Method | Compressor | None = None,
+        average_buffers: bool = False,
+        record_events: bool = False,
+        timeout_s: float = 300.0,
+    ) -> None:
+        check_arguments({name: value for name, value in locals().items() if name != "self"})
+        counts = (max_global_skips, skip_reduction_factor, local_skip_factor)
+        plan = Plan(total_epochs, warmup_epochs, cooldown_epochs, *counts)
+        schedule = made_scheduler(scheduler, local_optimizer)
+        self._local_method = method(local_method)
+        chosen = CAST_METHODS[downcast_type] if global_method is None else global_method
+        self._global_method = difference_method(chosen)
+        world = join(timeout_s=timeout_s)
+        driver = Driver(comm, timeout_s=timeout_s)
+        self._layout = find_layout(driver, world, node_size, nodes)
+        driver = driver.private()  # only now: a rank that raised would leave the others connecting
+        here = len(self._layout.nodes[self._layout.node_of(driver.rank)])
+        super().__init__(local_optimizer, schedule, driver, plan, here, record_events, average_buffers)
+        self.comm, self.verbose, self.cast_dtype = comm, verbose, downcast_type
+        self.total_epochs, self.warmup_epochs = total_epochs, warmup_epochs
+        self.cooldown_epochs, self.max_gs = cooldown_epochs, max_global_skips
+        self.skip_reduction_factor, self.local_skip_factor = skip_reduction_factor, local_skip_factor
+        self.split_val = sending_chunk_size
+        self.params_ref = local_optimizer.param_groups[0]["params"]
+        self.stability = DetectMetricPlateau(patience=2, threshold=stability_level)
+        if not self._plan.cycles:
+            warnings.warn(
+                f"DASO never skips an exchange: {warmup_epochs} epochs of warm-up and {cooldown_epochs} of "
+                f"cool-down fill all {total_epochs}",
+                stacklevel=2,
+            )
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent, inside its node and to other nodes."""
+        if self._model is None:
+            return self._driver.traffic + Traffic()
+        inside = self._sync.traffic + self._across.node_driver.traffic
+        return self._driver.traffic + inside + self._across.between
+
+    @property
+    def traffic_between_nodes(self) -> Traffic:
+        """What this rank sent to other nodes as a member of the groups that exchange parameters."""
+        return self._across.between if self._model is not None else Traffic()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The local optimizer's groups."""
+        return self.local_optimizer.param_groups
+
+    @property
+    def split(self) -> bool | None:
+        """Whether parameters are sent in chunks, being more than `split_val`; None without a model."""
+        return None if self._model is None else len(self._across.chunks) > 1
+
+    @property
+    def split_inds(self) -> list[slice] | None:
+        """The chunks, in sending order, as slices of all parameters in a row; None where there is one."""
+        return list(self._across.chunks) if self.split else None
+
+    def add_scaler(self, scaler: Any) -> None:
+        """Use a `torch.amp.GradScaler`: `step` steps and updates it, and all ranks skip a step together.
+
+        Raises:
+            TypeError: it is no GradScaler.
+        """
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}: make one")
+        self.amp, self.scaler = True, scaler
+
+    def set_model(self, model: nn.Module) -> None:
+        """Train this model: take rank 0's parameters and buffers everywhere, and hook its gradients.
+
+        A DASO that was given this model, or has the same optimizer, is replaced; it need not be closed.
+
+        Raises:
+            TypeError: it is no module.
+            ConfigError: it has nothing to train, or the optimizer holds other parameters.
+            MismatchError: the ranks' models or settings differ.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {model!r}: pass the model to train")
+        parameters = synced_parameters(model, [self.local_optimizer])
+        shapes = {f"parameter {name}": f"{tuple(p.shape)} {p.dtype}" for name, p in parameters.items()}
+        settings = {
+            **versions(),
+            "nodes": [list(node) for node in self._layout.nodes],
+            "DASO's plan": repr(self._plan),
+            "global_method": self._global_method.text,
+            "sending_chunk_size": self.split_val,
+        }
+        compare(self._driver, {**settings, **shapes}, next(iter(parameters.values())).device)
+        self.close()
+        take_over(model, self.local_optimizer)
+        broadcast_model(self._driver, model)
+        self._across = AcrossNodes(
+            self._driver, self._layout, parameters, self._global_method, self.split_val, self._log
+        )
+        self._sync = GradientSync(
+            model,
+            self.local_optimizer,
+            self._local_method,
+            group=self._across.node_driver.group,
+            timeout_s=self._driver.timeout_s,
+        )
+        self._model, self._replaced = model, False
+        hold(self, self._sync, model, self.local_optimizer)
+        self._set_local(True)
+
+    def epoch_loss_logic(self, loss: Tensor | float, loss_globally_averaged: bool = False) -> None:
+        """End the epoch if its last batch did not, and choose the skips of the next one from the loss.
+
+        Args:
+            loss: the epoch's loss on this rank.
+            loss_globally_averaged: whether it is the mean over all ranks already.
+
+        Raises:
+            TypeError: the loss is no number and no tensor of one element.
+        """
+        if not (isinstance(loss, Tensor) and loss.numel() == 1) and not isinstance(loss, (int, float)):
+            raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}: take its mean")
+        if self.current_batch > 0:
+            self._check_model()
+            self._end_epoch()
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        if not loss_globally_averaged:
+            value = sum_over_ranks(self._driver, [value])[0] / self._driver.world_size
+        before = self._skips
+        self._skips = self._plan.after_epoch(
+            self.epoch, before, lambda: self.stability.test_if_improving(value)
+        )
+        if self._skips != before:
+            self.print0(f"epoch {self.epoch}: loss {value:.4g}, {self._skips}")
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Reset the gradients of the local optimizer's parameters, to zeros as in Heat, or to None."""
+        self.local_optimizer.zero_grad(set_to_none=set_to_none)
+
+    def print0(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, if verbose."""
+        if self.verbose and self._driver.rank == 0:
+            print(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Go back to the state of a new instance, on all ranks.
+
+        The model, the scaler, `last_batch` and the optimizer's own state (momentum) stay. What is on its way
+        between the nodes is dropped, and ranks take rank 0's parameters again.
+        """
+        if self._replaced:
+            self._check_model()
+        if self._model is not None:
+            self._across.discard()
+            self.set_model(self._model)
+        self.stability.reset()
+        self._begin()
+        self.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides this rank's next steps but the model; save it on every rank.
+
+        An exchange on its way is waited for and saved, to be merged at its batch; so a resumed run equals
+        an uninterrupted one bit for bit in every phase.
+        """
+        self._check_model()
+        return {
+            **self._identity(),
+            "epoch": self.epoch,
+            "current_batch": self.current_batch,
+            "last_batch": self.last_batch,
+            "skips": list(self._skips),
+            "stability": self.stability.get_state(),
+            "across": self._across.state_dict(),
+            "local": self._sync.state_dict(),
+            "optimizer": self.local_optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`, after `set_model` and `add_scaler`; load the model yourself.
+
+        Raises:
+            CheckpointError: it is of another format, rank, layout or method, it has a scheduler or a scaler
+                and this DASO has none, or the reverse, or a part of it does not fit; nothing is changed.
+        """
+        self._check_model()
+        for key, wanted in self._identity().items():
+            if state.get(key) != wanted:
+                raise CheckpointError(
+                    f"the state's {key} must be {wanted!r}, got {state.get(key)!r}: load it on its own rank"
+                )
+        for part in ("scheduler", "scaler"):
+            saved, given = state.get(part) is not None, getattr(self, part) is not None
+            if saved != given:
+                what = "was saved and is not given now" if saved else "is given now and was not saved"
+                raise CheckpointError(f"the state does not fit: a {part} {what}: use one in both or in none")
+        # Whether a part fits is known when it is taken, so what was there before is put back if one does not.
+        before = self.state_dict()
+        try:
+            self._take(state)
+        except (AttributeError, CheckpointError, LookupError, RuntimeError, TypeError, ValueError) as cause:
+            self._take(before)
+            reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:200]
+            raise CheckpointError(
+                f"the state does not fit ({reason}): load it into a DASO like the one that saved it; "
+                "nothing was changed"
+            ) from cause
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        self._across.load_state_dict(state["across"])
+        self._sync.load_state_dict(state["local"])
+        self.local_optimizer.load_state_dict(state["optimizer"])
+        for part in ("scheduler", "scaler"):
+            if getattr(self, part) is not None:
+                getattr(self, part).load_state_dict(state[part])
+        self.stability.set_state(state["stability"])
+        self.epoch, self.current_batch = int(state["epoch"]), int(state["current_batch"])
+        self.last_batch, self._skips = state["last_batch"], Skips._make(state["skips"])
+        self._set_local(self._skips.is_local_sync(self.current_batch, self.last_batch or 0))
+
+    def close(self) -> None:
+        """Detach from the model, stop the threads and leave the groups; safe to call twice."""
+        if self._model is not None:
+            self._sync.close()
+            self._across.close()
+            self._model = None
+
+    def give_up(self) -> None:
+        """Close, since another DASO trains the model now; what is on its way between the nodes is dropped."""
+        if self._model is not None:
+            self._across.discard()
+            self.close()
+            self._replaced = True
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "rank": self._driver.rank,
+            "nodes": [list(node) for node in self._layout.nodes],
+            "global_method": self._global_method.text,
+        }

@@ -1,0 +1,181 @@
+"""DASO's batches: the optimizer's step, then what is due inside and between the nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from stenograd.comm.driver import Driver
+from stenograd.data.flat_parameters import is_finite
+from stenograd.errors import StenogradError, bad_value
+from stenograd.heat.across import AcrossNodes
+from stenograd.heat.cycle import Plan, Skips
+from stenograd.heat.scaling import step_together
+from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.parameter_averaging import average
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """Counts batches and epochs and acts on them. `DASO` adds the rest.
+
+    Attributes:
+        epoch, current_batch: finished epochs, and finished batches of this one.
+        last_batch: index of an epoch's last batch.
+        events: (epoch, batch, kind, group) of what happened, if recorded.
+        skipped: batches in which this rank did not step, since a gradient was not finite.
+    """
+
+    epoch: int
+    current_batch: int
+    events: list[tuple[int, int, str, int | None]]
+    _across: AcrossNodes
+    _sync: GradientSync
+    _skips: Skips
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        driver: Driver,
+        plan: Plan,
+        node_size: int,
+        record_events: bool,
+        average_buffers: bool,
+    ) -> None:
+        self.local_optimizer, self.scheduler, self._driver = optimizer, scheduler, driver
+        self._plan, self.loc_gpus = plan, node_size
+        self.record_events, self.average_buffers = record_events, average_buffers
+        self.amp = False
+        self.scaler: Any = None
+        self.skipped = 0
+        self.last_batch: int | None = None
+        self._model: nn.Module | None = None
+        self._replaced = False
+        self._begin()
+
+    @property
+    def global_skip(self) -> int:
+        """Batches from one exchange between nodes to the next; 0 for an exact one after every batch."""
+        return self._skips.global_skip
+
+    @global_skip.setter
+    def global_skip(self, value: int) -> None:
+        self._skips = self._skips._replace(global_skip=value)
+
+    @property
+    def local_skip(self) -> int:
+        """Batches from one synchronised backward pass inside the node to the next."""
+        return self._skips.local_skip
+
+    @local_skip.setter
+    def local_skip(self, value: int) -> None:
+        self._skips = self._skips._replace(local_skip=value)
+
+    @property
+    def batches_to_wait(self) -> int:
+        """Batches from sending to merging."""
+        return self._skips.batches_to_wait
+
+    @batches_to_wait.setter
+    def batches_to_wait(self, value: int) -> None:
+        self._skips = self._skips._replace(batches_to_wait=value)
+
+    def step(self) -> None:
+        """Step the optimizer and the scheduler, and do what is due between the nodes after this batch.
+
+        Raises:
+            StenogradError: no model was set.
+            ConfigError: last_batch was not set, or lies behind; a ValueError.
+            NonFiniteError: a rank's parameters were not finite when they should be averaged.
+            PeerLost: a rank did not answer in time.
+        """
+        batch, last = self.current_batch, self._checked_last()
+        self._step_optimizer()
+        if batch == last:
+            self._end_epoch()
+            return
+        if not self._across.alone:
+            self._exchange(batch, last)
+        self.current_batch = batch + 1
+        self._set_local(self._skips.is_local_sync(batch + 1, last))
+
+    def _begin(self) -> None:
+        self.epoch = self.current_batch = 0
+        self.events = []
+        self._skips = self._plan.first()
+        self._syncs_locally = True
+
+    def _check_model(self) -> None:
+        if self._replaced:
+            raise StenogradError(
+                "DASO was replaced: another one was given its model or optimizer: use that one, or take "
+                "both back with set_model(model)"
+            )
+        if self._model is None:
+            raise StenogradError("DASO has no model: call set_model(model), or use DataParallelMultiGPU")
+
+    def _checked_last(self) -> int:
+        self._check_model()
+        last = self.last_batch
+        if not isinstance(last, int) or isinstance(last, bool) or last < self.current_batch:
+            rule = f"must be the index of the epoch's last batch, at least {self.current_batch} now"
+            raise bad_value("last_batch", rule, last, "set daso.last_batch = number_of_batches - 1")
+        return last
+
+    def _step_optimizer(self) -> None:
+        """Step the optimizer, and the scheduler if it did; a gradient that is not finite costs this step.
+
+        Without a GradScaler the scheduler steps in any case: in between exchanges other ranks do not know.
+        """
+        stepped = True
+        if self.scaler is not None:
+            stepped = step_together(self.scaler, self.local_optimizer, self._driver)
+        elif self._is_finite():
+            self.local_optimizer.step()
+        else:
+            self.skipped += 1
+        if stepped and self.scheduler is not None:
+            self.scheduler.step()
+
+    def _is_finite(self) -> bool:
+        if self._sync.enabled:
+            return self._sync.finite
+        params = (p for group in self.local_optimizer.param_groups for p in group["params"])
+        return all(is_finite(p.grad) for p in params if p.grad is not None)
+
+    def _exchange(self, batch: int, last: int) -> None:
+        """Do what is due after a batch that is not the last: send, merge, or average exactly."""
+        across, (skip, _, wait) = self._across, self._skips
+        if skip == 0 or (wait == 0 and batch % skip == 0):
+            across.replace()
+        elif batch % skip == 0:
+            wait = min(wait, skip, last - batch)
+            across.send(wait, due=batch + wait)
+        elif across.in_flight is not None and batch >= across.in_flight.due:
+            across.merge()
+
+    def _end_epoch(self) -> None:
+        """Make all ranks equal: merge what is on its way, then average exactly."""
+        if not self._across.alone:
+            self._across.replace()
+            self._across.anchor()
+        if self.average_buffers and self._model is not None:
+            average([b for b in self._model.buffers() if b.is_floating_point()], self._driver)
+        self.epoch, self.current_batch = self.epoch + 1, 0
+        self._set_local(True)
+
+    def _set_local(self, on: bool) -> None:
+        """Synchronise gradients inside the node from the next backward pass on, or stop it."""
+        on = on or self._across.alone
+        if on != self._syncs_locally:
+            self._log("local_on" if on else "local_off", None)
+        self._syncs_locally = on
+        self._sync.enabled = on and self.loc_gpus > 1
+
+    def _log(self, kind: str, group: int | None) -> None:
+        if self.record_events:
+            self.events.append((self.epoch, self.current_batch, kind, group))

@@ -1,0 +1,19 @@
+"""Heat's `ht.nn`: its data-parallel modules, and all of `torch.nn` under the same names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stenograd.heat.data_parallel import DataParallel
+from stenograd.heat.multi_gpu import DataParallelMultiGPU
+
+__all__ = ["DataParallel", "DataParallelMultiGPU"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what `torch.nn` calls by this name."""
+    if name.startswith("__") or not hasattr(torch.nn, name):  # __path__ and the like are a module's own
+        raise AttributeError(f"neither stenograd.heat.nn nor torch.nn has {name!r}")
+    return getattr(torch.nn, name)

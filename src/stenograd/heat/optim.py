@@ -1,0 +1,22 @@
+"""Heat's `ht.optim`: its optimizers, and all of `torch.optim` under the same names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from stenograd.heat import plateau as utils
+from stenograd.heat.daso import DASO
+from stenograd.heat.optimizer import DataParallelOptimizer
+from stenograd.heat.plateau import DetectMetricPlateau
+
+__all__ = ["DASO", "DataParallelOptimizer", "DetectMetricPlateau", "lr_scheduler", "utils"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what `torch.optim` calls by this name."""
+    if name.startswith("__") or not hasattr(torch.optim, name):  # __path__ and the like are a module's own
+        raise AttributeError(f"neither stenograd.heat.optim nor torch.optim has {name!r}")
+    return getattr(torch.optim, name)

@@ -1,0 +1,121 @@
+"""Tell when a metric has stopped improving."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from stenograd.errors import bad_value
+
+__all__ = ["DetectMetricPlateau"]
+
+_SETTINGS = ("patience", "cooldown", "mode", "threshold", "threshold_mode")
+_PROGRESS = ("cooldown_counter", "best", "num_bad_epochs", "mode_worse", "last_epoch")
+
+
+class DetectMetricPlateau:
+    """Detects a plateau: more than `patience` values in a row that are not better than the best one.
+
+    With mode "min", a is better than best where `a < best - threshold * |best|` (threshold_mode "rel") or
+    `a < best - threshold` ("abs"); with "max" where `a` exceeds `best` by as much. NaN is never better, and
+    the first finite value always is. The best value stays after a plateau; the count starts anew.
+
+    Args:
+        mode: "min" where a lower metric is better, "max" where a higher one is.
+        patience: values without improvement that are tolerated, at least 0.
+        threshold: by how much a value must be better to count, finite and at least 0.
+        threshold_mode: "rel", a fraction of the best value, or "abs", in the metric's units.
+        cooldown: values after a plateau that are not counted, at least 0.
+
+    Raises:
+        ConfigError: one of them is outside its range.
+
+    Departs from Heat: with mode "max", threshold_mode "rel" and a negative best, better means greater.
+
+    Example:
+        >>> plateau = DetectMetricPlateau(patience=2, threshold=0.05)
+        >>> [plateau.test_if_improving(loss) for loss in (1.0, 0.9, 0.89, 0.88, 0.87)]
+        [False, False, False, False, True]
+    """
+
+    def __init__(
+        self,
+        mode: str = "min",
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_mode: str = "rel",
+        cooldown: int = 0,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise bad_value("mode", "must be 'min' or 'max'", mode, "choose 'min' for a loss")
+        if threshold_mode not in ("rel", "abs"):
+            raise bad_value("threshold_mode", "must be 'rel' or 'abs'", threshold_mode, "choose 'rel'")
+        for name, number in (("patience", patience), ("cooldown", cooldown)):
+            if not isinstance(number, int) or number < 0:
+                raise bad_value(name, "must be a whole number of at least 0", number, "try 2")
+        if not 0 <= threshold < math.inf:
+            raise bad_value("threshold", "must be finite and at least 0", threshold, "try 0.0001")
+        self.mode, self.threshold_mode = mode, threshold_mode
+        self.patience, self.cooldown, self.threshold = patience, cooldown, threshold
+        self.mode_worse = math.inf if mode == "min" else -math.inf
+        self.best = self.mode_worse
+        self.cooldown_counter, self.num_bad_epochs, self.last_epoch = 0, 0, 0
+
+    @property
+    def in_cooldown(self) -> bool:
+        """Whether the next value will not be counted."""
+        return self.cooldown_counter > 0
+
+    def test_if_improving(self, loss: Tensor | float) -> bool:
+        """Take the next value and return whether there is a plateau: True means it is NOT improving.
+
+        Args:
+            loss: the metric, a number or a tensor of one element.
+        """
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        self.last_epoch += 1
+        if self.is_better(value, self.best):
+            self.best = value
+            self.num_bad_epochs = 0
+        else:
+            self.num_bad_epochs += 1
+        if self.in_cooldown:
+            self.cooldown_counter -= 1
+            self.num_bad_epochs = 0
+        if self.num_bad_epochs <= self.patience:
+            return False
+        self.cooldown_counter = self.cooldown
+        self.num_bad_epochs = 0
+        return True
+
+    def is_better(self, a: float, best: float) -> bool:
+        """Return whether a value is better than the best one by more than the threshold."""
+        margin = self.threshold
+        if self.threshold_mode == "rel" and not math.isinf(best):
+            margin *= abs(best)
+        return a < best - margin if self.mode == "min" else a > best + margin
+
+    def reset(self) -> None:
+        """Forget the best value and the counts; `last_epoch`, the number of values seen, goes on."""
+        self.best = self.mode_worse
+        self.cooldown_counter = 0
+        self.num_bad_epochs = 0
+
+    def get_state(self) -> dict[str, Any]:
+        """Return settings and progress as plain values."""
+        return {name: getattr(self, name) for name in (*_SETTINGS, *_PROGRESS)}
+
+    def set_state(self, dic: dict[str, Any]) -> None:
+        """Continue from a `get_state()`, settings included.
+
+        Raises:
+            ConfigError: it is no such state; nothing is changed.
+        """
+        if not isinstance(dic, dict) or set(dic) != {*_SETTINGS, *_PROGRESS}:
+            got = sorted(dic) if isinstance(dic, dict) else type(dic).__name__
+            raise bad_value("dic", f"must hold {[*_SETTINGS, *_PROGRESS]}", got, "use get_state()")
+        DetectMetricPlateau(**{name: dic[name] for name in _SETTINGS})
+        for name, value in dic.items():
+            setattr(self, name, value)

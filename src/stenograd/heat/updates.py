@@ -1,0 +1,126 @@
+"""Optimizer calls that wait for a gradient exchange, and then run in the order in which they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import StenogradError
+from stenograd.heat.delayed import DelayedSync
+
+__all__ = ["Updates", "update"]
+
+
+class Updates:
+    """What is left to do before anyone looks at the parameters: an exchange in flight, and calls after it.
+
+    Args:
+        sync: whose exchanges to wait for; None for none.
+        device_type: of the parameters.
+
+    Example:
+        >>> updates = Updates()
+        >>> updates.add(lambda: print("updated"))
+        >>> updates.waiting
+        True
+        >>> updates.flush()
+        updated
+    """
+
+    def __init__(self, sync: DelayedSync | None = None, device_type: str = "cpu") -> None:
+        self._sync, self._device_type = sync, device_type
+        self._calls: list[Callable[[], None]] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an exchange is in flight, or a call waits."""
+        return bool(self._calls) or (self._sync is not None and self._sync.in_flight)
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Let a call wait until `flush()`."""
+        self._notice()
+        self._calls.append(call)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run a call now, or in its turn where others wait."""
+        if self.waiting:
+            self.add(call)
+        else:
+            call()
+
+    def flush(self) -> None:
+        """Wait for the exchange, write its averages into `.grad`, then run the calls.
+
+        Raises:
+            PeerLost: a rank did not answer; the calls are kept.
+            StenogradError: gradients were changed while they were being averaged.
+        """
+        if not self.waiting:
+            return
+        # The caller may be in the middle of an evaluation or of a forward pass in mixed precision.
+        with torch.inference_mode(False), torch.autocast(self._device_type, enabled=False):
+            self._notice()
+            if self._sync is not None:
+                self._sync.wait()
+            calls, self._calls = self._calls, []
+            for call in calls:
+                call()
+
+    def _notice(self) -> None:
+        """Zero again in its turn what was zeroed by other means, since averages will be written there."""
+        changed = self._sync.changed() if self._sync is not None else []
+        if any(p.grad is not None and bool(p.grad.any()) for p in changed):
+            raise StenogradError(
+                "gradients were changed while they were being averaged, and the change would be lost: call "
+                "flush() of DataParallel before clipping or unscaling them"
+            )
+        if changed:
+            self._calls.append(partial(_zero, [(p, p.grad is None) for p in changed]))
+
+
+def update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a step with the settings (learning rate, ...) of now, whatever a scheduler sets until it runs.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.ones(1))
+        >>> w.grad = torch.ones(1)
+        >>> optimizer = torch.optim.SGD([w], lr=0.5)
+        >>> step = update(optimizer)
+        >>> optimizer.param_groups[0]["lr"] = 0.125
+        >>> step()
+        >>> w.item(), optimizer.param_groups[0]["lr"]
+        (0.5, 0.125)
+    """
+    asked = [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+    def step() -> None:
+        later = [dict(group) for group in optimizer.param_groups]
+        _set(optimizer, asked)
+        try:
+            optimizer.step()
+        finally:  # what the step itself changed stays
+            pairs = zip(optimizer.param_groups, asked, later, strict=False)
+            _set(optimizer, [{k: new[k] for k in old if now[k] is old[k]} for now, old, new in pairs])
+
+    return step
+
+
+def _set(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, settings, strict=False):
+        group.update(values)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _zero(gradients: Sequence[tuple[Tensor, bool]]) -> None:
+    for parameter, remove in gradients:
+        if remove:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.zero_()

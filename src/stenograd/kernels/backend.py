@@ -1,0 +1,181 @@
+"""Which version of a kernel runs: numba for float32 in the CPU's memory, plain torch for everything else.
+
+The environment variable STENOGRAD_KERNELS forces one: `reference`, `numba`, or `triton` (for CUDA tensors).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import ConfigError, TensorTypeError
+
+__all__ = ["check_out", "corrected", "length_of", "matching", "pick", "present", "wanted"]
+
+_CHOICES = ("reference", "numba", "triton")
+_MOST = 1 << 31  # elements, whose places an int32 holds
+
+
+def pick(family: str, name: str, *tensors: Tensor, numel: int = 0) -> Callable[..., Any]:
+    """Return the version of a function that suits some tensors.
+
+    numba is imported on the first call that needs it, not with Stenograd; without it the reference runs, and
+    a warning says so once.
+
+    Args:
+        family: the modules' common name, such as "sign" for `reference.sign` and `cpu.sign`.
+        name: the function.
+        tensors: what it will work on.
+        numel: elements of a result that is not among the tensors.
+
+    Raises:
+        ConfigError: STENOGRAD_KERNELS has an unknown value, or asks for what is not installed.
+
+    Example:
+        >>> pick("sign", "sign_encode_feedback", torch.zeros(3, dtype=torch.float64)).__module__
+        'stenograd.kernels.reference.sign'
+    """
+    asked = os.environ.get("STENOGRAD_KERNELS", "")
+    if asked and asked not in _CHOICES:
+        raise ConfigError(
+            f"STENOGRAD_KERNELS must be one of {list(_CHOICES)}, got {asked!r}: or leave it out"
+        )
+    if asked == "triton" and all(t.is_cuda for t in tensors):
+        return _triton(family, name)
+    suits = numel <= _MOST and all(map(_suits_numba, tensors))
+    if asked != "reference" and suits and _numba_runs(asked == "numba"):
+        return _load("cpu", family, name)
+    return _load("reference", family, name)
+
+
+def _suits_numba(t: Tensor) -> bool:
+    fits = t.dtype is torch.float32 or not t.is_floating_point()
+    return t.device.type == "cpu" and fits and t.is_contiguous() and t.numel() <= _MOST
+
+
+@cache
+def _load(kind: str, family: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(
+        importlib.import_module(f"stenograd.kernels.{kind}.{family}"), name
+    )
+    return function
+
+
+@cache
+def _triton(family: str, name: str) -> Callable[..., Any]:
+    cuda = importlib.import_module("stenograd.kernels.triton")
+    if cuda.triton is None:
+        raise ConfigError("STENOGRAD_KERNELS is 'triton', which is not installed: pip install triton")
+    return getattr(cuda, name, None) or _load("reference", family, name)
+
+
+def wanted() -> str:
+    """Return which kernels this process will use on the CPU, without importing any.
+
+    Ranks that differ in it would differ in the last bits of an average.
+
+    Example:
+        >>> wanted() in ("reference", "numba", "triton")
+        True
+    """
+    asked = os.environ.get("STENOGRAD_KERNELS", "")
+    return asked or ("numba" if importlib.util.find_spec("numba") else "reference")
+
+
+@cache
+def _numba_runs(asked: bool) -> bool:
+    try:
+        importlib.import_module("numba")
+    except ImportError as reason:
+        if asked:
+            raise ConfigError(f"STENOGRAD_KERNELS is 'numba', which cannot be used: {reason}") from reason
+        warnings.warn(
+            f"numba is not installed: compression runs several times slower; pip install numba ({reason})",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
+def present(*tensors: Tensor | None) -> list[Tensor]:
+    """Return those that are not None.
+
+    Example:
+        >>> present(torch.ones(1), None)
+        [tensor([1.])]
+    """
+    return [t for t in tensors if t is not None]
+
+
+def matching(x: Tensor, residual: Tensor | None) -> Tensor:
+    """Return x, contiguous and in the residual's type.
+
+    Raises:
+        ConfigError: the residual has another length.
+        TensorTypeError: one of them is not flat and floating.
+
+    Example:
+        >>> matching(torch.ones(2, dtype=torch.bfloat16), torch.zeros(2))
+        tensor([1., 1.])
+    """
+    for t in present(x, residual):
+        if t.ndim != 1 or not t.is_floating_point():
+            raise TensorTypeError(f"tensors must be flat and floating, got {t.dtype} of {tuple(t.shape)}")
+    if residual is None:
+        return x.contiguous()
+    if residual.numel() != x.numel():
+        raise ConfigError(f"residual must have the {x.numel()} elements of x, got {residual.numel()}")
+    return x.to(residual.dtype).contiguous()
+
+
+def corrected(x: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Return `x + residual` in residual's memory, or the only one that there is.
+
+    Example:
+        >>> corrected(torch.ones(2), torch.ones(2)), corrected(None, torch.ones(1))
+        (tensor([2., 2.]), tensor([1.]))
+    """
+    if x is None or residual is None:
+        return present(x, residual)[0]
+    return residual.add_(x)
+
+
+def length_of(x: Tensor | None, residual: Tensor | None) -> int:
+    """Return the number of elements that both have.
+
+    Raises:
+        ConfigError: neither is there.
+
+    Example:
+        >>> length_of(None, torch.ones(3))
+        3
+    """
+    for t in present(x, residual):
+        return t.numel()
+    raise ConfigError("x and residual are both None: give what is to be sent")
+
+
+def check_out(payloads: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor | None) -> Tensor:
+    """Return a tensor of the kind that the mean of some payloads will be: out, or an empty one.
+
+    Raises:
+        ConfigError: there are no payloads, or out has another shape.
+
+    Example:
+        >>> check_out([(torch.zeros(1), torch.zeros(1))], 5, None).dtype
+        torch.float32
+    """
+    if not payloads:
+        raise ConfigError("payloads must not be empty, got none: give one per rank")
+    if out is not None and out.shape != (n,):
+        raise ConfigError(f"out must have the shape {(n,)}, got {tuple(out.shape)}")
+    return payloads[0][1].new_empty(0, dtype=torch.float32) if out is None else out

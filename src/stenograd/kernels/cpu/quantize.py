@@ -1,0 +1,203 @@
+"""Rounding at random to 2 to 8 bits, on the CPU: a block stays in the first-level cache throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stenograd.kernels.backend import length_of
+from stenograd.kernels.cpu.jit import addresses, array_at, bits_of, divide, kernel, one_over, peek, put, view
+from stenograd.kernels.reference.bits import packed_bytes
+from stenograd.kernels.reference.quantize import hash_keys, levels_of
+from stenograd.kernels.reference.sign import block_count, check_scales
+
+__all__ = ["qsgd_decode_mean", "qsgd_encode_feedback"]
+
+_NONE = np.empty(0, np.float32)
+_U32 = np.uint32
+
+
+def qsgd_encode_feedback(
+    x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
+) -> tuple[Tensor, Tensor]:
+    """Round at random, and leave the error in residual; see `dispatch`."""
+    n, levels = sum(numels), levels_of(bits)
+    scales = torch.empty(block_count(block, numels, length_of(x, residual)))
+    words = np.empty(n * bits // 32 + 2, np.uint32)
+    more, left = (_NONE if t is None else view(t) for t in (x, residual))
+    keys = np.array(hash_keys(seed), np.uint32)
+    codes = _codes(block, numels)
+    _encode(
+        more,
+        left,
+        bits,
+        np.float32(levels),
+        block,
+        np.array(numels, np.int64),
+        keys,
+        codes,
+        words,
+        view(scales),
+    )
+    return torch.from_numpy(words.view(np.uint8)[: packed_bytes(n, bits)]), scales
+
+
+@kernel
+def _encode(
+    x: Any,
+    residual: Any,
+    bits: int,
+    levels: Any,
+    block: int,
+    numels: Any,
+    keys: Any,
+    words_of_codes: Any,
+    words: Any,
+    scales: Any,
+) -> None:
+    codes = words_of_codes.view(np.uint8)
+    pending, held, at = np.uint64(0), np.uint64(0), 0  # see `put`
+    start = row = 0
+    for numel in numels:
+        end = start + numel
+        while start < end:
+            stop = min(start + block, end)
+            v = residual[start:stop] if residual.size else x[start:stop]
+            if residual.size and x.size:
+                more = x[start:stop]
+                for i in range(v.size):
+                    v[i] += more[i]
+            scale = _largest(v)
+            _quantize(v, scale, levels, start, keys, codes)
+            if residual.size:
+                step = scale / levels
+                for i in range(v.size):
+                    v[i] -= (np.float32(codes[i]) - levels) * step
+            for j in range((v.size + 7) >> 3):
+                words_of_codes[j] = _joined(words_of_codes[j], np.uint64(bits))
+            for i in range(0, v.size, 8):
+                width = bits * min(v.size - i, 8)
+                word = words_of_codes[i >> 3] & _ones(width)
+                pending, held, at = put(words, pending, held, at, word & _ones(32), min(width, 32))
+                if width > 32:
+                    pending, held, at = put(words, pending, held, at, word >> np.uint64(32), width - 32)
+            scales[row] = scale
+            row += 1
+            start = stop
+    words[at] = np.uint32(pending)
+
+
+@kernel
+def _largest(v: Any) -> Any:
+    """Return the largest magnitude; NaN is larger than infinity."""
+    largest = np.uint32(0)
+    for i in range(v.size):
+        largest = max(largest, bits_of(v[i]))
+    return np.uint32(largest).view(np.float32)
+
+
+@kernel
+def _quantize(v: Any, scale: Any, levels: Any, first: int, keys: Any, codes: Any) -> None:
+    """Write `floor(s v / m + u) + s` for each; NaN becomes 0."""
+    unit = scale if scale != 0 else np.float32(1)
+    before, within, out = keys[0], keys[1], codes[: v.size]
+    for i in range(v.size):
+        h = _U32(
+            _U32(first + i) ^ before
+        )  # numba widens every result, and 64-bit lanes take 1.3 times as long
+        h = _U32(h ^ _U32(h >> _U32(16)))
+        h = _U32(_U32(h * _U32(0x7FEB352D)) ^ within)
+        h = _U32(h ^ _U32(h >> _U32(15)))
+        h = _U32(h * _U32(0x846CA68B))
+        h = _U32(h ^ _U32(h >> _U32(16)))
+        u = np.float32(np.int32(h >> _U32(8))) * np.float32(2.0**-24)
+        y = u + v[i] / unit * levels + levels
+        y = y if y > 0 else np.float32(0)
+        out[i] = np.uint8(np.int32(min(y, levels + levels)))
+
+
+@kernel
+def _ones(width: int) -> Any:
+    return np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(64) - np.uint64(width))
+
+
+@kernel
+def _joined(word: Any, bits: Any) -> Any:
+    """Join eight codes, one a byte, into the lowest `8 bits` bits."""
+    gap = np.uint64(8) - bits
+    word = (word & np.uint64(0x00FF00FF00FF00FF)) | (word & np.uint64(0xFF00FF00FF00FF00)) >> gap
+    word = (word & np.uint64(0x0000FFFF0000FFFF)) | (word & np.uint64(0xFFFF0000FFFF0000)) >> gap + gap
+    return (word & np.uint64(0xFFFFFFFF)) | (word >> np.uint64(32)) << np.uint64(4) * bits
+
+
+@kernel
+def _parted(word: Any, bits: Any) -> Any:
+    """Undo `_joined`; what lies above the codes is left out."""
+    gap = np.uint64(8) - bits
+    half = _ones(4 * bits)
+    word = (word & half) | ((word >> np.uint64(4) * bits) & half) << np.uint64(32)
+    low = _ones(2 * bits) * np.uint64(0x0000000100000001)
+    word = (word & low) | (word & (low << bits + bits)) << gap + gap
+    low = _ones(bits) * np.uint64(0x0001000100010001)
+    return (word & low) | (word & (low << bits)) << gap
+
+
+def qsgd_decode_mean(
+    payloads: Sequence[tuple[Tensor, Tensor]],
+    bits: int,
+    block: int,
+    numels: Sequence[int],
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add what the ranks sent in rank order and divide by their number; see `dispatch`."""
+    n, levels = sum(numels), levels_of(bits)
+    blocks = block_count(block, numels, n)
+    check_scales(payloads, blocks)
+    total = torch.empty(n) if out is None else out
+    where, _keep = addresses(payloads, packed_bytes(n, bits), f"{n} values of {bits} bits")
+    args = (np.array(numels, np.int64), _codes(block, numels), view(total), one_over(len(payloads)))
+    _decode(where, bits, np.float32(levels), blocks, block, *args)
+    return total
+
+
+@kernel
+def _decode(
+    addresses: Any,
+    bits: int,
+    levels: Any,
+    blocks: int,
+    block: int,
+    numels: Any,
+    words_of_codes: Any,
+    out: Any,
+    inverse: Any,
+) -> None:
+    ranks, nbytes = addresses.shape[0], (out.size * bits + 7) // 8
+    codes = words_of_codes.view(np.uint8)
+    start = row = 0
+    for numel in numels:
+        end = start + numel
+        while start < end:
+            total = out[start : min(start + block, end)]
+            total[:] = 0
+            for rank in range(ranks):
+                packed = array_at(addresses[rank, 0], nbytes, np.uint8)
+                step = array_at(addresses[rank, 1], blocks, np.float32)[row] / levels
+                for i in range(0, total.size, 8):
+                    words_of_codes[i >> 3] = peek(packed, (start + i) * bits)
+                for j in range((total.size + 7) >> 3):
+                    words_of_codes[j] = _parted(words_of_codes[j], np.uint64(bits))
+                for i in range(total.size):
+                    total[i] += (np.float32(codes[i]) - levels) * step
+            divide(total, ranks, inverse)
+            row += 1
+            start += total.size
+
+
+def _codes(block: int, numels: Sequence[int]) -> Any:
+    """Return room for one block's codes, one a byte."""
+    return np.empty((min(block, max(numels, default=0)) + 7) // 8, np.uint64)

@@ -1,0 +1,140 @@
+"""One bit an element and one scale a block, on the CPU: a block stays in the first-level cache throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stenograd.kernels.backend import length_of
+from stenograd.kernels.cpu.jit import (
+    addresses,
+    array_at,
+    divide,
+    kernel,
+    one_over,
+    peek,
+    put,
+    view,
+)
+from stenograd.kernels.cpu.lanes import add_signs_32, load_word, not_negative_32
+from stenograd.kernels.reference.bits import packed_bytes
+from stenograd.kernels.reference.sign import block_count, check_scales
+
+__all__ = ["mean_magnitude", "sign_decode_mean", "sign_encode_feedback"]
+
+_NONE = np.empty(0, np.float32)
+
+
+def sign_encode_feedback(
+    x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Send signs and mean magnitudes, and leave the error in residual; see `dispatch`."""
+    n = sum(numels)
+    scales = torch.empty(block_count(block, numels, length_of(x, residual)))
+    words = np.empty(n // 32 + 1, np.uint32)
+    more, left = (_NONE if t is None else view(t) for t in (x, residual))
+    _encode(more, left, block, np.array(numels, np.int64), words, view(scales))
+    return torch.from_numpy(words.view(np.uint8)[: packed_bytes(n, 1)]), scales
+
+
+@kernel
+def _encode(x: Any, residual: Any, block: int, numels: Any, words: Any, scales: Any) -> None:
+    lanes = np.empty(64, np.float64)
+    pending, held, at = np.uint64(0), np.uint64(0), 0  # see `put`
+    start = row = 0
+    for numel in numels:
+        end = start + numel
+        while start < end:
+            stop = min(start + block, end)
+            v = residual[start:stop] if residual.size else x[start:stop]
+            if residual.size and x.size:
+                more = x[start:stop]
+                for i in range(v.size):
+                    v[i] += more[i]
+            scale = mean_magnitude(v, lanes)
+            for i in range(0, v.size, 32):
+                width = min(v.size - i, 32)
+                word = not_negative_32(v, i) if width == 32 else _not_negative(v[i:])
+                pending, held, at = put(words, pending, held, at, word, width)
+            if residual.size:
+                for i in range(v.size):
+                    v[i] -= scale if v[i] >= 0 else -scale
+            scales[row] = scale
+            row += 1
+            start = stop
+    words[at] = np.uint32(pending)
+
+
+@kernel
+def mean_magnitude(v: Any, lanes: Any) -> Any:
+    """Return the mean magnitude of a block, added in the order of the reference's `lane_means`."""
+    lanes[:] = 0
+    whole = v.size - v.size % 64
+    for start in range(0, whole, 64):
+        piece = v[start : start + 64]
+        for i in range(64):
+            lanes[i] += abs(piece[i])
+    rest = v[whole:]
+    for i in range(rest.size):
+        lanes[i] += abs(rest[i])
+    width = 32
+    while width:
+        for i in range(width):
+            lanes[i] += lanes[i + width]
+        width //= 2
+    return np.float32(lanes[0] / v.size)
+
+
+@kernel
+def _not_negative(v: Any) -> Any:
+    """Do what `not_negative_32` does, for fewer."""
+    word = np.uint32(0)
+    for i in range(v.size):
+        word |= np.uint32(v[i] >= 0) << np.uint32(i)
+    return word
+
+
+def sign_decode_mean(
+    payloads: Sequence[tuple[Tensor, Tensor]], block: int, numels: Sequence[int], out: Tensor | None = None
+) -> Tensor:
+    """Add what the ranks sent in rank order and divide by their number; see `dispatch`."""
+    n = sum(numels)
+    blocks = block_count(block, numels, n)
+    check_scales(payloads, blocks)
+    total = torch.empty(n) if out is None else out
+    where, _keep = addresses(payloads, packed_bytes(n, 1), f"{n} signs")
+    _decode(where, blocks, block, np.array(numels, np.int64), view(total), one_over(len(payloads)))
+    return total
+
+
+@kernel
+def _decode(addresses: Any, blocks: int, block: int, numels: Any, out: Any, inverse: Any) -> None:
+    ranks, nbytes = addresses.shape[0], (out.size + 7) // 8
+    start = row = 0
+    for numel in numels:
+        end = start + numel
+        while start < end:
+            total = out[start : min(start + block, end)]
+            total[:] = 0
+            for rank in range(ranks):
+                bits = array_at(addresses[rank, 0], nbytes, np.uint8)
+                scale = array_at(addresses[rank, 1], blocks, np.float32)[row]
+                _add_signs(bits, start, total, scale)
+            divide(total, ranks, inverse)
+            row += 1
+            start += total.size
+
+
+@kernel
+def _add_signs(bits: Any, start: int, total: Any, scale: Any) -> None:
+    safe = min(8 * (bits.size - 8) - start, total.size - 32)  # 64 bits can be read from here, 32 are used
+    whole = max(0, safe // 32 * 32 + 32)
+    for i in range(0, whole, 32):
+        word = load_word(bits, (start + i) >> 3) >> np.uint64(start & 7)
+        add_signs_32(total, i, np.uint32(word), scale)
+    for i in range(whole, total.size):
+        total[i] += scale if peek(bits, start + i) & np.uint64(1) else -scale

@@ -1,0 +1,1 @@
+"""The kernels in plain torch, for every device and type."""

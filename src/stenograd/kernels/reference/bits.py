@@ -1,0 +1,129 @@
+"""Hot primitives in plain torch, for any device: the versions that faster ones are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from stenograd.errors import WireError
+
+__all__ = ["block_views", "pack_bits", "packed_bytes", "unpack_bits"]
+
+# A packed word of `bits` bytes is also an integer of this type, so it needs no byte-wise copy.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes that `count` values of `bits` bits each take: `ceil(count * bits / 8)`.
+
+    Example:
+        >>> packed_bytes(3, bits=3)
+        2
+    """
+    return -(-count * bits // 8)
+
+
+def pack_bits(values: Tensor, bits: int) -> Tensor:
+    """Write values of `bits` bits one after another, lowest bit first.
+
+    Eight values, one a byte, are one int64 word; neighbours are joined in it three times (8 -> 4 -> 2 -> 1
+    lanes), which leaves the word's low `bits` bytes as the result.
+
+    Args:
+        values: 1-D uint8 tensor, every value below `2 ** bits`.
+        bits: bits per value, 1 to 8.
+
+    Example:
+        >>> pack_bits(torch.tensor([1, 0, 1, 1], dtype=torch.uint8), bits=1)
+        tensor([13], dtype=torch.uint8)
+    """
+    count = values.numel()
+    if bits == 8 or count == 0:
+        return values.clone()
+    words = _aligned(pad(values, (0, -count % 8))).view(torch.int64)
+    for lane in (8, 16, 32):
+        held = bits * lane // 8  # bits in use at the bottom of a lane
+        odd = words & _mask(2 * lane, lane, held)
+        words = words.bitwise_xor(odd)
+        words |= odd >> (lane - held)
+    if bits in _WORDS:
+        low = words.to(_WORDS[bits]).view(torch.uint8)
+    else:
+        low = words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)
+    return low[: packed_bytes(count, bits)]
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Read back what `pack_bits` wrote.
+
+    Args:
+        packed: 1-D uint8 tensor of `ceil(count * bits / 8)` bytes.
+        bits: bits per value, 1 to 8.
+        count: number of values.
+
+    Raises:
+        WireError: `packed` has another length.
+
+    Example:
+        >>> unpack_bits(torch.tensor([13], dtype=torch.uint8), bits=1, count=4)
+        tensor([1, 0, 1, 1], dtype=torch.uint8)
+    """
+    if packed.numel() != packed_bytes(count, bits):
+        needed = packed_bytes(count, bits)
+        raise WireError(f"{count} values of {bits} bits take {needed} bytes, got {packed.numel()}")
+    if bits == 8 or count == 0:
+        return packed.clone()
+    groups = -(-count // 8)
+    low = pad(packed, (0, groups * bits - packed.numel()))
+    if bits in _WORDS:
+        words = _aligned(low).view(_WORDS[bits]).to(torch.int64)
+        words &= (1 << 8 * bits) - 1
+    else:
+        words = pad(low.view(groups, bits), (0, 8 - bits)).view(-1).view(torch.int64)
+    for lane in (32, 16, 8):
+        held = bits * lane // 8
+        odd = words & _mask(2 * lane, held, held)
+        words ^= odd
+        words |= odd << (lane - held)
+    return words.view(torch.uint8)[:count]
+
+
+def block_views(flat: Tensor, block: int, numels: Sequence[int]) -> list[Tensor]:
+    """View a flat tensor as rows of `block` elements that never span two of the tensors in it.
+
+    A tensor's shorter last block is a view of one row. Layers differ by orders of magnitude, so a scale that
+    a bias shared with the next layer's weights would suit neither.
+
+    Args:
+        flat: 1-D tensor.
+        block: elements a row, at least 1.
+        numels: lengths of the tensors that lie one after another in flat.
+
+    Example:
+        >>> [tuple(v.shape) for v in block_views(torch.zeros(22), block=4, numels=[8, 10, 4])]
+        [(4, 4), (1, 2), (1, 4)]
+    """
+    views: list[Tensor] = []
+    begin = end = 0  # of whole blocks that are not yet a view
+    for numel in numels:
+        rest = numel % block
+        end += numel - rest
+        if rest:
+            views += [flat[begin:end].view(-1, block), flat[end : end + rest].view(1, -1)]
+            begin = end = end + rest
+    return [v for v in [*views, flat[begin:end].view(-1, block)] if v.numel()]
+
+
+def _mask(period: int, start: int, width: int) -> int:
+    """Return the int64 whose bits `start` to `start + width` of every `period` bits are set."""
+    word = sum(((1 << width) - 1) << (start + at) for at in range(0, 64, period))
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _aligned(buffer: Tensor) -> Tensor:
+    """Return bytes that can be viewed as words; a slice of a larger buffer may start anywhere."""
+    odd = buffer.storage_offset() % 8 or buffer.data_ptr() % 8
+    return buffer.clone() if odd or not buffer.is_contiguous() else buffer

@@ -1,0 +1,100 @@
+"""Ascending places in about `2 + log2(n / k)` bits each (Elias-Fano), in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import ConfigError, WireError
+from stenograd.kernels.reference.bits import pack_bits, packed_bytes, unpack_bits
+
+__all__ = ["mark_count", "pack_places", "place_type", "places_bytes", "planes_of", "unpack_places"]
+
+
+def place_type(n: int) -> torch.dtype:
+    """Return the integer type in which places of n elements are kept: int32 where it suffices.
+
+    Example:
+        >>> place_type(1000)
+        torch.int32
+    """
+    return torch.int32 if n <= 1 << 31 else torch.int64
+
+
+def places_bytes(n: int, k: int) -> int:
+    """Bytes that `pack_places` needs for k of n places: about `k (2 + log2(n / k)) / 8`.
+
+    Raises:
+        ConfigError: k outside [0, n].
+
+    Example:
+        >>> places_bytes(1_000_000, 10_000) * 8 / 10_000  # bits a place; an int32 has 32
+        8.5624
+    """
+    return sum(packed_bytes(k, bits) for bits in planes_of(n, k)) + packed_bytes(mark_count(n, k), 1)
+
+
+def pack_places(places: Tensor, n: int) -> Tensor:
+    """Write ascending places: low bits as they are, the rest in unary; see `dispatch`.
+
+    Example:
+        >>> pack_places(torch.tensor([3, 500, 999]), n=1000).numel()
+        4
+    """
+    places, k = places.long(), places.numel()
+    planes = planes_of(n, k)
+    if k and not (int(places[0]) >= 0 and int(places[-1]) < n and bool((places.diff() > 0).all())):
+        raise ConfigError(f"places must be strictly ascending in [0, {n}): sort them")
+    marks = torch.zeros(mark_count(n, k), dtype=torch.uint8, device=places.device)
+    marks[(places >> sum(planes)) + torch.arange(k, device=places.device)] = 1
+    low = [((places >> 8 * i) & ((1 << bits) - 1)).to(torch.uint8) for i, bits in enumerate(planes)]
+    parts = [pack_bits(plane, bits) for plane, bits in zip(low, planes, strict=True)]
+    return torch.cat([*parts, pack_bits(marks, 1)])
+
+
+def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
+    """Read back what `pack_places` wrote; see `dispatch`.
+
+    Example:
+        >>> unpack_places(pack_places(torch.tensor([3, 500, 999]), n=1000), n=1000, k=3)
+        tensor([  3, 500, 999], dtype=torch.int32)
+    """
+    planes, marks = planes_of(n, k), mark_count(n, k)
+    if packed.numel() != places_bytes(n, k):
+        raise WireError(f"{k} of {n} places take {places_bytes(n, k)} bytes, got {packed.numel()}")
+    *low, high = packed.split([*(packed_bytes(k, bits) for bits in planes), packed_bytes(marks, 1)])
+    set_bits = unpack_bits(high, 1, marks).nonzero().view(-1)
+    if set_bits.numel() != k:
+        raise WireError(f"{k} places have {k} bits set, got {set_bits.numel()}: the ranks disagree on k")
+    places = (set_bits - torch.arange(k, device=packed.device)) << sum(planes)
+    for i, (plane, bits) in enumerate(zip(low, planes, strict=True)):
+        places |= unpack_bits(plane, bits, k).long() << 8 * i
+    if k and not (int(places[-1]) < n and bool((places.diff() > 0).all())):
+        raise WireError(f"the {k} places received do not ascend in [0, {n}): the payload is damaged")
+    return places.to(place_type(n))
+
+
+def planes_of(n: int, k: int) -> list[int]:
+    """Return the bits of each low byte of a place: eight, and what is left of `floor(log2(n / k))`.
+
+    Raises:
+        ConfigError: k outside [0, n].
+
+    Example:
+        >>> planes_of(1 << 20, 100)
+        [8, 5]
+    """
+    if not 0 <= k <= n:
+        raise ConfigError(f"k must be 0 to {n}, got {k}")
+    low = (n // k).bit_length() - 1 if k else 0
+    return [8] * (low // 8) + [low % 8] * (low % 8 > 0)
+
+
+def mark_count(n: int, k: int) -> int:
+    """Return the bits of the unary part: one a place, and one for each value of the high bits but 0.
+
+    Example:
+        >>> mark_count(1024, 128)
+        255
+    """
+    return k + ((n - 1) >> sum(planes_of(n, k))) if k else 0

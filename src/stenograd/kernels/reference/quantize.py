@@ -1,0 +1,131 @@
+"""Rounding at random to 2 to 8 bits, in plain torch; the random numbers come from a hash of the place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import ConfigError
+from stenograd.kernels.backend import corrected, length_of
+from stenograd.kernels.reference.bits import block_views, pack_bits, unpack_bits
+from stenograd.kernels.reference.sign import block_count, check_scales
+
+__all__ = ["hash_keys", "levels_of", "qsgd_decode_mean", "qsgd_encode_feedback", "uniforms"]
+
+_WORD = 0xFFFFFFFF
+
+
+def qsgd_encode_feedback(
+    x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
+) -> tuple[Tensor, Tensor]:
+    """Round at random, and leave the error in residual; see `dispatch`.
+
+    Example:
+        >>> residual = torch.zeros(2)
+        >>> codes, scales = qsgd_encode_feedback(torch.tensor([1.0, -2.0]), residual, 8, 2, [2], seed=0)
+        >>> scales, bool(residual.abs().max() < 2 / 127)
+        (tensor([2.]), True)
+    """
+    levels = levels_of(bits)
+    block_count(block, numels, length_of(x, residual))
+    v = corrected(x, residual)
+    u = uniforms(seed, v.numel(), v.device)
+    scales = [torch.zeros(0, device=v.device)]
+    for rows, y in zip(block_views(v, block, numels), block_views(u, block, numels), strict=True):
+        scale = rows.abs().amax(1, keepdim=True).to(torch.float32)
+        unit = torch.where(scale == 0, 1.0, scale)
+        y += rows.to(torch.float32) / unit * levels
+        y += levels
+        y.copy_(torch.where(y > 0, y, 0.0)).clamp_(max=2 * levels).floor_()  # NaN becomes 0
+        scales.append(scale.view(-1))
+        if residual is not None:
+            rows -= ((y - levels) * (scale / levels)).to(rows.dtype)
+    return pack_bits(u.to(torch.uint8), bits), torch.cat(scales)
+
+
+def qsgd_decode_mean(
+    payloads: Sequence[tuple[Tensor, Tensor]],
+    bits: int,
+    block: int,
+    numels: Sequence[int],
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add what the ranks sent, one after another, and divide by their number; see `dispatch`.
+
+    Example:
+        >>> payload = torch.tensor([2], dtype=torch.uint8), torch.tensor([3.0])
+        >>> qsgd_decode_mean([payload, payload], bits=2, block=1, numels=[1])
+        tensor([3.])
+    """
+    n, levels = sum(numels), levels_of(bits)
+    check_scales(payloads, block_count(block, numels, n))
+    total = torch.empty(n, device=payloads[0][1].device) if out is None else out
+    total.zero_()
+    for codes, scales in payloads:
+        y = unpack_bits(codes, bits, n).to(total.dtype).sub_(levels)
+        start = 0
+        for rows in block_views(y, block, numels):
+            rows.mul_(scales[start : start + len(rows), None] / levels)
+            start += len(rows)
+        total += y
+    return total.div_(len(payloads))
+
+
+def levels_of(bits: int) -> int:
+    """Return the number of levels on each side of zero, `2^(bits-1) - 1`.
+
+    Raises:
+        ConfigError: bits outside 2 to 8.
+
+    Example:
+        >>> levels_of(4)
+        7
+    """
+    if not 2 <= bits <= 8:
+        raise ConfigError(f"bits must be 2 to 8, got {bits}: use 4")
+    return (1 << (bits - 1)) - 1
+
+
+def hash_keys(seed: int) -> tuple[int, int]:
+    """Return two 32-bit keys that neighbouring seeds share no pattern in (SplitMix64's finish).
+
+    Example:
+        >>> hash_keys(0) != hash_keys(1)
+        True
+    """
+    z = (seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    z ^= z >> 31
+    return z & _WORD, z >> 32
+
+
+def uniforms(seed: int, n: int, device: torch.device | None = None) -> Tensor:
+    """Return n float32 numbers in [0, 1), multiples of 2**-24: the i-th is a hash of seed and i.
+
+    The hash is lowbias32 with a key before and within: two multiplications, so it costs less than reading
+    the gradient, needs no state, and is the same everywhere.
+
+    Args:
+        seed: any integer.
+        n: how many.
+        device: where.
+
+    Example:
+        >>> abs(float(uniforms(3, 10_000).mean()) - 0.5) < 0.01
+        True
+
+    Reference: Wellons, "Prospecting for Hash Functions", 2018.
+    """
+    first, second = hash_keys(seed)
+    h = torch.arange(n, device=device)
+    h ^= first
+    h ^= h >> 16
+    h = h * 0x7FEB352D & _WORD
+    h ^= second
+    h ^= h >> 15
+    h = h * 0x846CA68B & _WORD
+    h ^= h >> 16
+    return (h >> 8).to(torch.float32) * 2.0**-24

@@ -1,0 +1,114 @@
+"""One bit an element and one scale a block, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import ConfigError, WireError
+from stenograd.kernels.backend import corrected, length_of
+from stenograd.kernels.reference.bits import block_views, pack_bits, unpack_bits
+
+__all__ = ["block_count", "check_scales", "lane_means", "sign_decode_mean", "sign_encode_feedback"]
+
+_LANES = 64
+
+
+def sign_encode_feedback(
+    x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Send signs and mean magnitudes, and leave the error in residual; see `dispatch`.
+
+    Example:
+        >>> residual = torch.zeros(2)
+        >>> sign_encode_feedback(torch.tensor([1.0, -3.0]), residual, block=2, numels=[2]), residual
+        ((tensor([1], dtype=torch.uint8), tensor([2.])), tensor([-1., -1.]))
+    """
+    block_count(block, numels, length_of(x, residual))
+    v = corrected(x, residual)
+    scales = [v.new_zeros(0, dtype=torch.float32)]
+    bits = pack_bits((v >= 0).view(torch.uint8), 1)
+    for rows in block_views(v, block, numels):
+        scales.append(lane_means(rows))
+        if residual is not None:
+            scale = scales[-1][:, None].to(rows.dtype)
+            rows.sub_(torch.where(rows >= 0, scale, -scale))
+    return bits, torch.cat(scales)
+
+
+def lane_means(rows: Tensor) -> Tensor:
+    """Return each row's mean magnitude, added in 64 lanes of float64 that are then added in pairs.
+
+    With the order fixed, the kernels get the same bits.
+
+    Example:
+        >>> lane_means(torch.tensor([[1.0, -3.0]]))
+        tensor([2.])
+    """
+    lanes = torch.zeros(len(rows), _LANES, dtype=torch.float64, device=rows.device)
+    for piece in rows.split(_LANES, dim=1):
+        lanes[:, : piece.shape[1]] += piece.abs()
+    while lanes.shape[1] > 1:
+        left, right = lanes.chunk(2, dim=1)
+        lanes = left + right
+    return (lanes[:, 0] / rows.shape[1]).to(torch.float32)
+
+
+def sign_decode_mean(
+    payloads: Sequence[tuple[Tensor, Tensor]], block: int, numels: Sequence[int], out: Tensor | None = None
+) -> Tensor:
+    """Add what the ranks sent, one after another, and divide by their number; see `dispatch`.
+
+    Example:
+        >>> payload = torch.tensor([1], dtype=torch.uint8), torch.tensor([2.0])
+        >>> sign_decode_mean([payload, payload], block=2, numels=[2])
+        tensor([ 2., -2.])
+    """
+    n = sum(numels)
+    check_scales(payloads, block_count(block, numels, n))
+    total = torch.empty(n, device=payloads[0][1].device) if out is None else out
+    total.zero_()
+    for bits, scales in payloads:
+        signs = unpack_bits(bits, 1, n).to(total.dtype).mul_(2).sub_(1)
+        start = 0
+        for rows in block_views(signs, block, numels):
+            rows.mul_(scales[start : start + len(rows), None].to(total.dtype))
+            start += len(rows)
+        total += signs
+    return total.div_(len(payloads))
+
+
+def block_count(block: int, numels: Sequence[int], n: int) -> int:
+    """Return how many blocks there are.
+
+    Raises:
+        ConfigError: block below 1, or the lengths do not add up to n.
+
+    Example:
+        >>> block_count(4, [8, 9], 17)
+        5
+    """
+    if block < 1:
+        raise ConfigError(f"block must be at least 1, got {block}: use 1024")
+    if sum(numels) != n or min(numels, default=0) < 0:
+        raise ConfigError(f"numels must add up to the {n} elements, got {sum(numels)}: give every tensor's")
+    return sum(-(-numel // block) for numel in numels)
+
+
+def check_scales(payloads: Sequence[tuple[Tensor, Tensor]], blocks: int) -> None:
+    """Refuse no payloads, and payloads with another number of scales than there are blocks.
+
+    Raises:
+        ConfigError: there are no payloads.
+        WireError: one has another number of scales.
+
+    Example:
+        >>> check_scales([(torch.zeros(1), torch.zeros(5))], 5)
+    """
+    if not payloads:
+        raise ConfigError("payloads must not be empty, got []: give one per rank")
+    for _, scales in payloads:
+        if scales.numel() != blocks:
+            raise WireError(f"{blocks} blocks have as many scales, got {scales.numel()}")

@@ -1,0 +1,277 @@
+"""Kernels for CUDA tensors in Triton; STENOGRAD_KERNELS=triton turns them on.
+
+Not run on a GPU yet, only in Triton's interpreter, so plain torch is the default there. What is missing here
+(top-k, scatter, places, casts) stays with plain torch. Codes are written one a byte and then packed by torch.
+The scale of signs is added in another order than the reference's, so its last bit may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import WireError
+from stenograd.kernels.reference import quantize as reference_quantize
+from stenograd.kernels.reference import select as reference_select
+from stenograd.kernels.reference import sign as reference_sign
+from stenograd.kernels.reference.bits import pack_bits, packed_bytes
+from stenograd.kernels.reference.indices import place_type
+
+__all__ = [
+    "kernel",
+    "qsgd_decode_mean",
+    "qsgd_encode_feedback",
+    "select_threshold",
+    "sign_decode_mean",
+    "sign_encode_feedback",
+]
+
+_WIDEST = 65536  # elements of a block that one program can hold
+_PIECE = 1024
+_EXACT = {"enable_fp_fusion": False}  # a * b + c rounded twice, as everywhere else
+
+try:
+    triton: Any = import_module("triton")
+    tl: Any = import_module("triton.language")
+except ImportError:
+    triton = tl = None
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile for the GPU where Triton is installed.
+
+    Example:
+        >>> kernel(lambda: None) is not None
+        True
+    """
+    return triton.jit(function) if triton else function
+
+
+@lru_cache(maxsize=64)
+def _starts(block: int, numels: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+    """Return where each block starts, the end of the last included, and the lanes that hold the longest."""
+    starts, begin = [0], 0
+    for numel in numels:
+        starts += [min(end, begin + numel) for end in range(begin + block, begin + numel + block, block)]
+        begin += numel
+    width = min(block, max(numels, default=1))
+    return torch.tensor(starts, device=device), triton.next_power_of_2(max(width, 1))
+
+
+def _suits(x: Tensor, residual: Tensor | None, width: int) -> bool:
+    both = [x] if residual is None else [x, residual]
+    return width <= _WIDEST and all(t.dtype is torch.float32 and t.is_contiguous() for t in both)
+
+
+def sign_encode_feedback(
+    x: Tensor, residual: Tensor | None, block: int, numels: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Send signs and mean magnitudes, and leave the error in residual; see `dispatch`."""
+    blocks = reference_sign.block_count(block, numels, x.numel())
+    starts, width = _starts(block, tuple(numels), x.device)
+    if not (blocks and _suits(x, residual, width)):
+        return reference_sign.sign_encode_feedback(x, residual, block, numels)
+    codes, scales = torch.empty_like(x, dtype=torch.uint8), x.new_empty(blocks)
+    left = x if residual is None else residual
+    _sign[(blocks,)](x, left, starts, codes, scales, width, residual is not None, **_EXACT)
+    return pack_bits(codes, 1), scales
+
+
+@kernel
+def _sign(
+    x: Any, left: Any, starts: Any, codes: Any, scales: Any, width: tl.constexpr, add: tl.constexpr
+) -> None:
+    row = tl.program_id(0)
+    start = tl.load(starts + row)
+    length = tl.load(starts + row + 1) - start
+    lane = tl.arange(0, width)
+    v = tl.load(x + start + lane, lane < length, 0.0)
+    if add:
+        v += tl.load(left + start + lane, lane < length, 0.0)
+    scale = (tl.sum(tl.abs(v).to(tl.float64)) / length.to(tl.float64)).to(tl.float32)
+    tl.store(scales + row, scale)
+    tl.store(codes + start + lane, (v >= 0).to(tl.uint8), lane < length)
+    if add:
+        tl.store(left + start + lane, v - tl.where(v >= 0, scale, -scale), lane < length)
+
+
+def qsgd_encode_feedback(
+    x: Tensor, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
+) -> tuple[Tensor, Tensor]:
+    """Round at random, and leave the error in residual; see `dispatch`."""
+    levels = reference_quantize.levels_of(bits)
+    blocks = reference_sign.block_count(block, numels, x.numel())
+    starts, width = _starts(block, tuple(numels), x.device)
+    if not (blocks and _suits(x, residual, width)):
+        return reference_quantize.qsgd_encode_feedback(x, residual, bits, block, numels, seed)
+    codes, scales = torch.empty_like(x, dtype=torch.uint8), x.new_empty(blocks)
+    keys = torch.tensor(reference_quantize.hash_keys(seed), device=x.device)
+    left = x if residual is None else residual
+    args = (x, left, starts, keys, codes, scales, float(levels), width, residual is not None)
+    _quantize[(blocks,)](*args, **_EXACT)
+    return pack_bits(codes, bits), scales
+
+
+@kernel
+def _quantize(
+    x: Any,
+    left: Any,
+    starts: Any,
+    keys: Any,
+    codes: Any,
+    scales: Any,
+    levels: Any,
+    width: tl.constexpr,
+    add: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    start = tl.load(starts + row)
+    lane = tl.arange(0, width)
+    inside = lane < tl.load(starts + row + 1) - start
+    v = tl.load(x + start + lane, inside, 0.0)
+    if add:
+        v += tl.load(left + start + lane, inside, 0.0)
+    scale = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    h = (start + lane).to(tl.uint32) ^ tl.load(keys).to(tl.uint32)
+    h ^= h >> 16
+    h = (h * 0x7FEB352D) ^ tl.load(keys + 1).to(tl.uint32)
+    h ^= h >> 15
+    h = h * 0x846CA68B
+    h ^= h >> 16
+    unit = tl.where(scale == 0, 1.0, scale)
+    y = (h >> 8).to(tl.float32) * 5.9604644775390625e-08 + tl.div_rn(v, unit) * levels + levels
+    y = tl.minimum(tl.where(y > 0, y, 0.0), 2 * levels).to(tl.int32)
+    tl.store(scales + row, scale)
+    tl.store(codes + start + lane, y.to(tl.uint8), inside)
+    if add:
+        sent = (y.to(tl.float32) - levels) * tl.div_rn(scale, levels)
+        tl.store(left + start + lane, v - sent, inside)
+
+
+def sign_decode_mean(
+    payloads: Sequence[tuple[Tensor, Tensor]], block: int, numels: Sequence[int], out: Tensor | None = None
+) -> Tensor:
+    """Add what the ranks sent in rank order and divide by their number; see `dispatch`."""
+    return _decoded(payloads, 1, 2, 1, block, numels, out)
+
+
+def qsgd_decode_mean(
+    payloads: Sequence[tuple[Tensor, Tensor]],
+    bits: int,
+    block: int,
+    numels: Sequence[int],
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add what the ranks sent in rank order and divide by their number; see `dispatch`."""
+    return _decoded(payloads, bits, 1, reference_quantize.levels_of(bits), block, numels, out)
+
+
+def _decoded(
+    payloads: Sequence[tuple[Tensor, Tensor]],
+    bits: int,
+    factor: int,
+    levels: int,
+    block: int,
+    numels: Sequence[int],
+    out: Tensor | None,
+) -> Tensor:
+    """Return the mean of `(factor * code - levels) * scale / levels`."""
+    n = sum(numels)
+    blocks = reference_sign.block_count(block, numels, n)
+    reference_sign.check_scales(payloads, blocks)
+    total = torch.empty(n, device=payloads[0][1].device) if out is None else out
+    total.zero_()
+    starts, width = _starts(min(block, _WIDEST), tuple(numels), total.device)
+    if block > _WIDEST or total.dtype is not torch.float32 or not total.is_contiguous():
+        if factor == 2:
+            return reference_sign.sign_decode_mean(payloads, block, numels, total)
+        return reference_quantize.qsgd_decode_mean(payloads, bits, block, numels, total)
+    for codes, scales in payloads:
+        if codes.numel() != packed_bytes(n, bits):
+            raise WireError(
+                f"{n} values of {bits} bits take {packed_bytes(n, bits)} bytes, got {codes.numel()}"
+            )
+        if blocks:
+            args = (total, starts, codes.contiguous(), codes.numel(), scales.contiguous(), float(levels))
+            _add_decoded[(blocks,)](*args, bits, factor, width, **_EXACT)
+    return total.div_(len(payloads))
+
+
+@kernel
+def _add_decoded(
+    total: Any,
+    starts: Any,
+    codes: Any,
+    size: Any,
+    scales: Any,
+    levels: Any,
+    bits: tl.constexpr,
+    factor: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    start = tl.load(starts + row)
+    lane = tl.arange(0, width)
+    inside = lane < tl.load(starts + row + 1) - start
+    bit = (start + lane) * bits
+    low = tl.load(codes + (bit >> 3), inside, 0).to(tl.int32)
+    high = tl.load(codes + (bit >> 3) + 1, inside & ((bit >> 3) + 1 < size), 0).to(tl.int32)
+    code = ((low | (high << 8)) >> (bit & 7).to(tl.int32)) & ((1 << bits) - 1)
+    value = (code * factor).to(tl.float32) - levels
+    value *= tl.div_rn(tl.load(scales + row), levels)
+    tl.store(total + start + lane, tl.load(total + start + lane, inside, 0.0) + value, inside)
+
+
+def select_threshold(x: Tensor, residual: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
+    """Take what is at least the threshold, and no zero: one pass adds and counts, one compacts."""
+    n = x.numel()
+    if not (n and _suits(x, residual, 1)):
+        return reference_select.select_threshold(x, residual, threshold)
+    bound = max(int(torch.tensor(threshold, dtype=torch.float32).view(torch.int32)), 1)
+    v, add = (x, False) if residual is None else (residual, True)
+    counts = torch.empty(triton.cdiv(n, _PIECE), dtype=torch.int64, device=x.device)
+    _add_count[(counts.numel(),)](x, v, counts, bound, n, _PIECE, add)
+    ends = counts.cumsum(0)
+    places = torch.empty(int(ends[-1]), dtype=place_type(n), device=x.device)
+    values = x.new_empty(places.numel())
+    _compact[(counts.numel(),)](v, ends - counts, places, values, bound, n, _PIECE, add)
+    return places, values
+
+
+@kernel
+def _add_count(
+    x: Any, v: Any, counts: Any, bound: Any, n: Any, width: tl.constexpr, add: tl.constexpr
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
+    y = tl.load(v + at, at < n, 0.0)
+    if add:
+        y += tl.load(x + at, at < n, 0.0)
+        tl.store(v + at, y, at < n)
+    hits = (y.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= bound
+    tl.store(counts + tl.program_id(0), tl.sum(hits.to(tl.int64)))
+
+
+@kernel
+def _compact(
+    v: Any,
+    offsets: Any,
+    places: Any,
+    values: Any,
+    bound: Any,
+    n: Any,
+    width: tl.constexpr,
+    clear: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
+    y = tl.load(v + at, at < n, 0.0)
+    hits = (y.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= bound
+    to = tl.load(offsets + tl.program_id(0)) + tl.cumsum(hits.to(tl.int64)) - 1
+    tl.store(places + to, at.to(places.dtype.element_ty), hits)
+    tl.store(values + to, y, hits)
+    if clear:
+        tl.store(v + at, tl.zeros_like(y), hits)

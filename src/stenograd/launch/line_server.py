@@ -1,0 +1,136 @@
+"""A thread that answers one line from each connection, whatever strangers do at its port."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["LINE_BYTES", "LineServer"]
+
+LINE_BYTES = 1 << 16  # a question names its group, by up to 7 bytes per rank
+_PATIENCE_S = 2.0  # for the whole line, from the moment of the connection
+_CONNECTIONS = 64  # at once: at most 4 MiB of unfinished lines
+_PAUSE_S = 0.05  # after accept failed, or the loop would spin while no descriptor is free
+
+
+@dataclass
+class _Visitor:
+    """A connection whose line has not come to its end."""
+
+    deadline: float
+    line: bytearray = field(default_factory=bytearray)
+
+
+class LineServer:
+    r"""Reads one line from each connection, answers it and closes the connection, in one thread.
+
+    Nobody can keep others waiting: connections are read as their bytes come, each has two seconds for the
+    whole of its line, and where there are 64 of them the oldest makes room for the next. A line of more than
+    64 KiB is not answered.
+
+    Args:
+        host: address of this machine to listen at.
+        answer: called with each line in the thread; returns the answer. An error in it, as a stranger's line
+            may cause one, costs that connection only.
+
+    Attributes:
+        address: host and port at which it listens.
+
+    Raises:
+        OSError: it cannot listen there.
+
+    Example:
+        >>> server = LineServer("127.0.0.1", bytes.upper)
+        >>> with socket.create_connection(server.address) as connection:
+        ...     connection.sendall(b"hello\n")
+        ...     connection.recv(100)
+        b'HELLO\n'
+        >>> server.close()
+    """
+
+    def __init__(self, host: str, answer: Callable[[bytes], bytes]) -> None:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._answer = answer
+        self._visitors: dict[socket.socket, _Visitor] = {}  # oldest first
+        self._listener = socket.socket(family, kind, protocol)
+        try:
+            self._listener.bind(address)
+            self._listener.listen(socket.SOMAXCONN)
+            self._listener.setblocking(False)
+            self._end, self._ended = socket.socketpair()
+        except OSError:
+            self._listener.close()
+            raise
+        self.address: tuple[str, int] = (str(address[0]), self._listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._ended, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="stenograd-presence", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and drop all connections; a second call does nothing."""
+        self._end.close()  # which the thread sees at once
+        self._thread.join(_PATIENCE_S)
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                soonest = next((visitor.deadline for visitor in self._visitors.values()), None)
+                wait_s = None if soonest is None else max(0.0, soonest - time.monotonic())
+                ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
+                if self._ended in ready:
+                    return
+                for peer in [peer for peer in self._visitors if peer in ready]:
+                    self._read(peer)
+                now = time.monotonic()
+                for peer in [peer for peer, visitor in self._visitors.items() if visitor.deadline <= now]:
+                    self._drop(peer)
+                if self._listener in ready:  # after all that has come was read, so nobody is dropped unheard
+                    self._accept()
+        finally:
+            for peer in [*self._visitors]:
+                self._drop(peer)
+            self._selector.close()
+            self._listener.close()
+            self._ended.close()
+
+    def _accept(self) -> None:
+        if len(self._visitors) >= _CONNECTIONS:
+            self._drop(next(iter(self._visitors)))
+        try:
+            peer, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone already
+            return
+        except OSError:  # such as EMFILE, where the oldest may hold the last descriptor
+            if self._visitors:
+                self._drop(next(iter(self._visitors)))
+            time.sleep(_PAUSE_S)
+            return
+        peer.setblocking(False)
+        self._visitors[peer] = _Visitor(time.monotonic() + _PATIENCE_S)
+        self._selector.register(peer, selectors.EVENT_READ)
+
+    def _read(self, peer: socket.socket) -> None:
+        line = self._visitors[peer].line
+        with contextlib.suppress(Exception):  # whatever strangers do must not end this thread
+            try:
+                got = peer.recv(LINE_BYTES - len(line))
+            except BlockingIOError:
+                return
+            line += got
+            if line.endswith(b"\n"):  # a fresh connection has room for the answer
+                peer.send(self._answer(bytes(line)))
+            elif got and b"\n" not in got and len(line) < LINE_BYTES:
+                return
+        self._drop(peer)
+
+    def _drop(self, peer: socket.socket) -> None:
+        del self._visitors[peer]
+        self._selector.unregister(peer)
+        peer.close()

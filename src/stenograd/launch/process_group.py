@@ -1,0 +1,403 @@
+"""Join the ranks of a launch into one process group, whichever launcher started them, and leave it again."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import importlib.util
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    rendezvous,
+)
+
+from stenograd.errors import LaunchError, bad_value
+from stenograd.launch.barrier import gather_ranks, introduce, store_errors
+from stenograd.launch.detect import World, bad_variable, detect
+from stenograd.launch.failure_detector import Absent, Presence, attend
+from stenograd.launch.local_workers import TIMEOUT_VARIABLE, run_local
+from stenograd.launch.network import (
+    GLOO_INTERFACE,
+    address_towards,
+    await_port,
+    bounded,
+    own_address,
+    use_loopback,
+)
+from stenograd.launch.rendezvous import Meeting, meeting_point
+from stenograd.launch.restarts import agree_on_start
+
+__all__ = [
+    "Absent",
+    "World",
+    "attends",
+    "backends",
+    "came",
+    "detect",
+    "go_on_without",
+    "init",
+    "join",
+    "roll_call",
+    "run_local",
+    "shutdown",
+]
+
+_DEFAULT_TIMEOUT_S = 300.0
+_ROLL_CALL_POLL_S = 0.1
+
+
+@dataclass
+class _Place:
+    """Where this process met the others. It outlives a group: a second `init` meets there again."""
+
+    meeting: Meeting
+    world: World
+    store: Store
+    pid: int = field(default_factory=os.getpid)
+    inits: int = 0
+    start: str | None = None  # name of this start among those that share the store
+    rank_0_lost: bool = False
+
+
+@dataclass
+class _Session:
+    """The group that `init` made, from there to `shutdown`."""
+
+    place: _Place
+    store: Store
+    chose_interface: bool
+    presence: Presence | None
+
+
+_place: _Place | None = None
+_session: _Session | None = None
+
+
+def init(
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    device_id: torch.device | None = None,
+) -> World:
+    """Join the default process group, and say which rank this process is.
+
+    Works unchanged under torchrun, `mpiexec` of Open MPI and MPICH, `srun`, `run_local` and alone. Where
+    `torch.distributed` is initialised already, nothing happens. All ranks of a launch must call it.
+    Ranks on one host talk gloo over the loopback interface unless `GLOO_SOCKET_IFNAME` says otherwise.
+
+    Args:
+        backend: as in `torch.distributed.init_process_group`; None is gloo, and NCCL for CUDA tensors
+            where there is a CUDA device.
+        timeout_s: seconds to wait for the other ranks, here and later in every collective, > 0; None is
+            `STENOGRAD_TIMEOUT_S` from the environment, or 300.
+        device_id: CUDA device of this rank; None is device local_rank modulo the number of devices.
+
+    Returns:
+        Rank, world size and the same on this host.
+
+    Raises:
+        ConfigError: `timeout_s` is out of range.
+        LaunchError: the environment contradicts itself, the port is in use, or ranks did not come.
+
+    Example:
+        >>> world = init()
+        >>> world.rank, world.world_size, torch.distributed.is_initialized()
+        (0, 1, True)
+        >>> shutdown()
+    """
+    global _session
+    if dist.is_initialized():
+        session = _own_session()
+        return session.place.world if session is not None else _joined_world()
+    limit_s = _timeout_s(timeout_s)
+    deadline = time.monotonic() + limit_s
+    world = detect(os.environ)
+    place = _meet(meeting_point(world, os.environ), world, deadline)
+    if place.start is None:  # torch's agents keep one store over restarts, so keys must differ
+        place.start = agree_on_start(place.store, world, limit_s, deadline) if _agent_has_store() else "0"
+    store = PrefixStore(f"stenograd/{place.start}/{place.inits}", place.store)
+    place.inits += 1
+    presence = _present(store, world, place.meeting)
+    try:
+        gather_ranks(store, world, "came", limit_s, deadline)
+        introduce(presence, store, world)
+        chose_interface = world.one_host and use_loopback()
+        _join(backend, store, world, limit_s, device_id)
+        # Only when all are connected may the host of the store leave: connecting reads addresses from it.
+        gather_ranks(store, world, "connected", limit_s, time.monotonic() + limit_s)
+    except BaseException:
+        if presence is not None:
+            presence.close()
+        raise
+    _session = _Session(place, store, chose_interface, presence)
+    return world
+
+
+def join(*, timeout_s: float | None = None) -> World:
+    """Join the other ranks as `init` does, but make no process group where there are none.
+
+    So a program of one rank can still call `torch.distributed.init_process_group` itself later on.
+    """
+    if not dist.is_initialized() and (world := detect(os.environ)).world_size == 1:
+        return world
+    return init(timeout_s=timeout_s)
+
+
+def shutdown() -> None:
+    """Leave the group that `init` made; a group made by other means stays, and a second call does nothing.
+
+    Scripts need not call it: it runs when Python exits.
+    """
+    global _session
+    session, _session = _own_session(), None
+    if session is None:
+        return
+    if session.presence is not None:  # first: from now on this rank comes to nothing any more
+        session.presence.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if session.chose_interface:
+        os.environ.pop(GLOO_INTERFACE, None)
+
+
+def roll_call(grace_s: float, group: str = "") -> Absent:
+    """After a failed collective, find out which ranks are to blame.
+
+    It never raises, and returns within about two seconds of `grace_s`. In a group that `init` made, each
+    rank that failed asks all others (see `stenograd.launch.failure_detector`). In a group of the user's own,
+    each leaves a mark in that group's store and waits for the others' marks.
+
+    Args:
+        grace_s: seconds that a rank has to answer, >= 0.
+        group: name of the group in which it failed, as given to `came`.
+
+    Returns:
+        The ranks that are lost, and those that are alive but had not come to the collective. Both are empty
+        where all answered, or where it cannot be known.
+    """
+    session = _own_session()
+    if session is not None:
+        found = session.presence.absent(group, grace_s) if session.presence is not None else Absent()
+        session.place.rank_0_lost |= 0 in found.lost
+        return found
+    try:
+        store = PrefixStore("stenograd/roll-call", dist.distributed_c10d._get_default_store())
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return Absent(bounded(lambda: _unmarked(store, rank, size, grace_s), grace_s + 1.0))
+    except Exception:  # no group, a PyTorch that keeps its store elsewhere, or a store that is gone
+        return Absent()
+
+
+def attends() -> bool:
+    """Return whether `init` made the group, so that each rank answers the others' roll calls."""
+    return _own_session() is not None
+
+
+def came(group: str) -> None:
+    """Count that this rank came to a collective of a group, by which `roll_call` tells who is late."""
+    session = _own_session()
+    if session is not None and session.presence is not None:
+        session.presence.came[group] += 1
+
+
+def go_on_without(lost: Sequence[int]) -> None:
+    """Forget a loss that training survives, so that the next `roll_call` finds the next one."""
+    session = _own_session()
+    if session is not None and session.presence is not None:
+        session.presence.go_on_without(lost)
+
+
+def backends() -> dict[str, bool]:
+    """Return which of torch.distributed's backends this PyTorch was built with.
+
+    Example:
+        >>> sorted(backends())
+        ['gloo', 'nccl']
+    """
+    built = dist.is_available()
+    return {"gloo": built and dist.is_gloo_available(), "nccl": built and dist.is_nccl_available()}
+
+
+def _unmarked(store: Store, rank: int, size: int, grace_s: float) -> list[int]:
+    deadline = time.monotonic() + grace_s
+    store.set(str(rank), "here")
+    missing = [other for other in range(size) if other != rank]
+    while True:
+        missing = [other for other in missing if not store.check([str(other)])]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(_ROLL_CALL_POLL_S)
+
+
+def _present(store: Store, world: World, meeting: Meeting) -> Presence | None:
+    """Start to answer roll calls, and leave in the store how to ask this rank."""
+    if world.world_size == 1:
+        return None
+
+    def host() -> str:
+        if world.one_host:
+            return "127.0.0.1"
+        return address_towards(meeting.host, meeting.port) if meeting.kind == "tcp" else own_address()
+
+    presence = attend(world.rank, host)
+    with store_errors():
+        store.set(f"presence/{world.rank}", presence.card if presence is not None else "")
+    return presence
+
+
+def _agent_has_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _own_session() -> _Session | None:
+    """Return the session, if it is this process's own and not its parent's before a fork."""
+    return _session if _session is not None and _session.place.pid == os.getpid() else None
+
+
+def _joined_world() -> World:
+    """Describe a group that the user made; without matching variables it counts as one host."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with contextlib.suppress(LaunchError):
+        world = detect(os.environ)
+        if (world.rank, world.world_size) == (rank, size):
+            return world
+    return World(rank, size, rank, size, "torch.distributed")
+
+
+def _timeout_s(timeout_s: float | None) -> float:
+    if timeout_s is not None:
+        if not 0 < timeout_s < float("inf"):
+            raise bad_value("timeout_s", "must be finite and above 0 seconds", timeout_s, "leave it at 300")
+        return timeout_s
+    text = os.environ.get(TIMEOUT_VARIABLE, str(_DEFAULT_TIMEOUT_S))
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise bad_variable(TIMEOUT_VARIABLE, "must be seconds, finite and above 0", text, "unset it")
+    return value
+
+
+def _meet(meeting: Meeting, world: World, deadline: float) -> _Place:
+    """Open the store of the meeting, or return the one that an earlier `init` opened there."""
+    global _place
+    if _place is not None and (_place.meeting, _place.world, _place.pid) == (meeting, world, os.getpid()):
+        return _place
+    store: Store
+    if meeting.kind == "alone":
+        store = HashStore()
+    elif meeting.kind == "file":
+        store = FileStore(meeting.path, -1)  # -1: it does not remove itself; rank 0 does, at its end
+    elif meeting.kind == "mpi":
+        store = _agree_through_mpi(world, deadline)
+    else:
+        store = _tcp_store(meeting.host, meeting.port, world, deadline)
+    if _place is None:
+        atexit.register(_at_exit)
+    _place = _Place(meeting, world, store)
+    return _place
+
+
+def _tcp_store(host: str, port: int, world: World, deadline: float) -> Store:
+    """Host the store on rank 0 and connect to it from the others; under torchrun the agent hosts it."""
+    hosting = world.rank == 0 and not _agent_has_store()
+    remaining_s = max(1.0, deadline - time.monotonic())
+    timeout = timedelta(seconds=remaining_s)
+
+    def connect() -> Store:
+        if _agent_has_store():
+            store: Store = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
+            return store
+        return TCPStore(host, port, world.world_size, hosting, timeout, False, True)
+
+    try:
+        if not hosting:  # torch's own wait for the port ends in pages of C++ frames on the terminal
+            await_port(host, port, deadline)
+        return bounded(connect, remaining_s)
+    except TimeoutError:  # a foreign server accepts connections and never answers
+        reason = f"does not answer as rank 0's store within {remaining_s:.0f} s"
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        if "EADDRINUSE" in reason or "address already in use" in reason.lower():
+            reason = "is in use by another program"
+    raise LaunchError(
+        f"rank {world.rank} of {world.world_size} cannot meet the others at {host}:{port}, which {reason}: "
+        f"MASTER_ADDR must be rank 0's host and MASTER_PORT a port that is free there and open to all ranks"
+    )
+
+
+def _agree_through_mpi(world: World, deadline: float) -> Store:
+    """Open a port on rank 0 and tell the others through MPI: `mpiexec` alone names no address."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError(
+            "mpiexec started ranks on several hosts and gave them no address to meet at: export MASTER_ADDR "
+            "(rank 0's host) and MASTER_PORT (a free port there), or install stenograd[mpi]"
+        )
+    comm = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    if comm.Get_size() != world.world_size:
+        raise LaunchError(
+            f"mpi4py sees {comm.Get_size()} ranks, the launcher started {world.world_size}: "
+            "use the mpiexec of the MPI library that mpi4py uses, or export MASTER_ADDR and MASTER_PORT"
+        )
+    if world.rank != 0:
+        host, port = comm.bcast(None, root=0)
+        return _tcp_store(host, port, world, deadline)
+    timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    store = TCPStore("localhost", 0, world.world_size, True, timeout, False)
+    comm.bcast((own_address(), store.port), root=0)
+    return store
+
+
+def _join(
+    backend: str | None, store: Store, world: World, limit_s: float, device_id: torch.device | None
+) -> None:
+    if backend is None:
+        cuda = torch.cuda.is_available() and dist.is_nccl_available()
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if device_id is not None:
+        torch.cuda.set_device(device_id)
+    elif "nccl" in backend:
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+    timeout = timedelta(seconds=limit_s)
+    # torch imports this with the first optimizer. Its default arguments would then hold the group made here,
+    # whose threads would outlive shutdown() and sometimes abort the process at exit.
+    importlib.import_module("torch.distributed.nn.functional")
+    try:
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            world_size=world.world_size,
+            rank=world.rank,
+            store=store,
+            device_id=device_id,
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {world.rank} of {world.world_size} met the others but could not connect to them: "
+            f"{str(error).splitlines()[0]}; check the network, or name an interface in {GLOO_INTERFACE}"
+        ) from error
+
+
+def _at_exit() -> None:
+    """Leave quietly when Python exits; rank 0, or the survivors if it is lost, removes the meeting file."""
+    with contextlib.suppress(Exception):
+        shutdown()
+    if _place is None or _place.pid != os.getpid():
+        return
+    if _place.meeting.owned and (_place.world.rank == 0 or _place.rank_0_lost):
+        with contextlib.suppress(OSError):
+            Path(_place.meeting.path).unlink()

@@ -1,0 +1,69 @@
+"""Process groups of Stenograd's own, so that its collectives never share a sequence with anybody else's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+__all__ = ["Ranks", "leave", "make_group"]
+
+Ranks = Sequence[int]
+
+# How many groups were made from each group. All its ranks make them in the same order, so the number is equal
+# on all of them and can stand in the new group's name without any communication.
+_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+
+
+def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
+    """Make a process group of some of a group's ranks; every rank of the parent calls it, in the same order.
+
+    `torch.distributed.new_group` cannot do this for a part of the world. Its names count the groups that a
+    rank is in, so ranks that are in different numbers of groups would wait for each other under two names,
+    and a group that is made again would find the addresses of the old one. Here the name says which group it
+    was made from and the how-manieth it is.
+
+    Args:
+        parent: the group that the ranks are of; None for the whole world.
+        ranks: the members, numbered in the world.
+        what: what the group is for; part of its name.
+        timeout_s: of the group's own collectives.
+
+    Returns:
+        The group; None where this rank is no member.
+    """
+    whole = parent if parent is not None else dist.distributed_c10d._get_default_group()
+    counts = _made.setdefault(whole, Counter())
+    counts[what] += 1
+    if dist.get_rank() not in ranks:
+        return None
+    return _connect(whole, sorted(ranks), f"stenograd/{whole.group_name}/{what}/{counts[what]}", timeout_s)
+
+
+def leave(group: Any) -> None:
+    """Take a group apart on this rank; nothing happens if it is gone already."""
+    # The program may take the world apart at the same time, and this may run while Python collects garbage.
+    with contextlib.suppress(ValueError, KeyError, AttributeError, RuntimeError):
+        if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
+    """Do what `new_group` does for members, under a name of our choice, with the parent's backend."""
+    c10d: Any = dist.distributed_c10d
+    store = c10d._get_default_store()
+    place = ranks.index(dist.get_rank())
+    backend, timeout = dist.get_backend(parent), timedelta(seconds=timeout_s)
+    group, _ = c10d._new_process_group_helper(len(ranks), place, ranks, backend, store, name, timeout=timeout)
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    # A rank that left the group at once would break the connections that others are still making.
+    connected, everyone = f"{name}/connected", f"{name}/everyone"
+    if store.add(connected, 1) == len(ranks):
+        store.set(everyone, "1")
+    store.wait([everyone], timeout)
+    return group

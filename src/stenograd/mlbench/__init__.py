@@ -1,0 +1,87 @@
+"""MLBench's optimizers on today's PyTorch: change the import, and every class of its documents is here.
+
+`optimizer = CentralizedSGD(world_size=4, model=model, lr=0.1)`, then `optimizer.step()` in the loop.
+"""
+
+from __future__ import annotations
+
+from stenograd.mlbench.aggregation import Aggregation, AllReduceAggregation
+from stenograd.mlbench.backends import FCGraph, global_average, initialize_backends
+from stenograd.mlbench.centralized import CentralizedAdam, CentralizedSGD
+from stenograd.mlbench.compressed import PowerAggregation, SparsifiedAggregation
+from stenograd.mlbench.custom import CustomCentralizedOptimizer
+from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
+from stenograd.mlbench.fp16 import FP16Optimizer
+from stenograd.mlbench.generic import GenericCentralizedOptimizer
+from stenograd.mlbench.goals import (
+    task1_time_to_accuracy_goal,
+    task1_time_to_accuracy_light_goal,
+    task2_time_to_accuracy_goal,
+    task2_time_to_accuracy_light_goal,
+    task3_time_to_perplexity_goal,
+    task4_time_to_bleu_goal,
+    time_to_accuracy_goal,
+)
+from stenograd.mlbench.partition import DataPartitioner, Partition, partition_dataset_by_rank
+from stenograd.mlbench.powersgd import PowerSGD
+from stenograd.mlbench.registry import get_optimizer
+from stenograd.mlbench.scaler import DynamicLossScaler
+from stenograd.mlbench.schedulers import (
+    ExponentialWarmupMultiStepLR,
+    LRLinearWarmUp,
+    MultiStepLRLinearWarmUp,
+    PolyDecayLRLinearWarmup,
+    ReduceLROnPlateauWithWarmup,
+    SparsifiedSGDLR,
+    SQRTTimeDecayLR,
+    SQRTTimeDecayLRWithWarmup,
+    TimeDecayLR,
+)
+from stenograd.mlbench.signsgd import SignSGD
+from stenograd.mlbench.sparsified import SparsifiedSGD
+from stenograd.mlbench.sparsified_centralized import CentralizedSparsifiedSGD
+from stenograd.mlbench.tracker import AverageMeter, Tracker
+
+__all__ = [
+    "Aggregation",
+    "AllReduceAggregation",
+    "AverageMeter",
+    "CentralizedAdam",
+    "CentralizedSGD",
+    "CentralizedSparsifiedSGD",
+    "CustomCentralizedOptimizer",
+    "DataPartitioner",
+    "DecentralizedAggregation",
+    "DecentralizedSGD",
+    "DynamicLossScaler",
+    "ExponentialWarmupMultiStepLR",
+    "FCGraph",
+    "FP16Optimizer",
+    "GenericCentralizedOptimizer",
+    "LRLinearWarmUp",
+    "MultiStepLRLinearWarmUp",
+    "Partition",
+    "PolyDecayLRLinearWarmup",
+    "PowerAggregation",
+    "PowerSGD",
+    "ReduceLROnPlateauWithWarmup",
+    "SQRTTimeDecayLR",
+    "SQRTTimeDecayLRWithWarmup",
+    "SignSGD",
+    "SparsifiedAggregation",
+    "SparsifiedSGD",
+    "SparsifiedSGDLR",
+    "TimeDecayLR",
+    "Tracker",
+    "get_optimizer",
+    "global_average",
+    "initialize_backends",
+    "partition_dataset_by_rank",
+    "task1_time_to_accuracy_goal",
+    "task1_time_to_accuracy_light_goal",
+    "task2_time_to_accuracy_goal",
+    "task2_time_to_accuracy_light_goal",
+    "task3_time_to_perplexity_goal",
+    "task4_time_to_bleu_goal",
+    "time_to_accuracy_goal",
+]

@@ -1,0 +1,141 @@
+"""Start and end a distributed run as MLBench does, and average a number over the ranks."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stenograd.comm.agreement import agree, sum_over_ranks
+from stenograd.comm.driver import Driver, joined
+from stenograd.errors import bad_value
+from stenograd.launch.process_group import World, init, shutdown
+from stenograd.mlbench.hosts import FCGraph, environment, place
+
+__all__ = ["FCGraph", "global_average", "initialize_backends"]
+
+
+@contextmanager
+def initialize_backends(
+    comm_backend: str = "mpi",
+    hosts: Sequence[str] | str | None = None,
+    rank: int = -1,
+    logging_level: int | str = "INFO",
+    logging_file: str | Path | None = None,
+    use_cuda: bool = False,
+    seed: int | None = None,
+    cudnn_deterministic: bool = False,
+    ckpt_run_dir: str | Path | None = None,
+    delete_existing_ckpts: bool = False,
+) -> Iterator[tuple[int, int, FCGraph]]:
+    """Join the ranks, and leave them at the end of the block.
+
+    Args:
+        comm_backend: "gloo", "nccl", or "mpi" for gloo, and NCCL for CUDA tensors, whichever launcher started
+            the ranks (torchrun, `mpiexec`, `srun`, or none).
+        hosts: host of each rank, a list or separated by commas; the ranks meet on rank 0's, at MASTER_PORT or
+            29500. None asks the launcher.
+        rank: this rank, where hosts is given.
+        logging_level: of the logger "mlbench".
+        logging_file: where it writes too; None for nowhere.
+        use_cuda: whether this rank computes on CUDA; refused where there is none.
+        seed: of the global random states of torch, numpy and random; None leaves them.
+        cudnn_deterministic: whether cuDNN uses deterministic algorithms only.
+        ckpt_run_dir: folder for checkpoints, made by rank 0; None for none.
+        delete_existing_ckpts: whether rank 0 first deletes that folder with all that is in it.
+
+    Yields:
+        Rank, number of ranks, and the graph of all ranks. A group that was there before stays afterwards.
+
+    Raises:
+        ConfigError: an argument breaks its rule.
+        LaunchError: the ranks could not meet.
+
+    Example:
+        >>> with initialize_backends("gloo") as (rank, world_size, graph):
+        ...     print(rank, world_size, graph.neighbors)
+        0 1 []
+    """
+    if comm_backend not in ("mpi", "gloo", "nccl"):
+        raise bad_value("comm_backend", "must be 'mpi', 'gloo' or 'nccl'", comm_backend, "use 'gloo' on CPUs")
+    if use_cuda and not torch.cuda.is_available():
+        raise bad_value("use_cuda", "needs a CUDA device", use_cuda, "leave it out to compute on the CPU")
+    mine = not joined()
+    with environment(place(hosts, rank)):
+        world = init(backend=None if comm_backend == "mpi" else comm_backend)
+        try:
+            _seed(seed, cudnn_deterministic)
+            agree(Driver(), lambda: _make_folder(world, ckpt_run_dir, delete_existing_ckpts))
+            with _logging(world, logging_level, logging_file):
+                yield (
+                    world.rank,
+                    world.world_size,
+                    FCGraph(world.rank, world.world_size, use_cuda, world.local_rank),
+                )
+        finally:
+            if mine:
+                shutdown()
+
+
+def global_average(sum: float | Tensor, count: float | Tensor) -> Tensor:
+    """Return `sum over ranks of sum / sum over ranks of count`, equal on all ranks, a float64 tensor.
+
+    Args:
+        sum: of this rank's values.
+        count: number of this rank's values, >= 0.
+
+    Raises:
+        ConfigError: on all ranks: no rank has values.
+
+    Example:
+        >>> with initialize_backends("gloo"):
+        ...     global_average(3.0, 4).item()
+        0.75
+    """
+    total, number = sum_over_ranks(Driver(), [float(sum), float(count)])
+    if number == 0:
+        raise bad_value("count", "must be above 0 on some rank", number, "average after the first value")
+    return torch.tensor(total / number, dtype=torch.float64)
+
+
+def _seed(seed: int | None, cudnn_deterministic: bool) -> None:
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+    if cudnn_deterministic:
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+
+
+def _make_folder(world: World, folder: str | Path | None, delete: bool) -> None:
+    if folder is None or world.rank != 0:
+        return
+    if delete and Path(folder).exists():
+        shutil.rmtree(folder)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _logging(world: World, level: int | str, file: str | Path | None) -> Iterator[None]:
+    logger = logging.getLogger("mlbench")
+    before = logger.level
+    logger.setLevel(level)
+    handlers: list[logging.Handler] = [logging.FileHandler(file)] if file is not None else []
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,199 @@
+"""MLBench's FP16Optimizer: a 16-bit model, float32 master weights, a dynamic loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.errors import ConfigError, StenogradError, bad_value
+from stenograd.mlbench.aggregation import AllReduceAggregation, Denominator
+from stenograd.mlbench.arguments import averaging_mode, check_denominator, checked_clip, checked_model
+from stenograd.mlbench.arguments import fitting_parameters as fitting
+from stenograd.mlbench.exchange import flat_gradient, meet, trainable
+from stenograd.mlbench.scaler import DynamicLossScaler
+from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
+from stenograd.sync.handshake import broadcast_model
+
+__all__ = ["FP16Optimizer"]
+
+
+class FP16Optimizer(Wrapper):
+    """`w <- step(w, sum_r g_r / (d * scale * multiplier))` in float32, then the model is `w` in 16 bits.
+
+    g are the 16-bit gradients of `scale * loss`, averaged in 16 bits over d, the world size or `denom`.
+    If the result is not finite, nothing moves and the scale shrinks, on all ranks alike. Give it the
+    optimizer that moves the master weights: `fp.set_optimizer(torch.optim.SGD([fp.fp32_params], lr=0.1))`.
+
+    Args:
+        fp16_model: the model, cast to float16 or bfloat16; some parameters may be float32.
+        world_size: number of ranks; None is the group's.
+        use_cuda, use_horovod: taken for compatibility; the latter must be False.
+        by_layer: one collective a parameter.
+        grad_clip: largest L2 norm of the averaged, unscaled gradients, above 0.
+        init_scale: first loss scale, above 0.
+        scale_factor, scale_window, max_scale: as in `DynamicLossScaler`.
+        min_scale: smallest scale, above 0; one below it is an error.
+        average_world: divide by the world size.
+        average_custom: divide by the `denom` given to each step; exactly one of the two is wanted.
+        divide_before: divide before adding, so that the 16-bit sum cannot overflow; recommended.
+
+    Attributes:
+        fp32_params: master weights, flat. loss_scaler: see `DynamicLossScaler`. applied: whether the last
+            step moved. traffic: this rank's bytes.
+
+    Raises:
+        ConfigError: an argument is out of range, world_size is not the group's, or use_horovod is given.
+        MismatchError: the ranks' models or options differ.
+
+    Example:
+        >>> model = nn.Linear(2, 1).to(torch.bfloat16)
+        >>> fp = FP16Optimizer(model, world_size=1, average_world=True)
+        >>> fp.set_optimizer(torch.optim.SGD([fp.fp32_params], lr=0.1))
+        >>> fp.backward_loss(model(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+        >>> fp.step()
+        True
+
+    Departures: the caller's loss stays as it was; gradients that are None count as zeros and frozen
+    parameters stay out; `denom` counts with one worker, too; a scale equal to min_scale is legitimate;
+    `state_dict` holds master weights and scaler (D-M6). Rank 0's weights are broadcast at construction.
+
+    Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+    """
+
+    def __init__(
+        self,
+        fp16_model: nn.Module,
+        world_size: int | None,
+        use_cuda: bool = False,
+        use_horovod: bool = False,
+        by_layer: bool = False,
+        grad_clip: float = math.inf,
+        init_scale: float = 1024,
+        scale_factor: float = 2,
+        scale_window: int = 128,
+        max_scale: float | None = None,
+        min_scale: float = 1e-4,
+        average_world: bool = False,
+        average_custom: bool = False,
+        divide_before: bool = False,
+    ) -> None:
+        if not min_scale > 0:
+            raise bad_value("min_scale", "must be above 0", min_scale, "use 1e-4")
+        if use_horovod:
+            raise bad_value("use_horovod", "must be False", use_horovod, "torch.distributed carries the sums")
+        self.agg_mode = averaging_mode(average_world, average_custom)
+        self.grad_clip, self.by_layer = checked_clip(grad_clip), bool(by_layer)
+        self.min_scale = min_scale
+        self.loss_scaler = DynamicLossScaler(init_scale, scale_factor, scale_window, max_scale)
+        self.fp16_model = checked_model(fp16_model)
+        self.aggregation = AllReduceAggregation(world_size, divide_before, use_cuda)
+        self.world_size, self.applied = self.aggregation.world_size, False
+        if self.world_size > 1:
+            meet(self.aggregation.driver, trainable(fp16_model), {"by_layer": self.by_layer})
+            broadcast_model(self.aggregation.driver, fp16_model)
+        self.fp32_params = self.initialize_flat_fp32_weight()
+        super().__init__([self.fp32_params])
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer that moves `fp32_params`, and nothing else."""
+        self.optimizer = optimizer
+
+    def initialize_flat_fp32_weight(self) -> nn.Parameter:
+        """Return a flat float32 copy of the model's trainable parameters, in the order of definition."""
+        flats = [p.detach().reshape(-1).float() for p in trainable(self.fp16_model).values()]
+        return nn.Parameter(torch.cat(flats))
+
+    @staticmethod
+    @torch.no_grad()
+    def fp16_to_fp32_flat_grad(fp32_params: Tensor, fp16_model: nn.Module) -> None:
+        """Make the model's gradients, flat and in float32, the gradient of the master weights."""
+        parameters = fitting(fp16_model, fp32_params)
+        fp32_params.grad = torch.cat([flat_gradient(p, torch.float32) for p in parameters])
+
+    @staticmethod
+    @torch.no_grad()
+    def fp32_to_fp16_weights(fp16_model: nn.Module, fp32_params: Tensor) -> None:
+        """Copy the master weights, rounded, into the model."""
+        parameters = fitting(fp16_model, fp32_params)
+        for p, w in zip(parameters, fp32_params.split([p.numel() for p in parameters]), strict=True):
+            p.copy_(w.view(p.shape))
+
+    def backward_loss(self, loss: Tensor) -> None:
+        """Compute the gradients of `scale * loss`; the loss itself is not changed."""
+        (loss.float() * self.loss_scaler.loss_scale).backward()
+
+    def step(
+        self,
+        closure: Closure | None = None,
+        tracker: Marks | None = None,
+        multiplier: float = 1,
+        denom: Denominator = None,
+    ) -> Any:
+        """Average, unscale, clip, and step unless something is not finite.
+
+        Args:
+            closure: re-evaluates the model, calls `backward_loss` and returns the loss.
+            tracker: is told when gradients are averaged, and when parameters have moved.
+            multiplier: divides the gradients, above 0: the number of batches accumulated.
+            denom: with average_custom: what to divide the sum by, above 0, equal on all ranks.
+
+        Returns:
+            The closure's loss, of this rank; without a closure, whether the step was applied.
+
+        Raises:
+            ConfigError: an argument is out of range, no optimizer was set, or parameters were frozen.
+            StenogradError: the loss scale fell below min_scale.
+        """
+        check_denominator(self.agg_mode, denom)
+        if not 0 < multiplier < math.inf:
+            raise bad_value("multiplier", "must be finite and above 0", multiplier, "count the batches")
+        inner = self.optimizer
+        loss = evaluate(closure)
+        self.aggregation.agg_grad(self.by_layer)(self.fp16_model, self.agg_mode, denom)
+        if tracker is not None:
+            tracker.record_batch_agg()
+        self.applied = self._unscale(self.loss_scaler.loss_scale * multiplier)
+        self.loss_scaler.update_scale(not self.applied)
+        if self.applied:
+            inner.step()
+            self.fp32_to_fp16_weights(self.fp16_model, self.fp32_params)
+        if tracker is not None:
+            tracker.record_batch_opt_step()
+        if self.loss_scaler.loss_scale < self.min_scale:
+            scale, floor = self.loss_scaler.loss_scale, self.min_scale
+            advice = "lower the learning rate, or use divide_before"
+            raise StenogradError(f"the loss scale is {scale:g}, below min_scale={floor:g}: {advice}")
+        return self.applied if closure is None else loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the master weights and of the model."""
+        self.fp32_params.grad = None
+        self.fp16_model.zero_grad(set_to_none)
+
+    def _unscale(self, scale: float) -> bool:
+        """Fill the master weights' gradient, clipped; return whether it is finite."""
+        self.fp16_to_fp32_flat_grad(self.fp32_params, self.fp16_model)
+        if self.fp32_params.grad is not None:
+            self.fp32_params.grad.div_(scale)
+        norm = nn.utils.clip_grad_norm_([self.fp32_params], self.grad_clip)
+        return not self.loss_scaler.has_overflow(norm)
+
+    def _check_inner(self, inner: torch.optim.Optimizer) -> None:
+        if any(p is not self.fp32_params for group in inner.param_groups for p in group["params"]):
+            raise ConfigError("optimizer must hold fp32_params alone: create it over [fp.fp32_params]")
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {
+            "fp32_params": self.fp32_params.detach().clone(),
+            "loss_scaler": self.loss_scaler.state_dict(),
+        }
+
+    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+        self.loss_scaler.load_state_dict(state["loss_scaler"])
+        with torch.no_grad():
+            self.fp32_params.copy_(state["fp32_params"])
+        self.fp32_to_fp16_weights(self.fp16_model, self.fp32_params)

@@ -1,0 +1,175 @@
+"""MLBench's tracker: where the time of a batch goes, running averages, the best epoch, and goals."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from stenograd.errors import bad_value
+from stenograd.mlbench.meter import AverageMeter
+from stenograd.mlbench.timing import BatchTimes
+
+__all__ = ["AverageMeter", "Goal", "Tracker"]
+
+# goal(name of the statistic, its value, tracker): a text once the goal is reached, else None
+Goal = Callable[[str, float, "Tracker"], "str | None"]
+
+_HISTORY = 10_000  # statistics kept: about 2 MB; averages, totals and goals take in all of them
+
+
+class Tracker(BatchTimes):
+    """Follows a training run.
+
+    A batch is a row of marks: `batch_start()`, then `record_batch_...()` after each piece of work, then
+    `batch_end()`. The time between two marks belongs to the later one's name.
+
+    Args:
+        metrics: objects with a `name`; the first decides which epoch is best.
+        run_id: of the run.
+        rank: of this process.
+        goal: called with every statistic as `goal(name, value, tracker)`; returns a text once it is reached.
+        communication_steps: names that count as communication.
+        compute_steps: names that count as computation.
+        metrics_steps: names that count as computing metrics.
+        preprocess_steps: names that count as loading data.
+        minimize: whether a smaller primary metric is better.
+        clock: returns the time in seconds.
+
+    Attributes:
+        history: the newest 10,000 statistics, as (run_id, rank, name, value, time).
+
+    Departs from MLBench: time spent in validation is measured, an epoch may be the best with a metric of 0 or
+    less, the goal's text is kept in `goal_result` instead of printed, and statistics go to `history` instead
+    of a dashboard; whoever wants to keep all of them gives a `goal` that passes them on and returns None.
+
+    Example:
+        >>> ticks = iter([0.0, 2.0, 5.0, 6.0])
+        >>> tracker = Tracker([], run_id=1, rank=0, clock=lambda: next(ticks))
+        >>> tracker.batch_start()
+        >>> tracker.record_batch_backprop()
+        >>> tracker.record_batch_agg()
+        >>> tracker.batch_end()
+        >>> tracker.get_total_compute_time(), tracker.get_total_communication_time()
+        (2.0, 3.0)
+        >>> tracker.get_total_train_time()
+        6.0
+    """
+
+    def __init__(
+        self,
+        metrics: Sequence[Any],
+        run_id: Any,
+        rank: int,
+        goal: Goal | None = None,
+        communication_steps: Sequence[str] | str = ("agg",),
+        compute_steps: Sequence[str] | str = ("fwd_pass", "comp_loss", "backprop", "opt_step"),
+        metrics_steps: Sequence[str] | str = ("comp_metrics",),
+        preprocess_steps: Sequence[str] | str = ("batch_load",),
+        minimize: bool = False,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        steps = {
+            "compute": compute_steps,
+            "communication": communication_steps,
+            "metrics": metrics_steps,
+            "preprocess": preprocess_steps,
+        }
+        super().__init__(steps, clock)
+        self.metrics, self.run_id, self.rank = list(metrics), run_id, rank
+        self.goal, self.goal_reached = goal, False
+        self.goal_result: str | None = None
+        self.primary_metric = self.metrics[0] if self.metrics else None
+        self.minimize, self.best_epoch = minimize, 0
+        self.best_metric_value = float("inf" if minimize else "-inf")
+        self.is_training = True
+        self.start_time: float | None = None
+        self.history: deque[tuple[Any, int, str, float, float]] = deque(maxlen=_HISTORY)
+        self._validation_start: float | None = None
+        self._val_s = 0.0
+        self.reset_epoch_stats()
+
+    def start(self) -> None:
+        """Mark the start of the run, once."""
+        if self.start_time is not None:
+            raise bad_value("start", "may be called once", self.start_time, "make a tracker for each run")
+        self.start_time = self._clock()
+
+    def train(self) -> None:
+        """Record statistics as training's from now on."""
+        self.is_training = True
+
+    def validation(self) -> None:
+        """Record statistics as validation's from now on."""
+        self.is_training = False
+
+    def validation_start(self) -> None:
+        """Start the validation timer."""
+        self._validation_start = self._clock()
+
+    def validation_end(self) -> None:
+        """Stop the validation timer and add what it shows."""
+        if self._validation_start is None:
+            raise bad_value("validation_end", "must follow validation_start", None, "start the timer first")
+        self._val_s += self._clock() - self._validation_start
+        self._validation_start = None
+
+    def epoch_end(self) -> None:
+        """End an epoch: the next one's averages start afresh."""
+        self.current_epoch += 1
+        self.reset_epoch_stats()
+
+    def reset_epoch_stats(self) -> None:
+        """Forget the averages of this epoch."""
+        names = ["loss", *(metric.name for metric in self.metrics)]
+        self.epoch_stats = {f"{p}_{name}": AverageMeter() for p in ("train", "val") for name in names}
+
+    def record_stat(self, name: str, value: float, n: float = 1, log_to_api: bool = False) -> None:
+        """Add a value to this epoch's average of a statistic, and ask the goal.
+
+        Args:
+            name: of the statistic; "train_" or "val_" is put before it.
+            value: the value, an average over n samples.
+            n: number of samples.
+            log_to_api: ignored; MLBench posts the value to its dashboard.
+        """
+        name = ("train_" if self.is_training else "val_") + name
+        self.epoch_stats.setdefault(name, AverageMeter()).update(value, n)
+        self.history.append((self.run_id, self.rank, name, float(value), self._clock()))
+        if self.goal is not None and not self.goal_reached:
+            self.goal_result = self.goal(name, float(value), self)
+            self.goal_reached = self.goal_result is not None
+
+    def record_loss(self, value: float, n: float = 1, log_to_api: bool = False) -> None:
+        """Add a loss; as `record_stat`."""
+        self.record_stat("loss", value, n, log_to_api)
+
+    def record_metric(self, metric: Any, value: float, n: float = 1, log_to_api: bool = False) -> None:
+        """Add a metric's value; in validation the primary one decides which epoch is best."""
+        self.record_stat(metric.name, value, n, log_to_api)
+        primary = self.primary_metric is not None and metric.name == self.primary_metric.name
+        if primary and not self.is_training:
+            self.update_primary_metric(value)
+
+    def update_primary_metric(self, new_metric_value: float) -> None:
+        """Let this epoch be the best if the value is better than all before."""
+        value, best = float(new_metric_value), self.best_metric_value
+        if value < best if self.minimize else value > best:
+            self.best_metric_value, self.best_epoch = value, self.current_epoch
+
+    def is_best(self) -> bool:
+        """Return whether this epoch is the best so far."""
+        return self.current_epoch == self.best_epoch
+
+    def get_total_val_time(self) -> float:
+        """Return the seconds spent in validation."""
+        return self._val_s
+
+    def __str__(self) -> str:
+        prefix = "train_" if self.is_training else "val_"
+        stats = {k.removeprefix(prefix): m.avg for k, m in self.epoch_stats.items() if k.startswith(prefix)}
+        times = [(name, after - before) for (_, before), (name, after) in pairwise(self.batch_times)]
+        return " | ".join([f"{k} {v:.3g}" for k, v in stats.items()] + [f"{k} {s:.1e} s" for k, s in times])

@@ -1,0 +1,158 @@
+"""A torch optimizer around another: schedulers, checkpoints, copies and pickles see one optimizer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stenograd.comm.traffic import Traffic
+from stenograd.errors import ConfigError, bad_value
+from stenograd.mlbench.aggregation import Aggregation
+
+__all__ = ["Closure", "Marks", "Wrapper", "evaluate", "kept_attributes"]
+
+Closure = Callable[[], Any]
+
+
+class Marks(Protocol):
+    """What an optimizer tells a `Tracker`."""
+
+    def record_batch_agg(self) -> Any:
+        """Aggregation has ended."""
+
+    def record_batch_opt_step(self) -> Any:
+        """The parameters have moved."""
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Shares groups and state with the optimizer inside, which moves the parameters.
+
+    A subclass, or its user, sets `self.optimizer` before the first step. Unknown attributes are looked up
+    inside.
+
+    Args:
+        params: the parameters, until `optimizer` is set.
+    """
+
+    aggregation: Aggregation
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._inner: torch.optim.Optimizer | None = None
+        super().__init__(list(params), {})
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer inside.
+
+        Raises:
+            ConfigError: it was not set; or it is set to something else, or to an LBFGS.
+        """
+        if self._inner is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no optimizer inside yet: set its optimizer attribute"
+            )
+        return self._inner
+
+    @optimizer.setter
+    def optimizer(self, inner: torch.optim.Optimizer) -> None:
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise bad_value(
+                "optimizer", "must be a torch.optim.Optimizer", inner, "torch.optim.SGD(...), say"
+            )
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ConfigError("optimizer must use gradients once a step, got LBFGS: use SGD, Adam, ...")
+        self._check_inner(inner)
+        self._inner = inner
+        self.defaults = inner.defaults
+
+    @property
+    def traffic(self) -> Traffic:
+        """This rank's bytes."""
+        return self.aggregation.traffic
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer inside."""
+        return self.__dict__["param_groups"] if self._inner is None else self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._share("param_groups", groups)
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of the optimizer inside."""
+        return self.__dict__["state"] if self._inner is None else self._inner.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._share("state", state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer inside."""
+        if self._inner is None:
+            super().add_param_group(param_group)
+        else:
+            self._inner.add_param_group(param_group)
+            self._check_inner(self._inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer inside, and under keys of their own what else decides a step."""
+        return {**self.optimizer.state_dict(), **self._extra_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a saved `state_dict()`.
+
+        Raises:
+            CheckpointError: it is of another rank, world size, method or model.
+        """
+        own = self._extra_state().keys()
+        missing = [key for key in own if key not in state_dict]
+        if missing:
+            raise bad_value(
+                "state_dict", f"must have {missing[0]!r}", sorted(state_dict), "save it from here"
+            )
+        self._load_extra_state({key: state_dict[key] for key in own})
+        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
+
+    def _check_inner(self, inner: torch.optim.Optimizer) -> None:
+        """Check that the optimizer inside holds what it may hold."""
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def _share(self, name: str, value: Any) -> None:
+        if self._inner is None:
+            self.__dict__[name] = value
+        else:
+            setattr(self._inner, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return kept_attributes(self)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("_inner")  # absent while a copy is being made
+        if inner is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(inner, name)
+
+
+def kept_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a copy of an optimizer keeps: not hooks, nor the `step` that a scheduler put in place."""
+    items = optimizer.__dict__.items()
+    return {k: v for k, v in items if k != "step" and not (k.startswith("_optimizer_") and "hooks" in k)}
+
+
+def evaluate(closure: Closure | None) -> Any:
+    """Call a closure with gradients enabled and return its loss; None for no closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

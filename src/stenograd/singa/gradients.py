@@ -1,0 +1,170 @@
+"""From a loss to gradients in backward order, averaged on their way or left as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd.comm.driver import Driver
+from stenograd.compression.contract import Compressor
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.errors import CheckpointError, TensorTypeError
+from stenograd.singa.exchanges import Exchanges
+from stenograd.singa.fusion import Fusion, Group
+from stenograd.singa.graph import Walker, backward, parameters_of
+from stenograd.sync.handshake import compare, versions
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Runs backward passes; knows the parameters by name and keeps their residuals.
+
+    A parameter without a name of its own is called by its number, in the order first seen: backward order.
+
+    Args:
+        driver: the way to the other ranks.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self.units: list[Group] = []
+        self.corrected = False
+        self._driver = driver
+        self._exchanges = Exchanges(driver)
+        self._names: dict[int, str] = {}
+        self._expected: dict[str, tuple[int, ...]] = {}
+        self._walker = Walker()
+        self._compared = False
+
+    def name(self, parameter: Tensor, name: str | None = None) -> str:
+        """Return a parameter's name; a new one gets the name given, or its number.
+
+        Raises:
+            CheckpointError: state was loaded for a parameter of this name and another shape.
+        """
+        known = self._names.get(id(parameter))
+        if known is not None:
+            return known
+        name = name or str(len(self.parameters))
+        shape = tuple(parameter.shape)
+        if self._expected.get(name, shape) != shape:
+            raise CheckpointError(
+                f"parameter {name} was saved with shape {self._expected[name]}, got {shape}: load the state "
+                "into the same model, and name parameters with register(model.named_parameters(), {})"
+            )
+        self._names[id(parameter)] = name
+        self.parameters[name] = parameter
+        return name
+
+    def averaged(self, loss: Tensor, threshold: int, compressor: Compressor) -> tuple[list[Tensor], bool]:
+        """Run backward and average all gradients; groups travel while backward goes on.
+
+        Args:
+            loss: what to differentiate.
+            threshold: of the fusion rule, in elements.
+            compressor: how gradients travel.
+
+        Returns:
+            The parameters in backward order, their `grad` the average; and whether all are finite.
+        """
+        fusion = Fusion(threshold)
+        self._meet(loss, threshold, compressor)
+        self._exchanges.begin(compressor, self._known(loss))
+        walked: list[Tensor] = []
+        groups: list[Group] = []
+
+        def submit(group: Group) -> None:
+            self._exchanges.submit(group, [_gradient(self.parameters[name]) for name in group])
+            groups.append(group)
+
+        @torch.no_grad()
+        def on_gradient(parameter: Tensor) -> None:
+            walked.append(parameter)
+            if group := fusion.add(self.name(parameter), _gradient(parameter)):
+                submit(group)
+
+        backward(loss, on_gradient, self._walker)
+        for group in fusion.rest():
+            submit(group)
+        averages, finite = self._exchanges.finish()
+        for name, average in averages.items():
+            _gradient(self.parameters[name]).copy_(average)
+        if isinstance(compressor, ErrorFeedback):
+            self.units, self.corrected = groups, True
+        return walked, finite
+
+    def local(self, loss: Tensor, threshold: int) -> tuple[list[Tensor], list[Group]]:
+        """Run backward alone; return the parameters in backward order and their groups by the fusion rule."""
+        fusion = Fusion(threshold)
+        self._meet(loss, threshold, None)
+        walked: list[Tensor] = []
+        backward(loss, walked.append, self._walker)
+        groups = [fusion.add(self.name(p), p) for p in walked]
+        return walked, [group for group in groups if group] + fusion.rest()
+
+    def accumulations(self) -> list[Tensor]:
+        """Return a copy of each unit's residual, flat, in the order of the last corrected step."""
+        states = self._exchanges.residuals()
+        return [torch.cat([states[name]["residual"].reshape(-1) for name in unit]) for unit in self.units]
+
+    def state(self) -> dict[str, Any]:
+        """Return copies of the residuals, and the parameters' names and shapes."""
+        return {
+            "parameters": self._expected | {name: tuple(p.shape) for name, p in self.parameters.items()},
+            "residuals": self._exchanges.residuals(),
+            "units": [list(unit) for unit in self.units],
+            "corrected": self.corrected,
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that a saved state fits the parameters seen so far.
+
+        Raises:
+            CheckpointError: one has another shape.
+        """
+        for name, shape in state["parameters"].items():
+            mine = tuple(self.parameters[name].shape) if name in self.parameters else tuple(shape)
+            if mine != tuple(shape):
+                raise CheckpointError(
+                    f"parameter {name} has shape {mine}, got {tuple(shape)}: load it into the same model"
+                )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take a saved `state()`, also before any parameter was seen."""
+        self._expected = {name: tuple(shape) for name, shape in state["parameters"].items()}
+        self._exchanges.load(state["residuals"])
+        self.units = [list(unit) for unit in state["units"]]
+        self.corrected = bool(state["corrected"])
+
+    def close(self) -> None:
+        """Stop the thread of the exchanges."""
+        self._exchanges.close()
+
+    def _known(self, loss: Tensor) -> Sequence[str]:
+        """Return the names of the loss's parameters where that matters: when residuals rest."""
+        return [self.name(p) for p in parameters_of(loss)] if self._exchanges.resting else []
+
+    def _meet(self, loss: Tensor, threshold: int, compressor: Compressor | None) -> None:
+        """Before the first step, check that all ranks are about to do the same."""
+        if self._compared:
+            return
+        parameters = parameters_of(loss)
+        description = {f"parameter {self.name(p)}": f"{tuple(p.shape)} {p.dtype}" for p in parameters}
+        what = {"threshold": threshold, "mode": repr(compressor), "parameters": len(parameters)}
+        compare(self._driver, {**versions(), **what, **description}, parameters[0].device)
+        self._compared = True
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Return a parameter's gradient, dense and real."""
+    grad = parameter.grad
+    if grad is None or grad.layout is not torch.strided or not grad.is_floating_point():
+        kind = "none" if grad is None else f"{grad.dtype}, {grad.layout}"
+        raise TensorTypeError(
+            f"gradients must be dense and real, got {kind}: use floating-point parameters and sparse=False"
+        )
+    return grad

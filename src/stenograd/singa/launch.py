@@ -1,0 +1,131 @@
+"""Where ranks come from: a token passed to `multiprocessing` children, or the launcher's variables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from stenograd.errors import ConfigError, LaunchError, bad_value
+from stenograd.launch.detect import STORE_VARIABLE
+from stenograd.launch.process_group import World, init, shutdown
+from stenograd.launch.process_group import join as join_ranks
+
+__all__ = ["NcclIdHolder", "join"]
+
+_AFTER_CHILDREN = -10  # at exit, multiprocessing runs finalizers below 0 only when it has joined the children
+
+
+class NcclIdHolder:
+    """A token that lets the processes that hold it meet; make one for each launch, in the parent.
+
+    It names a private file on this host, so no port is needed and nobody else can join. It can be pickled,
+    and serves gloo and NCCL alike. The file goes when the process that made the token exits.
+
+    Example:
+        >>> import pickle
+        >>> token = NcclIdHolder()
+        >>> pickle.loads(pickle.dumps(token)).path == token.path
+        True
+    """
+
+    def __init__(self) -> None:
+        folder = tempfile.mkdtemp(prefix="stenograd-singa-")
+        self.path = str(Path(folder) / "store")
+        Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=_AFTER_CHILDREN)
+
+    def claim(self, rank: int) -> None:
+        """Take a rank for this process.
+
+        Raises:
+            LaunchError: another process has it, or the process that made the token has exited.
+        """
+        mark = Path(f"{self.path}-rank-{rank}")
+        try:
+            with suppress(FileExistsError), mark.open("x") as file:
+                file.write(str(os.getpid()))
+            owner = mark.read_text()
+        except OSError as cause:
+            raise LaunchError(
+                f"the token's folder {mark.parent} is gone: keep the parent alive until its children end"
+            ) from cause
+        if owner != str(os.getpid()):
+            raise LaunchError(
+                f"rank {rank} of this token is taken by process {owner}: give each process its own "
+                "local_rank, and make a new NcclIdHolder() for each launch"
+            )
+
+
+def join(token: Any, local_rank: int | None, world_size: int | None, timeout_s: float) -> World:
+    """Join the process group, and say which rank this process is.
+
+    Args:
+        token: an `NcclIdHolder`, or None to ask the launcher (mpiexec, torchrun, srun; or this process is
+            alone).
+        local_rank: this process among those of the token, in [0, world_size); otherwise None, or what the
+            launcher says.
+        world_size: number of processes, at least 1; otherwise None, or what the launcher says.
+        timeout_s: seconds to wait for the others, above 0.
+
+    Raises:
+        ConfigError: a rank or size is missing, out of range, or not what the launcher says.
+        LaunchError: ranks did not come, or two processes claim one.
+    """
+    if token is None:
+        world = join_ranks(timeout_s=timeout_s)
+    elif isinstance(token, NcclIdHolder):
+        world = _meet(token, *_checked(local_rank, world_size), timeout_s)
+    else:
+        raise TypeError(f"nccl_id must be an NcclIdHolder or None, got {token!r}: make one in the parent")
+    _agree("local_rank", local_rank, world.local_rank, world)
+    _agree("world_size", world_size, world.world_size, world)
+    return world
+
+
+def _meet(token: NcclIdHolder, rank: int, size: int, timeout_s: float) -> World:
+    token.claim(rank)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with _environment({STORE_VARIABLE: token.path} | {key: str(value) for key, value in place.items()}):
+        world = init(timeout_s=timeout_s)
+    Finalize(None, shutdown, exitpriority=0)  # children of multiprocessing run no atexit functions
+    return world
+
+
+def _checked(local_rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if not _whole(world_size) or world_size is None or world_size < 1:
+        advice = "give the number of processes that get the token"
+        raise bad_value("world_size", "must be a whole number of at least 1 with a token", world_size, advice)
+    if not _whole(local_rank) or local_rank is None or not 0 <= local_rank < world_size:
+        rule = f"must be a whole number in [0, {world_size}) with a token of {world_size} processes"
+        raise bad_value("local_rank", rule, local_rank, "give each process its own, from 0 on")
+    return local_rank, world_size
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _agree(name: str, given: int | None, found: int, world: World) -> None:
+    if given is not None and given != found:
+        rule = f"must be {found}, as {world.launcher} started rank {world.rank} of {world.world_size}"
+        raise bad_value(name, rule, given, "leave it out, or pass an NcclIdHolder", ConfigError)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a while."""
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value

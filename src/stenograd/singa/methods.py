@@ -1,0 +1,55 @@
+"""What SINGA's modes are called among Stenograd's compressors."""
+
+from __future__ import annotations
+
+import math
+
+from stenograd.catalog.wrappers import Clip
+from stenograd.compression.contract import Compressor
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compressors.cast import Cast
+from stenograd.compressors.identity import Identity
+from stenograd.compressors.threshold import Threshold
+from stenograd.compressors.topk import TopK
+from stenograd.errors import bad_value
+
+__all__ = ["plain", "rounded", "sparse"]
+
+
+def plain() -> Compressor:
+    """Every element in its own precision."""
+    return Identity()
+
+
+def rounded(clip: float | None = None) -> Compressor:
+    """Every element in float16, divided before summing; clip is the largest magnitude, None for any.
+
+    Raises:
+        ConfigError: clip is not positive and finite.
+    """
+    if clip is None:
+        return Cast(dtype="float16")
+    if not (clip > 0 and math.isfinite(clip)):
+        raise bad_value("clip_Value", "must be positive and finite", clip, "use 100, or clipping=False")
+    return Clip(inner=Cast(dtype="float16"), value=float(clip))
+
+
+def sparse(spars: float, topK: bool, corr: bool) -> Compressor:
+    """Few elements: the share `spars` of the largest, or all of at least `spars`; corrected if corr.
+
+    Raises:
+        ConfigError: spars is outside (0, 1] for top-k, or not positive and finite for a threshold.
+
+    Example:
+        >>> sparse(0.05, topK=False, corr=False)
+        Threshold(value=0.05)
+    """
+    if topK and not 0 < spars <= 1:
+        raise bad_value("spars", "must be in (0, 1] with topK=True", spars, "use 0.01 to send 1 %")
+    if not (spars > 0 and math.isfinite(spars)):
+        advice = "give a typical gradient magnitude, such as 0.001"
+        raise bad_value("spars", "must be positive and finite", spars, advice)
+    codec = (
+        TopK(ratio=float(spars), values="float30", reduce="gather") if topK else Threshold(value=float(spars))
+    )
+    return ErrorFeedback(inner=codec) if corr else codec

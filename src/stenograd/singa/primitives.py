@@ -1,0 +1,188 @@
+"""SINGA's collectives: each replaces tensors, in place, by their sum over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.comm.driver import Driver
+from stenograd.comm.traffic import Label, Traffic
+from stenograd.compression.contract import Compressor, Site, require_floating
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.errors import bad_value
+from stenograd.launch.process_group import World
+from stenograd.singa.methods import plain, rounded, sparse
+from stenograd.sync.handshake import broadcast_model
+
+__all__ = ["Primitives"]
+
+
+class Primitives:
+    """Sums over the ranks, complete when the call returns.
+
+    Tensors are contiguous, real, on the CPU or on this rank's CUDA device, and equally large on all ranks. A
+    sum is the world size times Stenograd's average, which divides first: it cannot overflow on the way.
+
+    Args:
+        driver: the way to the other ranks.
+        world: which of them this process is.
+    """
+
+    def __init__(self, driver: Driver, world: World) -> None:
+        self._driver = driver
+        self._buffered: list[Tensor] = []
+        self.local_rank = world.local_rank
+        self.global_rank = driver.rank
+        self.world_size = driver.world_size
+
+    @property
+    def rank_in_local(self) -> int:
+        """The older name of `local_rank`."""
+        return self.local_rank
+
+    @property
+    def rank_in_global(self) -> int:
+        """The older name of `global_rank`."""
+        return self.global_rank
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, collectives and seconds waited of this rank so far."""
+        return self._driver.traffic
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over the ranks.
+
+        Raises:
+            ConfigError: the tensor is not contiguous, or on a device that the ranks do not share.
+            TensorTypeError: it does not hold real floating-point numbers.
+        """
+        self._sum([tensor], plain())
+
+    def all_reduce_half(self, tensor: Tensor) -> None:
+        """Like `all_reduce`, sent and added in float16; averages travel, so a sum may exceed 65,504."""
+        self._sum([tensor], rounded())
+
+    def fused_all_reduce(self, tensors: Sequence[Tensor], send: bool = True) -> None:
+        """Sum several tensors in one collective.
+
+        Args:
+            tensors: of one type, on one device.
+            send: False only copies them to the buffer. True sums what is in the buffer and writes the result
+                to these tensors, in order; if nothing is there, these tensors themselves are summed.
+
+        Raises:
+            ConfigError: as `all_reduce`; or the buffer holds another number of elements than the tensors.
+        """
+        self._fused(tensors, send, plain())
+
+    def fused_all_reduce_half(self, tensors: Sequence[Tensor], send: bool = True) -> None:
+        """Like `fused_all_reduce`, sent and summed in float16."""
+        self._fused(tensors, send, rounded())
+
+    def sparsification(self, tensor: Tensor, accumulation: Tensor | None, spars: float, topK: bool) -> None:
+        """Replace a tensor by the sum of the ranks' most significant elements.
+
+        Args:
+            tensor: what to sum.
+            accumulation: what earlier calls did not send, as many elements; it is added before the choice,
+                and replaced by what this call does not send. None drops that.
+            spars: with topK the share of the elements to send, in (0, 1]; else the smallest magnitude, > 0.
+            topK: which of the two.
+
+        Raises:
+            ConfigError: as `all_reduce`; or spars is out of range, or the accumulation has another size.
+        """
+        self._sum([tensor], sparse(spars, topK, corr=False), accumulation)
+
+    def fused_sparsification(
+        self, tensors: Sequence[Tensor], accumulation: Tensor | None, spars: float, topK: bool
+    ) -> None:
+        """Like `sparsification` of the tensors one after another, in one exchange."""
+        self._sum(tensors, sparse(spars, topK, corr=False), accumulation)
+
+    def wait(self) -> None:
+        """Wait for what is under way: nothing, for every call has its result when it returns."""
+
+    def synchronize(self, tensors: nn.Module | Tensor | Iterable[Tensor]) -> None:
+        """Overwrite tensors, or all parameters and buffers of a model, with rank 0's.
+
+        Example:
+            >>> from stenograd.singa import DistOpt
+            >>> DistOpt().synchronize(nn.Linear(4, 2))
+        """
+        if isinstance(tensors, nn.Module):
+            broadcast_model(self._driver, tensors)
+            return
+        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+            self._driver.broadcast(tensor.detach())
+
+    def _fused(self, tensors: Sequence[Tensor], send: bool, compressor: Compressor) -> None:
+        _check(tensors)
+        if not send:
+            self._buffered += [tensor.detach().reshape(-1).clone() for tensor in tensors]
+            return
+        held, self._buffered = self._buffered, []
+        wanted, found = sum(t.numel() for t in tensors), sum(t.numel() for t in held)
+        if held and wanted != found:
+            advice = "push each tensor with send=False first, then all of them with send=True"
+            raise bad_value("tensors", f"must hold the {found} elements of the buffer", wanted, advice)
+        self._sum(tensors, compressor, source=held)
+
+    def _sum(
+        self,
+        targets: Sequence[Tensor],
+        compressor: Compressor,
+        accumulation: Tensor | None = None,
+        source: Sequence[Tensor] = (),
+    ) -> None:
+        _check([*targets, *source, *([] if accumulation is None else [accumulation])])
+        if targets:
+            self._reduce(targets, compressor, accumulation, source=source)
+
+    @torch.no_grad()
+    def _reduce(
+        self,
+        targets: Sequence[Tensor],
+        compressor: Compressor,
+        accumulation: Tensor | None = None,
+        *,
+        source: Sequence[Tensor] = (),
+        mean: bool = False,
+    ) -> None:
+        """Write the sum (or mean) over the ranks of source, or of the targets themselves, to the targets."""
+        flat = torch.cat([t.reshape(-1) for t in source or targets])
+        site = Site(tuple(t.shape for t in targets), self.global_rank, self.world_size)
+        state = {}
+        if accumulation is not None:
+            if accumulation.numel() != flat.numel():
+                rule = f"must have the {flat.numel()} elements of what is summed"
+                raise bad_value("accumulation", rule, accumulation.numel(), "make one for each group")
+            compressor = ErrorFeedback(inner=compressor)
+            state = {"residual": accumulation.reshape(-1)}
+        done = self._driver.run(compressor.rounds(flat, state, site), Label(method=type(compressor).__name__))
+        total = done.average if mean else done.average.mul_(self.world_size)
+        for target, piece in zip(targets, total.split(site.numels), strict=True):
+            target.copy_(piece.view(target.shape))
+        if accumulation is not None:
+            accumulation.copy_(done.state["residual"].view(accumulation.shape))
+
+
+def _check(tensors: Sequence[Tensor]) -> None:
+    """Refuse what cannot be summed in place."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected a tensor, got {type(tensor).__name__}: pass tensors")
+        require_floating(tensor)
+        if not tensor.is_contiguous():
+            advice = "call contiguous() and use the result"
+            raise bad_value("tensor", "must be contiguous", f"strides {tensor.stride()}", advice)
+        mine = torch.cuda.current_device() if tensor.is_cuda else None
+        if tensor.device.type not in ("cpu", "cuda") or tensor.device.index not in (mine, None):
+            advice = "move it with .to(device)"
+            raise bad_value("tensor", "must be on the group's device", str(tensor.device), advice)
+    if len({(t.dtype, t.device) for t in tensors}) > 1:
+        kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors})
+        raise bad_value("tensors", "must have one type and device", kinds, "sum them in separate calls")

@@ -1,0 +1,181 @@
+"""Schedules: hyper-parameters that change with the number of updates made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+
+from torch import Tensor
+
+from stenograd.errors import bad_value
+
+__all__ = ["Constant", "DecayScheduler", "ExponentialDecay", "as_schedule", "check_value", "values_at"]
+
+_RANGES = {  # lowest value, and the bound that a value stays below
+    "lr": (0.0, math.inf),
+    "momentum": (0.0, math.inf),
+    "weight_decay": (0.0, math.inf),
+    "epsilon": (0.0, math.inf),
+    "rho": (0.0, 1.0),
+    "beta_1": (0.0, 1.0),
+    "beta_2": (0.0, 1.0),
+}
+
+
+class DecayScheduler:
+    """A hyper-parameter as a function of the step: `value = call(step)`; subclasses write `call`.
+
+    Args:
+        init_value: the value to start from; finite.
+
+    Raises:
+        TypeError: init_value is not a number.
+        ConfigError: init_value is not finite.
+
+    Departs from SINGA: a step may be a plain number, and the value is one, so that no update waits for the
+    accelerator.
+
+    Example:
+        >>> class Inverse(DecayScheduler):
+        ...     def call(self, step: float) -> float:
+        ...         return self.init_value / (1 + step)
+        >>> Inverse(0.1)(4)
+        0.02
+    """
+
+    def __init__(self, init_value: float) -> None:
+        self.init_value = _finite("init_value", init_value)
+
+    def __call__(self, step: float | Tensor) -> float:
+        """Return the value at a step.
+
+        Args:
+            step: number of updates already made, a number or a tensor of one element.
+
+        Raises:
+            TypeError: step is neither a number nor a tensor.
+            ConfigError: a tensor of another size than one, or a step that is not finite.
+        """
+        if isinstance(step, Tensor):
+            if step.numel() != 1:
+                raise bad_value("step", "must be one number", tuple(step.shape), "use one element")
+            step = step.item()
+        _finite("step", step)
+        return float(self.call(step))
+
+    def call(self, step: float) -> float:
+        """Return the value at a step, a plain number."""
+        raise NotImplementedError(f"{type(self).__name__} must define call(step)")
+
+
+class Constant(DecayScheduler):
+    """The same value at every step: `value = init_value`.
+
+    Args:
+        init_value: the value; finite.
+
+    Example:
+        >>> Constant(0.2)(7)
+        0.2
+    """
+
+    def call(self, step: float) -> float:
+        """Return the value."""
+        return self.init_value
+
+
+class ExponentialDecay(DecayScheduler):
+    """A value that shrinks geometrically: `value = init_value * decay_rate ** (step / decay_steps)`.
+
+    Args:
+        init_value: the value at step 0; finite.
+        decay_steps: after how many steps the value has been multiplied by decay_rate once; > 0.
+        decay_rate: the factor; > 0, below 1 to decay.
+        staircase: whether to round `step / decay_steps` down, so that the value changes in jumps.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ConfigError: decay_steps or decay_rate is not positive and finite.
+
+    Example:
+        >>> decay = ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5, staircase=True)
+        >>> [decay(step) for step in range(5)]
+        [0.1, 0.1, 0.05, 0.05, 0.025]
+    """
+
+    def __init__(
+        self, init_value: float, decay_steps: float, decay_rate: float, staircase: bool = False
+    ) -> None:
+        super().__init__(init_value)
+        self.decay_steps = _finite("decay_steps", decay_steps)
+        self.decay_rate = _finite("decay_rate", decay_rate)
+        self.staircase = staircase
+        if self.decay_steps <= 0:
+            raise bad_value("decay_steps", "must be positive", decay_steps, "use 1000 for slow decay")
+        if self.decay_rate <= 0:
+            raise bad_value("decay_rate", "must be positive", decay_rate, "use 0.5 to halve the value")
+
+    def call(self, step: float) -> float:
+        """Return the value at a step."""
+        exponent = step // self.decay_steps if self.staircase else step / self.decay_steps
+        factor: float = self.decay_rate**exponent
+        return self.init_value * factor
+
+
+def as_schedule(name: str, value: object) -> DecayScheduler:
+    """Return a hyper-parameter as a schedule: a number becomes a `Constant`.
+
+    Args:
+        name: of the hyper-parameter, which decides on its range.
+        value: a number or a schedule.
+
+    Raises:
+        TypeError: value is neither.
+        ConfigError: the number, or the value that the schedule starts from, is outside the range.
+
+    Example:
+        >>> as_schedule("lr", 0.1)(0)
+        0.1
+    """
+    if isinstance(value, DecayScheduler):
+        check_value(name, value.init_value)
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name} must be a number or a DecayScheduler, got {value!r}: use 0.1 or ExponentialDecay(...)"
+        )
+    return Constant(check_value(name, float(value)))
+
+
+def check_value(name: str, value: float) -> float:
+    """Return the value of a hyper-parameter that lies in its range.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    low, high = _RANGES.get(name, (-math.inf, math.inf))
+    if low <= value < high and math.isfinite(value):
+        return value
+    if not math.isfinite(value):
+        raise bad_value(name, "must be finite", value, "use a number")
+    if high == 1.0:
+        raise bad_value(name, "must be in [0, 1)", value, "use 0.9 to average over about ten steps")
+    raise bad_value(name, "must be at least 0", value, "use 0 to switch it off")
+
+
+def values_at(step: int, schedules: Mapping[str, DecayScheduler]) -> dict[str, float]:
+    """Return hyper-parameters' values at a step.
+
+    Raises:
+        ConfigError: a schedule left its hyper-parameter's range.
+    """
+    return {name: check_value(name, schedule(step)) for name, schedule in schedules.items()}
+
+
+def _finite(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}: use an int or a float")
+    if not math.isfinite(value):
+        raise bad_value(name, "must be finite", value, "use a finite number")
+    return float(value)

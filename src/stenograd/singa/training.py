@@ -1,0 +1,169 @@
+"""One training step in each of SINGA's modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.comm.driver import Driver
+from stenograd.compression.contract import Compressor
+from stenograd.launch.process_group import World
+from stenograd.singa.fusion import DEFAULT_THRESHOLD
+from stenograd.singa.gradients import Gradients
+from stenograd.singa.inner import Inner
+from stenograd.singa.methods import plain, rounded, sparse
+from stenograd.singa.primitives import Primitives
+
+__all__ = ["Training"]
+
+
+class Training(Primitives):
+    """The `backward_and_...` methods; see `DistOpt`.
+
+    Args:
+        inner: what updates the parameters.
+        driver: the way to the other ranks.
+        world: which of them this process is.
+    """
+
+    def __init__(self, inner: Inner, driver: Driver, world: World) -> None:
+        super().__init__(driver, world)
+        self._inner = inner
+        self._gradients = Gradients(driver)
+        self.partial = 0
+        self.skipped = 0
+
+    def __call__(self, loss: Tensor) -> None:
+        """Train one step: `backward_and_update(loss)`."""
+        self.backward_and_update(loss)
+
+    def backward_and_update(self, loss: Tensor, threshold: int = DEFAULT_THRESHOLD) -> None:
+        """Train one step on gradients averaged in full precision.
+
+        Args:
+            loss: one element, with a graph.
+            threshold: elements, at least 0: larger gradients travel alone, others in groups of more than
+                this. 0 sends each alone. Smaller groups start earlier, larger ones cost fewer latencies.
+
+        Raises:
+            ConfigError: threshold is negative, or loss has no graph or several elements.
+            MismatchError: at the first step, the ranks' parameters, modes or thresholds differ.
+            PeerLost: a rank did not answer within the timeout.
+        """
+        self._train(loss, threshold, plain())
+
+    def backward_and_update_half(
+        self,
+        loss: Tensor,
+        threshold: int = DEFAULT_THRESHOLD,
+        clipping: bool = False,
+        clip_Value: float = 100,
+        *,
+        clip_value: float | None = None,
+    ) -> None:
+        """Train one step on gradients that travel in float16: half the bytes, 11 significant bits.
+
+        Gradients are divided by the world size before they are summed, so that a sum cannot overflow; those
+        below 6e-8 of that become 0.
+
+        Args:
+            loss: one element, with a graph.
+            threshold: as in `backward_and_update`.
+            clipping: whether to clamp this rank's gradients to [-clip_Value, clip_Value] first.
+            clip_Value: above 0.
+            clip_value: the documents' other spelling.
+
+        Raises:
+            ConfigError: as in `backward_and_update`, or clip_Value is not positive and finite.
+        """
+        limit = clip_Value if clip_value is None else clip_value
+        self._train(loss, threshold, rounded(limit if clipping else None))
+
+    def backward_and_sparse_update(
+        self,
+        loss: Tensor,
+        threshold: int = DEFAULT_THRESHOLD,
+        spars: float = 0.05,
+        topK: bool = False,
+        corr: bool = True,
+    ) -> None:
+        """Train one step on the most significant elements of each group's gradient.
+
+        With v the group's gradient plus its accumulation, S is `{i : |v_i| >= spars}`, or the
+        `ceil(spars n)` largest of n with topK; the ranks exchange v on S, and what is not in S is the next
+        accumulation. Start with topK: a good absolute threshold differs between models and epochs.
+
+        Args:
+            loss: one element, with a graph.
+            threshold: as in `backward_and_update`.
+            spars: with topK the share of the elements to send, in (0, 1]; else the smallest magnitude, > 0.
+            topK: which of the two.
+            corr: whether to accumulate what is not sent; without, it is lost, and training suffers. May
+                change from step to step: accumulations stay with their parameters, and wait.
+
+        Raises:
+            ConfigError: as in `backward_and_update`, or spars is outside its range.
+        """
+        self._train(loss, threshold, sparse(spars, topK, corr))
+
+    backward_and_spars_update = backward_and_sparse_update  # the older name
+
+    def backward_and_partial_update(self, loss: Tensor, threshold: int = DEFAULT_THRESHOLD) -> None:
+        """Train one step alone, then average one partition of the parameters over the ranks.
+
+        Partitions are the fusion rule's groups; each call averages the next one, and after the last `partial`
+        is 0 again. Momentum stays this rank's own. Call `finalize()` after training.
+
+        Args:
+            loss: one element, with a graph.
+            threshold: as in `backward_and_update`; the smaller, the more partitions.
+
+        Raises:
+            ConfigError: as in `backward_and_update`.
+        """
+        walked, partitions = self._gradients.local(loss, threshold)
+        finite = all(bool(p.grad.isfinite().all()) for p in walked if p.grad is not None)
+        self._update_all(walked, finite)
+        self.partial = self.partial + 1 if self.partial < len(partitions) else 1
+        self._average([self._gradients.parameters[name] for name in partitions[self.partial - 1]])
+        self.partial %= len(partitions)
+
+    def finalize(self, model: nn.Module | None = None) -> None:
+        """Average all parameters seen so far, and a model's float buffers, so that all ranks end equal."""
+        self._average(self._gradients.parameters.values())
+        if model is not None:
+            self._average([b for b in model.buffers() if b.is_floating_point()])
+        self.partial = 0
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        """Update a parameter with a gradient summed over the ranks: divide that in place, then move."""
+        grad.div_(self.world_size)
+        self._inner.update(param, grad)
+
+    def step(self) -> None:
+        """Count a step, as `opt.step()`; the `backward_and_...` methods do it themselves."""
+        self._inner.step()
+
+    def _train(self, loss: Tensor, threshold: int, compressor: Compressor) -> None:
+        walked, finite = self._gradients.averaged(loss, threshold, compressor)
+        self._update_all(walked, finite)
+
+    def _update_all(self, parameters: Iterable[Tensor], finite: bool) -> None:
+        """Update parameters with their gradients, if these are finite, and count the step in any case."""
+        self.skipped += not finite
+        for parameter in parameters:
+            if not finite:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                self._inner.update(parameter, parameter.grad)
+        self._inner.step()
+
+    def _average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by their means over the ranks, one collective a type and device."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for members in kinds.values():
+            self._reduce(members, plain(), mean=True)

@@ -1,0 +1,1 @@
+"""What keeps replicas equal while they train: gradients, parameters, gossip, checks."""

@@ -1,0 +1,233 @@
+"""Watches backward passes and optimizer steps: raises or warns before the ranks can drift apart."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
+
+from stenograd.errors import StenogradError
+from stenograd.sync.filling import Slot
+
+__all__ = ["Passes", "at_end", "forget_end", "next_order", "refuse_nested", "warn_of_skip"]
+
+_BITS = 4  # of a pass's number that the ranks compare
+
+# The ends that wait for a backward pass, by its number in autograd: (place in the order of attaching, what to
+# do). Engines that one pass reaches must end in the same order on all ranks, whichever was reached first.
+_ends: dict[int, list[tuple[int, Callable[[], None]]]] = {}
+_lock = threading.Lock()
+_orders = itertools.count()
+
+
+def next_order() -> int:
+    """Return a number for something that is being attached; all ranks attach in the same order."""
+    return next(_orders)
+
+
+def at_end(task: int, order: int, action: Callable[[], None]) -> None:
+    """Call something when a backward pass ends, after whatever was attached before it; call it in the pass.
+
+    Args:
+        task: the pass's number, `torch._C._current_graph_task_id()`.
+        order: of what was attached, equal on all ranks.
+        action: what to do.
+    """
+    with _lock:
+        waiting = _ends.setdefault(task, [])
+        waiting.append((order, action))
+        first = len(waiting) == 1
+    if first:
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_untraced(), task))
+
+
+def forget_end(task: int) -> None:
+    """Drop what waits for the end of a pass that broke off, and so never comes."""
+    with _lock:
+        _ends.pop(task, None)
+
+
+@cache
+def _untraced() -> Callable[[int], None]:
+    """Return `_run_ends`, which torch.compile would trace where it compiles a whole training step."""
+    run: Callable[[int], None] = torch.compiler.disable(_run_ends)
+    return run
+
+
+def _run_ends(task: int) -> None:
+    with _lock:
+        waiting = _ends.pop(task, [])
+    for _, action in sorted(waiting, key=lambda end: end[0]):
+        action()
+
+
+def refuse_nested() -> None:
+    """Refuse a backward pass inside another one: its gradients are a part of what the outer one makes.
+
+    Raises:
+        StenogradError: autograd runs inside the backward function of something, or is being compiled.
+    """
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+        raise StenogradError(
+            "compiled autograd is not supported, because it calls gradient hooks outside of a backward pass: "
+            "compile the forward pass only (torch.compile(model)), and leave compiled_autograd off"
+        )
+    frame, inside = sys._getframe(), False
+    while frame is not None:
+        if frame.f_code is _engine_run_backward.__code__:
+            inside = True
+        elif inside and frame.f_code is BackwardCFunction.apply.__code__:
+            raise StenogradError(
+                "a backward pass inside another one, as checkpoint(use_reentrant=True) runs it, makes only "
+                "some of the gradients, so they cannot be averaged yet: use checkpoint(use_reentrant=False)"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def warn_of_skip() -> bool:
+    """Warn, once for each engine, that a step changes nothing; return True."""
+    warnings.warn(
+        "a gradient was not finite on some rank: this optimizer.step() changes nothing, on all ranks alike; "
+        "later ones are only counted, in `skipped` (skip_bad_steps=False turns this off)",
+        RuntimeWarning,
+        stacklevel=6,
+    )
+    return True
+
+
+class Passes:
+    """Counts a rank's backward passes, and knows whether its gradients are averages.
+
+    Args:
+        local: whether there are gradients from before, which were never averaged.
+        skip_bad_steps: whether a step is to change nothing after an exchange that was not finite.
+
+    Attributes:
+        count: number of passes begun, those without an exchange included.
+        shadowed: whether in the last exchange a rank took part that had run out of inputs.
+    """
+
+    def __init__(self, local: bool = False, skip_bad_steps: bool = True) -> None:
+        self.count = 0
+        self.shadowed = False
+        self._exchanges = 0
+        self._at_step: dict[int, int] = {}  # exchanges when an optimizer stepped last, by its id
+        self._skips = skip_bad_steps
+        self._local, self._warned, self._warned_of_bad = local, False, False
+
+    def begun(self) -> int:
+        """Count a pass that makes its first gradient, and return its number."""
+        self.count += 1
+        return self.count
+
+    def accumulated(self, before: int) -> None:
+        """Note that passes since number `before` exchanged nothing."""
+        self._local = self._local or self.count > before
+
+    def flags(self, *, shadow: bool = False) -> list[bool]:
+        """Return flags for the exchange that tell this pass's number modulo 16 from others.
+
+        Each bit is sent as itself and as its opposite. Where both are set, two ranks are at different passes.
+        A rank that shadows others' exchanges has no number of its own; the first flag tells of it.
+
+        Example:
+            >>> Passes().flags()
+            [False, False, False, False, False, True, True, True, True]
+        """
+        bits = [bool(self.count >> bit & 1) for bit in range(_BITS)]
+        return [True, *[False] * (2 * _BITS)] if shadow else [False, *bits, *(not bit for bit in bits)]
+
+    def exchanged(self, any_flags: Sequence[bool]) -> None:
+        """Take which of all ranks' `flags` were set: gradients are averages now.
+
+        Raises:
+            StenogradError: on all ranks: they are at different backward passes.
+        """
+        self.shadowed, (ones, zeros) = any_flags[0], (any_flags[1 : 1 + _BITS], any_flags[1 + _BITS :])
+        if any(one and zero for one, zero in zip(ones, zeros, strict=True)):
+            raise StenogradError(
+                f"the ranks are at different backward passes, this one at number {self.count}: use no_sync() "
+                "and backward() for the same batches on every rank, and restart from a checkpoint"
+            )
+        self._exchanges += 1
+        self._local = False
+
+    def follow(self, any_flags: Sequence[bool]) -> None:
+        """Take the other ranks' number from their `flags`: this rank shadowed their pass."""
+        theirs = sum(bool(one) << bit for bit, one in enumerate(any_flags[1 : 1 + _BITS]))
+        self.count += (theirs - self.count) % (1 << _BITS)
+        self._exchanges += 1
+
+    def check_step(
+        self, optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], under_way: bool, finite: bool
+    ) -> None:
+        """Refuse to step on gradients that were not averaged; take those away that are not finite.
+
+        Args:
+            optimizer: about to step.
+            slots: of the parameters that are exchanged, by id.
+            under_way: whether a backward pass is, or broke off.
+            finite: whether the last exchange was.
+
+        Raises:
+            StenogradError: a pass is under way or failed, or a gradient was not averaged.
+        """
+        if under_way or torch._C._current_graph_task_id() != -1:
+            raise StenogradError(
+                "an optimizer stepped during a backward pass, before gradients were averaged (or the last "
+                "pass failed): step after backward() returns"
+            )
+        held = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        for p in held:
+            if p.requires_grad and id(p) not in slots:
+                raise StenogradError(
+                    f"a parameter of shape {tuple(p.shape)} has a gradient that was not averaged: after "
+                    "unfreezing parameters call sync.refresh() on every rank"
+                )
+        if not finite and self._skips:
+            self._skip(p for p in held if id(p) in slots)
+        elif held:
+            self._warn_of_local(optimizer, held, slots)
+
+    def _skip(self, held: Iterable[Tensor]) -> None:
+        """Let the step find no gradients: optimizers then leave weights, momenta and counts as they are."""
+        for p in held:
+            p.grad = None
+        self._warned_of_bad = self._warned_of_bad or warn_of_skip()
+
+    def _warn_of_local(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Tensor], slots: Mapping[int, Slot]
+    ) -> None:
+        """Warn once where a step applies what was never averaged."""
+        before = self._at_step.get(id(optimizer), 0)
+        self._at_step[id(optimizer)] = self._exchanges
+        if self._warned:
+            return
+        if self._local:
+            cause = "gradients of this rank alone, from no_sync() or from before distribute()"
+            advice = "end accumulation with a backward pass outside no_sync(), or call zero_grad() first"
+        elif self._exchanges == before and any(_by_hand(p, slots) for p in held):
+            cause = "gradients that no backward() made, such as those of torch.autograd.grad"
+            advice = "let loss.backward() make them, or average them yourself"
+        else:
+            return
+        self._warned = True
+        warnings.warn(
+            f"optimizer.step() applies {cause}: the ranks drift apart; {advice}", RuntimeWarning, stacklevel=6
+        )
+
+
+def _by_hand(parameter: Tensor, slots: Mapping[int, Slot]) -> bool:
+    """Return whether neither a backward pass nor an exchange left the gradient that a parameter has."""
+    slot = slots.get(id(parameter))
+    return slot is not None and not slot.used and parameter.grad is not slot.left

@@ -1,0 +1,282 @@
+"""Stenograd's methods as a communication hook of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stenograd.catalog.method import Method, method
+from stenograd.comm.driver import Driver
+from stenograd.comm.exchanger import Exchanger
+from stenograd.comm.kernel_loading import load_kernels
+from stenograd.comm.sparse_rows import sparse_parameters
+from stenograd.comm.traffic import Traffic
+from stenograd.compression.contract import Compressor
+from stenograd.data.buckets import Bucket
+from stenograd.errors import StenogradError, TensorTypeError, first_line
+from stenograd.sync.backward_passes import at_end, next_order, warn_of_skip
+from stenograd.sync.handshake import compare, unwrapped, versions
+
+__all__ = ["DDPHook", "register"]
+
+
+def register(
+    ddp_model: Any,
+    how: str | Method | Compressor,
+    *,
+    timeout_s: float = 300.0,
+    skip_bad_steps: bool = True,
+) -> DDPHook:
+    """Make a DistributedDataParallel model exchange gradients by a Stenograd method.
+
+    Call it once, right after wrapping the model. Averages are final when `backward()` returns, as with DDP
+    alone; with "dense" they equal plain DDP's bit for bit. `find_unused_parameters`, `static_graph`,
+    `gradient_as_bucket_view`, `no_sync()` and `join()` work as without the hook.
+
+    Args:
+        ddp_model: the `DistributedDataParallel` model; it may be compiled, or wrapped by Lightning Fabric.
+        how: the method, as text such as "powersgd:rank=4".
+        timeout_s: seconds after which a silent peer is an error.
+        skip_bad_steps: after an exchange that was not finite on some rank, steps of the optimizers that hold
+            the model's parameters change nothing on any rank.
+
+    Returns:
+        The hook's state: `traffic`, `finite`, `skipped`, `state_dict()`, `load_state_dict(...)`, `join()`.
+
+    Raises:
+        MethodError: unknown method or key, or a value outside its range.
+        TypeError: the model is not wrapped in DistributedDataParallel.
+        TensorTypeError: it has sparse gradients, which DDP does not give to hooks.
+        StenogradError: it has a communication hook already, or DDP's Python reducer, which calls none.
+        MismatchError: the ranks' methods, versions or kernels differ.
+
+    Example:
+        hook = stenograd.ddp.register(ddp_model, "topk:ratio=0.01")
+    """
+    chosen = method(how)
+    ddp: Any = unwrapped(ddp_model)
+    if not hasattr(ddp, "register_comm_hook"):
+        raise TypeError(
+            f"ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}: wrap it"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise StenogradError(
+            'DDP runs with torch._dynamo.config.optimize_ddp = "python_reducer", which calls no hook: set it '
+            'to "ddp_optimizer" before wrapping the model'
+        )
+    if sparse_parameters(ddp.module) & {id(p) for p in ddp.module.parameters() if p.requires_grad}:
+        raise TensorTypeError(
+            "ddp_model must have dense gradients, got an embedding with sparse=True: use "
+            "stenograd.distribute, which averages them exactly, or sparse=False"
+        )
+    hook = DDPHook(ddp, chosen, timeout_s=timeout_s, skip_bad_steps=skip_bad_steps)
+    try:
+        # DDP compares annotations with its own classes; a lambda has none.
+        ddp.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
+    except RuntimeError as reason:
+        hook.close()
+        raise StenogradError(
+            f"the model has a communication hook already, or cannot take one ({first_line(reason)}): "
+            "register one only, right after wrapping the model"
+        ) from reason
+    return hook
+
+
+class DDPHook:
+    """State of the hook on one model; made by `register`.
+
+    DDP calls it with its buckets in index order, and once, after the first step, makes other buckets of the
+    same parameters. Since state is kept by parameter name, it carries over. The exchange has a process group
+    of its own, because DDP sends its map of used parameters on its group at the same time.
+
+    Attributes:
+        method: the `Method` in use.
+        finite: whether the last exchange was, alike on all ranks.
+    """
+
+    def __init__(self, ddp: Any, how: Method, *, timeout_s: float, skip_bad_steps: bool) -> None:
+        self.method = how
+        self.finite = True
+        self._ddp = weakref.ref(ddp)  # which holds this hook where Python's garbage collector cannot look
+        module: nn.Module = ddp.module
+        self._driver = Driver.own(ddp.process_group, timeout_s=timeout_s)
+        load_kernels(how, self._driver.world_size, module.parameters())
+        described = {**versions(), "method": how.text, "skip_bad_steps": skip_bad_steps}
+        compare(self._driver, described, next(module.parameters()).device)
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._exchanger = Exchanger(how, self._driver, waits=True)
+        self._order = next_order()
+        self._waiting: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
+        self._members: list[list[int]] = []  # ids of the parameters in each bucket
+        self._made: set[int] = set()  # ids of those that got a gradient since the last exchange
+        self._handles: list[Any] = []
+        self._tracks = bool(ddp.find_unused_parameters or ddp.static_graph)  # else DDP refuses unused ones
+        if self._tracks:
+            made = self._made  # not this hook, which a parameter would keep from being collected
+            self._handles = [
+                p.register_post_accumulate_grad_hook(lambda p: made.add(id(p)))
+                for p in module.parameters()
+                if p.requires_grad
+            ]
+        if skip_bad_steps:
+            self._handles.append(_watch_steps(self))
+        self._warned = self._at_once = False
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, collectives and seconds waited of this rank since registering."""
+        return self._driver.traffic
+
+    @property
+    def step(self) -> int:
+        """Number of exchanges applied; equal on every rank."""
+        return self._exchanger.step
+
+    @property
+    def skipped(self) -> int:
+        """Number of exchanges that left the compressor's state alone because a gradient was not finite."""
+        return self._exchanger.skipped
+
+    def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Take one bucket from DDP; the future holds its average once the whole step is agreed on.
+
+        Raises:
+            StenogradError: an earlier backward pass broke off while other ranks may have gone on.
+        """
+        index, buffer = bucket.index(), bucket.buffer()
+        task = torch._C._current_graph_task_id()
+        if index == 0:
+            self._begin(task)
+        parameters = bucket.parameters()
+        self._members.append([id(p) for p in parameters])
+        names, shapes = tuple(self._names[id(p)] for p in parameters), tuple(p.shape for p in parameters)
+        self._exchanger.place(index, Bucket(names, shapes, buffer.dtype, buffer.device))
+        torch.mul(buffer, self._exchanger.scale, out=self._exchanger.flat(index))
+        self._exchanger.submit(index)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.device.type == "cuda" else None
+        )
+        self._waiting.append((buffer, future))
+        if bucket.is_last() and self._at_once:
+            self._end()
+        return future
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
+        return self._exchanger.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`.
+
+        Raises:
+            CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
+        """
+        self._exchanger.load_state_dict(state)
+
+    def join(self, **options: Any) -> AbstractContextManager[Any]:
+        """Let ranks have different numbers of batches: `ddp_model.join(**options)`.
+
+        Averages are divided by the number of all ranks, those that have run out included.
+        """
+        context: AbstractContextManager[Any] = self._model.join(**options)
+        return context
+
+    def join_hook(self, **options: Any) -> Any:
+        """Return DDP's own, so that `Join([hook])` is `Join([ddp_model])`."""
+        return self._model.join_hook(**options)
+
+    @property
+    def join_device(self) -> torch.device:
+        """DDP's."""
+        device: torch.device = self._model.join_device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """DDP's."""
+        return self._model.join_process_group
+
+    @property
+    def _join_config(self) -> Any:
+        return self._model._join_config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self._model._join_config = config
+
+    def close(self) -> None:
+        """Stop the exchange; the model cannot be trained with this hook afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        self._exchanger.close()
+        self._driver.close()
+
+    @property
+    def _model(self) -> Any:
+        ddp = self._ddp()
+        if ddp is None:
+            raise StenogradError("the model of this hook is gone: keep the DistributedDataParallel model")
+        return ddp
+
+    def _begin(self, task: int) -> None:
+        """Begin an exchange; it ends with the backward pass, before DDP itself waits for its buckets.
+
+        A future that fails there reaches DDP, in whose C++ code its error loses its class. Ending here, the
+        caller of `backward()` gets the error itself.
+        """
+        if self._waiting:
+            if self._driver.world_size > 1:
+                raise StenogradError(
+                    "the last backward pass did not finish (an error in it), so the ranks may be out of "
+                    "step: restart from a checkpoint"
+                )
+            self._waiting = []
+            self._exchanger.abandon()
+        self._members = []
+        # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
+        # graph DDP calls its hooks when all nodes are done, and waits before any other callback runs.
+        self._at_once = task == -1 or torch._C._current_autograd_node() is None
+        if not self._at_once:
+            at_end(task, self._order, self._end)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Wait for the averages, and give them to DDP in its own memory."""
+        used = [i in self._made for members in self._members for i in members] if self._tracks else []
+        outcome = self._exchanger.finish(used).result()
+        self._exchanger.join_streams()
+        self._made.clear()
+        self.finite = outcome.applied
+        waiting, self._waiting = self._waiting, []
+        for (buffer, future), average in zip(waiting, outcome.averages, strict=True):
+            future.set_result(buffer.copy_(average))
+
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the step after a bad exchange find no gradients, so that it changes nothing."""
+        if self.finite:
+            return
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in self._names and p.grad is not None:
+                    p.grad = None
+                    self._warned = self._warned or warn_of_skip()
+
+
+def _watch_steps(hook: DDPHook) -> Any:
+    """Look at the steps of all optimizers, since DDP does not know which of them hold its parameters."""
+    weak = weakref.ref(hook)
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        known = weak()
+        if known is not None:
+            known._check_step(optimizer)
+
+    handle = register_optimizer_step_pre_hook(before)
+    weakref.finalize(hook, handle.remove).atexit = False
+    return handle

@@ -1,0 +1,312 @@
+"""Gradients into buckets before an exchange, and averages back into gradients after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.comm.exchanger import Exchanger
+from stenograd.comm.sparse_rows import Rows, average_rows, rows_of, write_rows
+from stenograd.comm.step_end import Outcome
+from stenograd.data.buckets import Bucket
+from stenograd.data.requests import Rounds
+from stenograd.errors import StenogradError, TensorTypeError
+
+__all__ = ["Filler", "Slot", "SparseFiller", "check_gradient"]
+
+# A bucket of tensors smaller than this on average is filled by one call when it is complete: with 10,000
+# tensors of 4 elements a call for each took twice the time of the whole backward pass.
+_FEW_ELEMENTS = 2048
+_KEPT_VIEWS = 3  # memories that a bucket changes between: its own, an old residual's, an average's
+
+
+class Slot:
+    """What is known of one parameter's gradient.
+
+    Attributes:
+        bucket: the number of its bucket; -1 for one whose gradients are sparse.
+        handle: of its hook.
+        used: whether a backward pass made a gradient since the last exchange.
+        at: number of the pass in which its gradient was ready.
+        left: the gradient that the last exchange left, if any.
+    """
+
+    __slots__ = ("at", "bucket", "handle", "left", "used")
+
+    def __init__(self, bucket: int) -> None:
+        self.bucket = bucket
+        self.handle: Any = None
+        self.used = False
+        self.at = 0
+        self.left: Tensor | None = None
+
+    def counts(self, grad: Tensor | None) -> bool:
+        """Return whether there is something to average: a new gradient, or one that was assigned by hand."""
+        return self.used or (grad is not None and grad is not self.left)
+
+
+class _Hold:
+    """One bucket's parameters, and the views of their gradients in the memories that it uses."""
+
+    def __init__(self, bucket: Bucket, params: list[nn.Parameter], slots: list[Slot]) -> None:
+        self.bucket, self.params, self.slots = bucket, params, slots
+        self.many = len(params) > 1 and sum(bucket.numels) < _FEW_ELEMENTS * len(params)
+        self.missing = 0
+        self._views: dict[int, list[Tensor]] = {}
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Cut a flat tensor; the views are kept, and keep its memory, so an address means one memory."""
+        address = flat.data_ptr()
+        known = self._views.get(address)
+        if known is None:
+            known = self.bucket.views(flat)
+            if len(self.params) == 1:  # its memory may be another gradient's in each step
+                return known
+            while len(self._views) >= _KEPT_VIEWS:
+                self._views.pop(next(iter(self._views)))
+            self._views[address] = known
+        return known
+
+    def knows(self, flat: Tensor) -> bool:
+        """Return whether there are views of this memory."""
+        return flat.data_ptr() in self._views
+
+
+class Filler:
+    """Fills an exchanger's buckets with the gradients of parameters.
+
+    Args:
+        exchanger: whose buckets to fill, arranged.
+        params: each bucket's parameters.
+        slots: theirs.
+        shares: whether gradients may live where they are averaged, which saves two copies.
+
+    Attributes:
+        holds: one per bucket; `missing` counts gradients to come in this pass.
+    """
+
+    def __init__(
+        self,
+        exchanger: Exchanger,
+        params: Sequence[list[nn.Parameter]],
+        slots: Sequence[list[Slot]],
+        shares: bool,
+    ) -> None:
+        self._exchanger, self._shares = exchanger, shares
+        self.holds = [_Hold(*parts) for parts in zip(exchanger.buckets, params, slots, strict=True)]
+
+    def begin(self) -> None:
+        """Expect all gradients anew."""
+        for hold in self.holds:
+            hold.missing = len(hold.params)
+
+    @torch.no_grad()
+    def fill(self, index: int, parameter: Tensor) -> None:
+        """Put a gradient where it is exchanged, now that it is in the cache."""
+        hold = self.holds[index]
+        if hold.many:
+            return  # with the others of its bucket
+        grad, scale = parameter.grad, self._exchanger.scale
+        check_gradient(grad, parameter, hold.bucket)
+        if grad is None:
+            self._view(hold, index, parameter).zero_()  # counts as zeros
+        elif self._alone(hold, parameter, grad) and self._exchanger.lend(index, grad.view(-1)):
+            if scale != 1.0:
+                grad.mul_(scale)
+        else:
+            view = self._view(hold, index, parameter)
+            if scale != 1.0:
+                torch.mul(grad, scale, out=view)
+            elif grad is not view:
+                view.copy_(grad)
+            if self._shares and parameter.is_contiguous():
+                parameter.grad = view
+
+    @torch.no_grad()
+    def complete(self, index: int, number: int) -> None:
+        """Fill what pass `number` has not made a gradient of, and all of a bucket of many small tensors."""
+        hold = self.holds[index]
+        if hold.many:
+            self._fill_many(hold, index)
+        elif hold.missing:
+            for p, slot in zip(hold.params, hold.slots, strict=True):
+                if slot.at == number:
+                    continue
+                if p.grad is None or slot.counts(p.grad):
+                    self.fill(index, p)
+                else:
+                    self._fill_left(hold, index, p, slot)
+
+    def zero(self, index: int) -> None:
+        """Fill a bucket with zeros: this rank has nothing to say."""
+        self._exchanger.flat(index).zero_()
+
+    def used(self) -> Iterator[bool]:
+        """Yield for each parameter, bucket by bucket, whether there is something to average."""
+        for hold in self.holds:
+            for p, slot in zip(hold.params, hold.slots, strict=True):
+                yield slot.used or slot.counts(p.grad)
+
+    @torch.no_grad()
+    def write_back(self, outcome: Outcome) -> None:
+        """Make gradients the averages; one that no rank made in this pass stays as it is."""
+        start = 0
+        for index, (hold, average) in enumerate(zip(self.holds, outcome.averages, strict=True)):
+            stop = start + len(hold.params)
+            used = outcome.any_used[start:stop]
+            start = stop
+            if hold.many and not hold.knows(average):
+                # Cutting fresh memory into thousands of views takes longer than copying it.
+                average = self._exchanger.flat(index).copy_(average)
+            views = hold.views(average)
+            if hold.many or not self._shares:
+                self._copy_back(hold, views, used)
+                continue
+            for p, slot, view, any_used in zip(hold.params, hold.slots, views, used, strict=True):
+                slot.used = False
+                if not any_used:
+                    continue
+                if p.is_contiguous():
+                    if p.grad is not view:
+                        p.grad = view
+                    slot.left = view
+                else:
+                    slot.left = _written(p, view)
+
+    def _copy_back(self, hold: _Hold, views: list[Tensor], used: Sequence[bool]) -> None:
+        grads: list[Tensor] = []
+        sources: list[Tensor] = []
+        for p, slot, view, any_used in zip(hold.params, hold.slots, views, used, strict=True):
+            slot.used = False
+            if any_used:
+                grad = p.grad
+                if grad is None:
+                    slot.left = _written(p, view)
+                else:
+                    slot.left = grad
+                    grads.append(grad)
+                    sources.append(view)
+        if grads:
+            torch._foreach_copy_(grads, sources)
+
+    def _fill_many(self, hold: _Hold, index: int) -> None:
+        flat = self._exchanger.flat(index)
+        targets, grads = hold.views(flat), [p.grad for p in hold.params]
+        for grad, p in zip(grads, hold.params, strict=True):
+            check_gradient(grad, p, hold.bucket)
+        made = [grad for grad in grads if grad is not None]
+        if len(made) < len(grads):
+            flat.zero_()
+            targets = [view for view, grad in zip(targets, grads, strict=True) if grad is not None]
+        if made:
+            torch._foreach_copy_(targets, made)
+        if self._exchanger.scale != 1.0:
+            flat.mul_(self._exchanger.scale)
+
+    def _fill_left(self, hold: _Hold, index: int, parameter: Tensor, slot: Slot) -> None:
+        """Fill in the gradient that an earlier exchange left, in case that other ranks add to theirs.
+
+        If none does, it must stay as it is; so it moves out of the memory that this exchange writes to.
+        """
+        grad = parameter.grad
+        assert grad is not None  # it was left
+        if self._shares:
+            grad = parameter.grad = slot.left = grad.clone()
+        torch.mul(grad, self._exchanger.scale, out=self._view(hold, index, parameter))
+
+    def _alone(self, hold: _Hold, parameter: Tensor, grad: Tensor) -> bool:
+        """Return whether a gradient is a whole bucket in memory of its own, so that it need not be copied."""
+        return (
+            self._shares
+            and len(hold.params) == 1
+            and parameter.is_contiguous()
+            and grad.is_contiguous()
+            and grad.device == parameter.device
+            and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size() > 0
+        )
+
+    def _view(self, hold: _Hold, index: int, parameter: Tensor) -> Tensor:
+        """Return a parameter's place in this step's flat tensor."""
+        views = hold.views(self._exchanger.flat(index))
+        return next(view for p, view in zip(hold.params, views, strict=True) if p is parameter)
+
+
+class SparseFiller:
+    """Exchanges the sparse gradients of some parameters.
+
+    Args:
+        slots: the parameters, and what is known of them.
+        world_size: number of ranks.
+
+    Attributes:
+        bad: whether this rank's gradients were not finite, when they were last read.
+    """
+
+    def __init__(self, slots: Mapping[nn.Parameter, Slot], world_size: int) -> None:
+        self._slots, self._world_size = dict(slots), world_size
+        self.bad = False
+
+    def used(self) -> list[bool]:
+        """Return for each parameter whether there is something to average."""
+        return [slot.counts(p.grad) for p, slot in self._slots.items()]
+
+    def rounds(self, used: Sequence[bool]) -> Rounds[list[Rows]] | None:
+        """Return what exchanges the gradients of the used parameters; None if there are no parameters."""
+        rows = [rows_of(p, use) for p, use in zip(self._slots, used, strict=False)]
+        self.bad = not all(bool(r.values.isfinite().all()) for r in rows)
+        return average_rows(rows, self._world_size) if rows else None
+
+    def write_back(self, outcome: Outcome) -> None:
+        """Make gradients the averages, which are the last in the outcome."""
+        start = len(outcome.any_used) - len(self._slots)
+        for (p, slot), used, rows in zip(
+            self._slots.items(), outcome.any_used[start:], outcome.extra or [], strict=True
+        ):
+            slot.used = False
+            if used:
+                write_rows(p, rows)
+                slot.left = p.grad
+
+
+def check_gradient(grad: Tensor | None, parameter: Tensor, bucket: Bucket) -> None:
+    """Refuse a gradient that cannot be averaged where it is.
+
+    Raises:
+        TensorTypeError: it is sparse, or belongs to a graph.
+        StenogradError: the parameter has another type or device than when it was attached.
+    """
+    if grad is None or (
+        grad.layout is torch.strided
+        and not grad.requires_grad
+        and parameter.dtype is bucket.dtype
+        and parameter.device == bucket.device
+    ):
+        return
+    if grad.layout is not torch.strided:
+        raise TensorTypeError(
+            f"this gradient must be dense, got {grad.layout} for a parameter of shape "
+            f"{tuple(parameter.shape)}: use nn.Embedding(..., sparse=True), whose gradients are known to be "
+            "sparse when the model is attached, or sparse=False"
+        )
+    if grad.requires_grad:
+        raise TensorTypeError(
+            "gradients must not have a graph of their own, got one from backward(create_graph=True), "
+            "which averaging would cut: use torch.autograd.grad for the inner derivative"
+        )
+    raise StenogradError(
+        f"a parameter of shape {tuple(parameter.shape)} was {bucket.dtype} on {bucket.device} when it was "
+        f"attached and is {parameter.dtype} on {parameter.device} now: call model.to(...) before distribute, "
+        "or sync.refresh() on every rank after it"
+    )
+
+
+def _written(parameter: Tensor, average: Tensor) -> Tensor:
+    """Copy an average into a gradient in the parameter's own memory layout, and return the gradient."""
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter).copy_(average)
+    else:
+        parameter.grad.copy_(average)
+    return parameter.grad

@@ -1,0 +1,275 @@
+"""Averaging with neighbours: a rank's tensors become a weighted mean of its own and its neighbours'."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd.comm.driver import Driver, Pipeline
+from stenograd.comm.traffic import Label
+from stenograd.data.flat_parameters import is_finite
+from stenograd.data.requests import Rounds, exchange, gather
+from stenograd.errors import CheckpointError, ConfigError, LaunchError, PeerLost, TensorTypeError, bad_value
+from stenograd.launch.failure_detector import Presence, attend
+from stenograd.launch.network import own_address
+from stenograd.launch.process_group import attends
+from stenograd.sync.handshake import compare
+from stenograd.topology.mixing import Checked, Topology, describe
+
+__all__ = ["Gossip", "mixing"]
+
+_LOST = ("raise", "drop")
+
+
+def mixing(tensors: Sequence[Tensor], weights: Mapping[int, float], rank: int) -> Rounds[bool]:
+    """Mix tensors in place: `x_i <- sum_j W_ij x_j`, summed in rank order, in float32 or wider.
+
+    Equal inputs give equal bits, whatever the order in which messages arrive. All tensors go in one message a
+    neighbour.
+
+    A rank whose tensors are not all finite takes no part: what its neighbours would have taken from it they
+    take from themselves, so the mean over the other ranks is kept wherever it is otherwise. The rank itself
+    becomes the mean of its finite neighbours, with their weights; without any it stays as it is. Both ends of
+    an edge see both messages, so they decide alike.
+
+    Args:
+        tensors: real floating-point tensors, of the same shapes and dtypes on all ranks.
+        weights: this rank's row W_i of the mixing matrix, its own weight included.
+        rank: this rank.
+
+    Returns:
+        Whether this rank's tensors and its neighbours' were finite.
+
+    Example:
+        >>> from stenograd.simulate import run
+        >>> xs = [torch.tensor([0.0]), torch.tensor([4.0])]
+        >>> W = [{0: 0.75, 1: 0.25}, {0: 0.5, 1: 0.5}]
+        >>> _ = run([mixing([x], W[rank], rank) for rank, x in enumerate(xs)])
+        >>> [x.tolist() for x in xs]
+        [[1.0], [2.0]]
+    """
+    groups = _by_dtype(tensors)
+    mine = [torch.cat([t.detach().reshape(-1) for t in group]) for group in groups]
+    theirs = yield from exchange([flat.clone() for flat in mine], [r for r in weights if r != rank])
+    rows = {r: mine if r == rank else theirs[r] for r in sorted(weights)}
+    fit = {r for r, flats in rows.items() if all(map(is_finite, flats))}
+    kept = _without(weights, fit, rank)
+    with torch.no_grad():
+        for i, (group, flat) in enumerate(zip(groups, mine, strict=True)):
+            weighted = ((kept[r], rows[r][i]) for r in sorted(kept))
+            mixed = _weighted_sum(weighted, flat).split([t.numel() for t in group])
+            for t, piece in zip(group, mixed, strict=True):
+                t.copy_(piece.view(t.shape))
+    return len(fit) == len(rows)
+
+
+class Gossip:
+    """Mixes this rank's tensors with its neighbours', step after step.
+
+    All ranks make it at the same place, where they compare their topologies. The graph is checked again at
+    every step at which it may change, on all ranks alike and before anything is sent.
+
+    Args:
+        driver: the way to the other ranks; its `traffic` counts what is sent.
+        topology: who mixes with whom, the same on all ranks.
+        lost: what a lost rank means: "raise" a PeerLost, or "drop" it and go on; the same on all ranks.
+
+    With "drop", the survivors form a new group and the weight `W_ij` of a lost neighbour j goes to the rank's
+    own: `W_ii <- W_ii + W_ij`. So rows still sum to 1, and if the matrix was symmetric, what is left of it is
+    symmetric and keeps the mean over the survivors. It costs the timeout where nobody's connection broke, the
+    roll call of at most 2 s, and a new meeting. A rank that was a mixing behind when it noticed leaves that
+    one out, so that all are in step again; the mean may move by that one. PeerLost is raised all the same
+    where it is not known who was lost, or where the lost rank 0 hosted the store at which the survivors would
+    meet (with torchrun and `run_local` it does not).
+
+    Attributes:
+        step: number of mixings.
+        events: for each loss the step, the ranks that were lost and the seconds until training went on.
+        skipped: number of them in which this rank or a neighbour was not finite, and was left out; see
+            `mixing`. The first is told by a warning.
+
+    Raises:
+        ConfigError: the topology does not fit the number of ranks, is not symmetric, a row of weights does
+            not sum to 1, or `lost` is another word.
+        MismatchError: the ranks' topologies or their `lost` differ.
+        LaunchError: lost ranks are to be dropped, in a group that `stenograd.init` did not make, and a rank
+            has no address at which the others could ask whether it is there.
+        PeerLost: a rank did not come.
+
+    Example:
+        >>> from stenograd.launch.process_group import init, shutdown
+        >>> from stenograd.topology import Ring
+        >>> _ = init()
+        >>> x = torch.ones(2)
+        >>> Gossip(Driver(), Ring()).mix([x])  # alone, so nothing changes
+        >>> x.tolist()
+        [1.0, 1.0]
+        >>> shutdown()
+    """
+
+    def __init__(self, driver: Driver, topology: Topology, *, lost: str = "raise") -> None:
+        self.driver = driver.private()
+        described = {"topology": describe(topology, driver.world_size), "lost": lost}
+        compare(self.driver, described, self.driver.words_device())  # so all are told of one rank's mistake
+        self._checked = Checked(topology, driver.world_size)
+        if lost not in _LOST:
+            raise bad_value("lost", f"must be one of {', '.join(_LOST)}", lost, "use 'raise'")
+        self._drops = lost == "drop"
+        self._whole = driver.rank, driver.world_size
+        self._left = list(range(driver.world_size))  # those of the whole group that are left
+        self._skip_to = 0
+        self.events: list[dict[str, Any]] = []
+        self.topology = topology
+        self.step = 0
+        self.skipped = 0
+        if self._drops and driver.world_size > 1 and not attends():
+            self.driver.presence = _attend(self.driver)
+            weakref.finalize(self, self.driver.presence.close)
+
+    def mix(self, tensors: Sequence[Tensor], *, separately: bool = False) -> None:
+        """Mix tensors in place with the weights of this step.
+
+        Args:
+            tensors: as for `mixing`, in the same order on all ranks.
+            separately: one message a tensor and neighbour instead of one for all: less memory, more latency.
+
+        Raises:
+            TensorTypeError: a tensor is integer, boolean or complex.
+            PeerLost: a neighbour did not answer in time; the tensors of that message are kept.
+            ConfigError: `separately`, and lost ranks are to be dropped: a mixing must fail or succeed as one;
+                or the topology is not symmetric at this step.
+        """
+        if separately and self._drops:
+            raise ConfigError("separately must be False where lost ranks are dropped: mix all in one message")
+        for t in tensors:
+            if not t.is_floating_point():
+                advice = "leave it out, or mix its real and imaginary parts"
+                raise TensorTypeError(
+                    f"only real floating-point tensors can be mixed, got {t.dtype}: {advice}"
+                )
+        while self.step >= self._skip_to:
+            try:
+                self._mix([[t] for t in tensors] if separately else [tensors])
+                break
+            except PeerLost as error:
+                if not (self._drops and error.ranks):
+                    raise
+                self._drop(error)
+        self.step += 1
+
+    def _mix(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        weights, driver = self._weights(), self.driver
+        pipeline: Pipeline[bool] = Pipeline(driver)
+        for part in parts:
+            pipeline.add(mixing(part, weights, driver.rank), Label(method="gossip"))
+        if not all(pipeline.finish()):
+            self._left_out()
+
+    def _weights(self) -> dict[int, float]:
+        """Return this rank's weights of those that are left, by their ranks in the driver's group."""
+        rank, _ = self._whole
+        row = dict(self._checked.row(rank, self.step))
+        row[rank] += math.fsum(row.pop(other) for other in list(row) if other not in self._left)
+        return {self._left.index(other): weight for other, weight in row.items()}
+
+    def _drop(self, error: PeerLost) -> None:
+        """Go on without the lost ranks, all survivors from the same step."""
+        start, before = time.monotonic(), self.driver
+        me = before.name_of(before.rank)
+        self.driver = before.without(error.ranks)
+        self._left = [rank for i, rank in enumerate(self._left) if before.name_of(i) not in error.ranks]
+        mine = torch.tensor([self.step], device=self.driver.words_device())
+        steps = self.driver.run(gather(mine), Label(method="gossip"))
+        self._skip_to = max(int(step) for (step,) in steps)
+        seconds = time.monotonic() - start
+        self.events.append({"step": self.step, "lost": list(error.ranks), "seconds": seconds})
+        warnings.warn(
+            f"rank {me}: rank(s) {', '.join(map(str, error.ranks))} were lost after {self.step} "
+            f"mixings; {len(self._left)} of {self._whole[1]} ranks go on without them",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _left_out(self) -> None:
+        self.skipped += 1
+        if self.skipped == 1:
+            me = self.driver.name_of(self.driver.rank)
+            warnings.warn(
+                f"rank {me}: its own tensors or a neighbour's were not finite after {self.step} mixings and "
+                "were left out; later ones are only counted. Skip steps whose gradients are not finite",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the next mixing: the number of those before it."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`.
+
+        Raises:
+            CheckpointError: it is no such state.
+        """
+        if not isinstance(state.get("step"), int):
+            raise CheckpointError(f"a gossip state holds the number of its step, got {state!r}")
+        self.step = state["step"]
+
+
+def _attend(driver: Driver) -> Presence:
+    """Let the ranks ask each other after a failure who is there, in a group that `init` did not make.
+
+    `roll_call` knows only who left a mark in the group's store. A rank that is no neighbour of the lost one
+    notices the loss much later than the neighbours, so it leaves none in time, and they would go on without
+    it.
+
+    Raises:
+        LaunchError: on all ranks: some cannot be reached by the others.
+    """
+    one_host = len(set(driver.traffic.hosts)) == 1
+    names = [driver.name_of(rank) for rank in range(driver.world_size)]
+    presence = attend(names[driver.rank], lambda: "127.0.0.1" if one_host else own_address())
+    mine = "" if presence is None else presence.card
+    cards = [card.decode() for card in driver.gather_bytes(mine.encode(), driver.words_device())]
+    if presence is not None and all(cards):
+        presence.meet(dict(zip(names, cards, strict=True)))
+        return presence
+    if presence is not None:
+        presence.close()
+    silent = ", ".join(str(name) for name, card in zip(names, cards, strict=True) if not card)
+    raise LaunchError(
+        f"rank(s) {silent} cannot listen at the address of their host's name, so nobody could tell whether "
+        "they are lost: let the name resolve, or join by stenograd.init"
+    )
+
+
+def _without(weights: Mapping[int, float], fit: set[int], rank: int) -> Mapping[int, float]:
+    """Return a row of weights in which only finite ranks are left, still summing to 1."""
+    kept = {r: w for r, w in weights.items() if r in fit and w}
+    if len(fit) == len(weights):
+        return weights
+    if rank in fit:
+        return {**kept, rank: weights[rank] + math.fsum(w for r, w in weights.items() if r not in fit)}
+    total = math.fsum(kept.values())
+    return {r: w / total for r, w in kept.items()} if total > 0 else {rank: 1.0}
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault(t.dtype, []).append(t)
+    return list(groups.values())
+
+
+def _weighted_sum(rows: Iterable[tuple[float, Tensor]], like: Tensor) -> Tensor:
+    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    for weight, row in rows:
+        total.add_(row, alpha=weight)
+    return total

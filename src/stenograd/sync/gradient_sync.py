@@ -1,0 +1,361 @@
+"""`stenograd.distribute`: hooks on gradients, so that they are averaged when `backward()` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from stenograd.catalog.method import Method, method
+from stenograd.comm.driver import Driver
+from stenograd.comm.exchanger import Exchanger
+from stenograd.comm.kernel_loading import load_kernels
+from stenograd.comm.sparse_rows import sparse_parameters
+from stenograd.comm.step_end import Outcome
+from stenograd.comm.traffic import Traffic
+from stenograd.compression.contract import Compressor
+from stenograd.data.buckets import assign
+from stenograd.errors import StenogradError
+from stenograd.launch.process_group import join
+from stenograd.sync.backward_passes import Passes, next_order
+from stenograd.sync.filling import Filler, Slot, SparseFiller
+from stenograd.sync.handshake import (
+    Wrapping,
+    as_optimizers,
+    broadcast_model,
+    compare,
+    refuse_taken,
+    synced_parameters,
+    unwrapped,
+    versions,
+)
+from stenograd.sync.hooks import Hooked
+from stenograd.sync.replica_guard import ReplicaGuard, check_interval
+from stenograd.sync.tracing import MAX_EVENTS, Tracing
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "distribute"]
+
+DEFAULT_BUCKET_BYTES = 4 << 20
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    method: str | Method | Compressor = "dense",
+    *,
+    group: Any = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    timeout_s: float = 300.0,
+    check_every: int = 0,
+    repair: bool = False,
+    check_buffers: bool = False,
+    skip_bad_steps: bool = True,
+) -> GradientSync:
+    """Make every `loss.backward()` leave gradients that are averaged over all ranks.
+
+    Model, optimizer and training loop stay yours: clipping, GradScaler, schedulers and accumulation work as
+    before. Rank 0's parameters and buffers are broadcast here, so all ranks start equal.
+
+    Args:
+        model: the same on every rank; frozen, tied and unused parameters are fine, and so are the sparse
+            gradients of `nn.Embedding(sparse=True)`, which are averaged exactly whatever the method.
+        optimizer: one or several, holding the model's parameters.
+        method: how gradients travel, as text such as "topk:ratio=0.01" (see `stenograd methods`).
+        group: process group; None for all ranks. Without an initialised torch.distributed the ranks are
+            found from the launcher's variables (torchrun, mpiexec, srun), or this process is alone.
+        bucket_bytes: gradients travel in buckets of at most this size; a larger tensor is its own bucket.
+        timeout_s: seconds after which a silent peer is an error.
+        check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
+        repair: overwrite parameters that differ by the majority's and warn, instead of raising.
+        check_buffers: compare and repair buffers too.
+        skip_bad_steps: after an exchange that was not finite on some rank, `optimizer.step()` changes
+            nothing on any: neither weights, nor momenta, nor step counts. False for torch's behaviour.
+
+    Returns:
+        The running synchronisation: `no_sync()`, `traffic`, `state_dict()`, `close()`, ...
+
+    Raises:
+        MethodError: unknown method or key, or a value outside its range.
+        ConfigError: nothing to train, or the optimizer holds other parameters than the model's.
+        MismatchError: the ranks' models, methods or versions differ (raised on every rank).
+        PeerLost: a rank did not answer within timeout_s.
+
+    `backward()` raises ReplicaDivergence, on all ranks, where a check finds a difference; see `ReplicaGuard`.
+
+    Example:
+        >>> import torch, stenograd
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sync = stenograd.distribute(model, optimizer, "topk:ratio=0.5")
+        >>> model(torch.ones(8, 4)).sum().backward()  # gradients are averaged now
+        >>> optimizer.step()
+        >>> sync.close()
+    """
+    kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
+    guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
+    return GradientSync(model, optimizer, method, skip_bad_steps=skip_bad_steps, **kept, **guard)
+
+
+class GradientSync(Hooked):
+    """The running synchronisation of one model; made by `stenograd.distribute`, whose arguments it takes.
+
+    Its collectives run on a process group of its own, so whatever else the program sends at the same time, in
+    hooks, in its own backward functions or in threads, is not mixed up with them.
+
+    Attributes:
+        method: the `Method` in use.
+        traffic: this rank's totals (`payload_bytes`, `moved_bytes`, `collectives`, `wait_s`).
+
+    After `backward()`, gradients live in the buckets' memory, which the next pass fills again: copy one that
+    is to outlive its step.
+    """
+
+    # Whether gradients may live where they are averaged, which saves two copies.
+    _shares_memory = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        how: str | Method | Compressor = "dense",
+        *,
+        group: Any = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = 300.0,
+        check_every: int = 0,
+        repair: bool = False,
+        check_buffers: bool = False,
+        skip_bad_steps: bool = True,
+    ) -> None:
+        super().__init__()
+        self.method = method(how)
+        self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
+        refuse_taken(self._model, self._optimizers)
+        check_interval(check_every, repair)
+        parameters = synced_parameters(self._model, self._optimizers)  # complain before connecting
+        assign({}, bucket_bytes)
+        join(timeout_s=timeout_s)
+        self._group = group
+        self._driver = Driver.own(group, timeout_s=timeout_s)
+        load_kernels(
+            self.method,
+            self._driver.world_size,
+            parameters.values(),
+            checks=check_every > 0,
+        )
+        self._bucket_bytes = bucket_bytes
+        self._enabled, self._closed, self._finite = True, False, True
+        self._check_every = check_every
+        self._checks = str((check_every, repair, check_buffers, skip_bad_steps))
+        self._order = next_order()
+        self._slots: dict[int, Slot] = {}
+        self._wrapping = Wrapping(self)
+        self._exchanger = Exchanger(self.method, self._driver, waits=self._shares_memory)
+        self.refresh()
+        broadcast_model(self._driver, self._model)
+        self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
+        local = any(p.grad is not None for p in self._parameters.values())
+        self._passes = Passes(local=local, skip_bad_steps=skip_bad_steps)
+        self._leave_uncompiled()
+        self._watch({id(model): model, id(self._model): self._model}.values())
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, collectives and seconds waited of this rank since attaching."""
+        return self._driver.traffic
+
+    @property
+    def step(self) -> int:
+        """Number of exchanges applied; equal on every rank."""
+        return self._exchanger.step
+
+    @property
+    def skipped(self) -> int:
+        """Number of exchanges that left the compressor's state alone because a gradient was not finite."""
+        return self._exchanger.skipped
+
+    @property
+    def finite(self) -> bool:
+        """Whether the last backward pass left finite averages, alike on all ranks; step only then."""
+        return self._finite
+
+    @property
+    def repaired(self) -> int:
+        """Number of checks that found the ranks' parameters unequal, and repaired them."""
+        return self._guard.repaired
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._driver.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self._driver.world_size
+
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes exchange gradients; set it alike on all ranks, between passes."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: backward passes inside exchange nothing, the next one outside all.
+
+        Every rank must use it for the same passes.
+        """
+        before, self.enabled = self.enabled, False
+        passes = self._passes.count
+        try:
+            yield
+        finally:
+            self.enabled = before
+            self._passes.accumulated(passes)
+
+    def refresh(self) -> None:
+        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
+
+        `optimizer.add_param_group` does this by itself. State of parameters that stay is kept.
+        """
+        parameters = synced_parameters(self._model, self._optimizers)
+        thin = sparse_parameters(self._model)
+        ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
+        buckets = assign(ready_order, self._bucket_bytes, tail=self.method.compressor.bulky)
+        device = next(iter(parameters.values())).device
+        compare(self._driver, self._description(parameters), device)
+        self._exchanger.arrange(buckets, device)
+        before = self._slots
+        for slot in before.values():
+            slot.handle.remove()
+        self._parameters = parameters
+        by_bucket = [[parameters[name] for name in bucket.names] for bucket in buckets]
+        self._slots = {id(p): Slot(i) for i, ps in enumerate(by_bucket) for p in ps}
+        sparse = {p: Slot(-1) for p in parameters.values() if id(p) in thin}
+        self._slots |= {id(p): slot for p, slot in sparse.items()}
+        self._sparse = SparseFiller(sparse, self.world_size)
+        for i in before.keys() & self._slots.keys():
+            self._slots[i].left, self._slots[i].used = before[i].left, before[i].used
+        slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
+        self._filler = Filler(self._exchanger, by_bucket, slots, self._shares_memory)
+        self._hook(parameters.values())
+        self._wrapping.watch(parameters.values())
+
+    def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
+        """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
+        return Tracing(path, self._driver, self._model, self._optimizers, max_events=max_events)
+
+    def flush(self) -> None:
+        """Finish what is under way. Gradient methods leave nothing under way between steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
+        return self._exchanger.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`; the next steps equal an uninterrupted run's bit for bit.
+
+        Raises:
+            CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
+        """
+        self._exchanger.load_state_dict(state)
+
+    def close(self) -> None:
+        """Detach from model and optimizer; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for handle in [slot.handle for slot in self._slots.values()] + self._watches:
+            handle.remove()
+        for optimizer in self._optimizers:
+            optimizer.__dict__.pop("add_param_group", None)
+        self._exchanger.close()
+        self._driver.close()
+
+    def __enter__(self) -> GradientSync:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def shadow(self) -> None:
+        """Take part in one exchange of the others with zeros; see `join`."""
+        if self._pass_id != -1:
+            raise StenogradError("this rank's last backward pass did not finish: restart from a checkpoint")
+        for index in range(len(self._filler.holds)):
+            self._filler.zero(index)
+            self._exchanger.submit(index)
+        flags = self._passes.flags(shadow=True)
+        used = [False] * len(self._slots)
+        outcome = self._exchanger.finish(used, flags, extra=self._sparse.rounds(used)).result()
+        self._passes.follow(outcome.any_flags)
+        self._finite = outcome.applied
+        for p in self._parameters.values():
+            p.grad = None  # they may lie in the memory that was just used
+
+    def _description(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        shapes = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}
+        buffers = {f"buffer {n}": f"{tuple(b.shape)} {b.dtype}" for n, b in self._model.named_buffers()}
+        return {
+            **versions(),
+            "method": self.method.text,
+            "bucket_bytes": self._bucket_bytes,
+            "check_every, repair, check_buffers, skip_bad_steps": self._checks,
+            "parameters": len(shapes),
+            **shapes,
+            **buffers,
+        }
+
+    def _watch(self, modules: Any) -> None:
+        """Hook the optimizers, and the forward passes of the model and of what it came wrapped in."""
+        for optimizer in self._optimizers:
+            optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
+        check = torch.compiler.disable(self._check_step)
+        self._watches: list[Any] = [o.register_step_pre_hook(check) for o in self._optimizers]
+        self._watches += [module.register_forward_pre_hook(self._wrapping) for module in modules]
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
+        self._passes.check_step(optimizer, self._slots, self._pass_id != -1, self._finite)
+
+    def _add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        type(optimizer).add_param_group(optimizer, group)
+        self.refresh()
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        while self._late:
+            self._take(*self._late.pop())
+        while self._next < len(self._filler.holds):
+            self._submit_next()
+        self._await_join()
+        thin = self._sparse.used()
+        extra = self._sparse.rounds(thin)
+        used = [*self._filler.used(), *thin]
+        outcome = self._exchanger.finish(used, self._passes.flags(), extra=extra, bad=self._sparse.bad)
+        self._sent(outcome)
+        self._pass_id = -1
+        due = self._check_every and (self.step + self.skipped) % self._check_every == 0
+        if due and not self._passes.shadowed:  # a rank that ran out of inputs stays behind until the end
+            self._guard.check(self.step)
+
+    def _sent(self, outcome: Future[Outcome]) -> None:
+        """Go on once all buckets are on their way: wait for the averages, which `.grad` then holds."""
+        self._write_back(outcome.result())
+
+    @torch.no_grad()
+    def _write_back(self, outcome: Outcome) -> None:
+        self._exchanger.join_streams()
+        self._passes.exchanged(outcome.any_flags)
+        self._finite = outcome.applied
+        self._filler.write_back(outcome)
+        self._sparse.write_back(outcome)

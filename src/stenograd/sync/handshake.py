@@ -1,0 +1,268 @@
+"""What happens once when ranks meet: compare what must be equal, then take rank 0's weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from stenograd.comm.driver import Driver
+from stenograd.errors import ConfigError, MismatchError, TensorTypeError
+from stenograd.kernels.backend import wanted
+from stenograd.version import __version__
+
+__all__ = [
+    "Wrapping",
+    "as_optimizers",
+    "broadcast_model",
+    "broadcast_tensors",
+    "compare",
+    "refuse_taken",
+    "synced_parameters",
+    "unwrapped",
+    "versions",
+]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_BROADCAST_BYTES = 25 << 20  # per message, DDP's size: 10,000 small tensors one by one took a minute
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside what frameworks put around one (Fabric, `torch.compile`).
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> unwrapped(torch.compile(layer)) is layer
+        True
+    """
+    for name in ("_forward_module", "_orig_mod"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module):
+            return unwrapped(inner)
+    return model
+
+
+def as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """Return one or several optimizers as a list, without what frameworks put around them.
+
+    Raises:
+        TypeError: something is no optimizer of torch, and holds none as `.optimizer`.
+    """
+    several = [given] if hasattr(given, "param_groups") else list(given)
+    return [_bare(optimizer) for optimizer in several]
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    while not isinstance(optimizer, torch.optim.Optimizer) or "_optimizer_step_pre_hooks" not in vars(
+        optimizer
+    ):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}: pass the "
+                "optimizer inside of it"
+            )
+        optimizer = inner
+    return optimizer
+
+
+def versions() -> dict[str, str]:
+    """Return what must be equal on all ranks whatever they exchange, for `compare`.
+
+    Example:
+        >>> sorted(versions())
+        ['kernels', 'stenograd version', 'torch version']
+    """
+    # Ranks with other kernels would get averages that differ in the last bits.
+    own = {"stenograd version": __version__, "torch version": torch.__version__.split("+")[0]}
+    return {**own, "kernels": wanted()}
+
+
+def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse a model whose gradients somebody else averages or shards already.
+
+    Raises:
+        ConfigError: a part of it is wrapped in DistributedDataParallel or FSDP, or an optimizer is attached.
+    """
+    if any("add_param_group" in vars(optimizer) for optimizer in optimizers):
+        raise ConfigError("optimizer must be attached once, got one attached already: close() the first")
+    for name, module in model.named_modules():
+        sharded = any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False))
+        if sharded or hasattr(module, "register_comm_hook"):
+            kind = f"{type(module).__name__} as {name}" if name else type(module).__name__
+            raise ConfigError(
+                f"model must be a plain module, got {kind}, which exchanges gradients itself: with "
+                "DistributedDataParallel use stenograd.ddp.register(ddp_model, method) instead, or do not "
+                "wrap the model"
+            )
+
+
+class Wrapping:
+    """A forward pre-hook that refuses a pass inside DistributedDataParallel, which averages gradients again.
+
+    DDP's averages would overwrite ours: training would go on exactly as with DDP alone, at DDP's bytes.
+
+    Args:
+        keeps: something that shall live as long as the module whose hook this is. A copy of the module, or a
+            pickled one, has nothing to watch and keeps nothing.
+
+    Raises:
+        ConfigError: when called, if the pass is inside a DDP model with one of the parameters to `watch`.
+    """
+
+    def __init__(self, keeps: object = None) -> None:
+        self._keeps = keeps
+        self._mine: set[int] = set()
+        self._harmless: set[int] = set()
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Take the parameters that are averaged here."""
+        self._mine, self._harmless = set(map(id, parameters)), set()
+
+    def __reduce__(self) -> Any:
+        return Wrapping, ()
+
+    def __call__(self, *_: Any) -> None:
+        """Look which DDP model's forward pass this is."""
+        if torch.compiler.is_compiling():
+            return  # seen in passes that are not compiled; in others this must not break the graph
+        active = DistributedDataParallel._active_ddp_module
+        if active is None or id(active) in self._harmless or not active.require_backward_grad_sync:
+            return
+        if not self._mine.isdisjoint(map(id, active.parameters())):
+            raise ConfigError(
+                "the model runs inside DistributedDataParallel, which averages its gradients densely again, "
+                "so nothing would be saved: use stenograd.ddp.register(ddp_model, method) instead of "
+                "distribute, or train the model without DistributedDataParallel"
+            )
+        self._harmless.add(id(active))
+
+
+def synced_parameters(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters that the optimizers hold, by name, in the order of definition.
+
+    A trainable parameter that no optimizer holds is left alone: it never moves. It joins when it is added
+    with `optimizer.add_param_group`.
+
+    Raises:
+        ConfigError: the model has no trainable parameter, or an optimizer holds one that is not the model's.
+        TensorTypeError: a parameter is complex.
+    """
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ConfigError(
+            "model must have trainable parameters, got none: call requires_grad_() on some of them"
+        )
+    strangers = held - {id(p) for p in model.parameters()}
+    if strangers:
+        raise ConfigError(
+            f"optimizer must hold the model's parameters, got {len(strangers)} of {len(held)} not in it: "
+            "create the optimizer from model.parameters(), after moving or replacing layers"
+        )
+    synced = {name: p for name, p in named.items() if id(p) in held}
+    if not synced:
+        raise ConfigError(
+            "optimizer must hold the model's parameters, got none of them: pass model.parameters()"
+        )
+    for name, p in synced.items():
+        if p.is_complex():
+            raise TensorTypeError(
+                f"parameter {name} must be real, got {p.dtype}: keep real and imaginary parts"
+            )
+        if p.dtype not in _DTYPES:
+            raise TensorTypeError(
+                f"parameter {name} must be of 16, 32 or 64 bits, got {p.dtype}, which backends cannot add: "
+                "keep master weights in bfloat16 or float32"
+            )
+    return synced
+
+
+def compare(driver: Driver, description: Mapping[str, Any], device: torch.device) -> None:
+    """Check that every rank describes the same thing; also find out who is on which host, for `traffic`.
+
+    Args:
+        driver: the way to the other ranks.
+        description: JSON-able values by what they are, such as "method" or "parameter fc.weight".
+        device: where messages may live (NCCL wants CUDA).
+
+    Raises:
+        MismatchError: on every rank, naming the first difference and the two ranks.
+    """
+    mine = json.dumps(description)
+    digest = hashlib.sha256(
+        mine.encode()
+    ).hexdigest()  # a model of 10,000 tensors takes a megabyte to describe
+    about: list[list[str]] = [
+        json.loads(text) for text in driver.gather_bytes(json.dumps([_host(), digest]).encode(), device)
+    ]
+    driver.traffic.hosts = [host for host, _ in about]
+    if all(theirs == digest for _, theirs in about):
+        return
+    told: list[dict[str, Any]] = [json.loads(text) for text in driver.gather_bytes(mine.encode(), device)]
+    first = told[0]
+    for rank, other in enumerate(told[1:], start=1):
+        for what in [*first, *(k for k in other if k not in first)]:
+            a, b = first.get(what, "nothing"), other.get(what, "nothing")
+            if a != b:
+                raise MismatchError(
+                    f"ranks differ in {what}: rank 0 has {a}, rank {rank} has {b}: make them equal"
+                )
+
+
+@torch.no_grad()
+def broadcast_model(driver: Driver, model: nn.Module, source: int = 0) -> None:
+    """Overwrite all parameters and buffers with those of one rank."""
+    tensors = {id(t): t.detach() for t in (*model.parameters(), *model.buffers())}
+    broadcast_tensors(driver, list(tensors.values()), source)
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    driver: Driver, tensors: Sequence[Tensor], source: int = 0, device: torch.device | None = None
+) -> None:
+    """Overwrite tensors with those of one rank, many small ones in one message.
+
+    Args:
+        driver: the way to the other ranks.
+        tensors: of the same types and shapes on all ranks.
+        source: whose values all take.
+        device: where messages must live, if not where the tensors do.
+    """
+    if driver.world_size == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for t in tensors:
+        kind, nbytes = (t.dtype, t.device), t.numel() * t.element_size()
+        parts = kinds.setdefault(kind, [[]])
+        sizes[kind] = sizes.get(kind, 0) + nbytes
+        if parts[-1] and sizes[kind] > _BROADCAST_BYTES:
+            parts.append([])
+            sizes[kind] = nbytes
+        parts[-1].append(t)
+    for parts in kinds.values():
+        for part in parts:
+            flat = torch.cat([t.reshape(-1) for t in part]).to(device or part[0].device)
+            driver.broadcast(flat, source)
+            if driver.rank != source:
+                pieces = flat.to(part[0].device).split([t.numel() for t in part])
+                torch._foreach_copy_(part, [p.view(t.shape) for p, t in zip(pieces, part, strict=True)])
+
+
+def _host() -> str:
+    """Name this host, or its part with a network of its own: from there, others are across a link."""
+    try:
+        network = Path("/proc/self/ns/net").stat().st_ino
+    except OSError:  # not Linux
+        network = 0
+    return f"{socket.gethostname()}/{network}"

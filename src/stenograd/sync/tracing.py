@@ -1,0 +1,194 @@
+"""Traces a training on all ranks: hooks that note what happens, clocks that agree, one file at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.comm.agreement import agree
+from stenograd.comm.driver import Driver
+from stenograd.comm.trace_events import MAX_EVENTS, Tracer, as_json, write
+from stenograd.errors import ConfigError, bad_value
+
+__all__ = ["MAX_EVENTS", "Tracing", "clock_offsets"]
+
+_PINGS = 10
+_CPU = torch.device("cpu")
+
+
+class Tracing:
+    """Notes forward, backward, step and every exchange while a `with` block lasts; made by `sync.trace`.
+
+    All ranks enter and leave it together, between steps. On leaving, rank 0 writes the file. Where the block
+    ends with an error, ranks cannot be expected to answer: then each writes its own events to `path.rankR`.
+
+    Args:
+        path: file to write on rank 0.
+        driver: the way to the other ranks, whose exchanges are noted.
+        model: whose forward passes are noted.
+        optimizers: whose steps are noted.
+        max_events: a rank's events beyond it are left out, with one warning; at least 1.
+
+    Raises:
+        ConfigError: max_events is out of range, or the file cannot be written (on every rank).
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        driver: Driver,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        max_events: int = MAX_EVENTS,
+    ) -> None:
+        if not isinstance(max_events, int) or isinstance(max_events, bool) or max_events < 1:
+            raise bad_value("max_events", "must be a whole number of at least 1", max_events, "leave it out")
+        self.path, self.driver = os.fspath(path), driver
+        self._model, self._optimizers = model, list(optimizers)
+        self._tracer = Tracer(max_events)
+        self._handles: list[Any] = []
+        self._began: dict[str, float] = {}
+
+    def __enter__(self) -> Tracing:
+        agree(self.driver, self._check_path)
+        self._clocks = clock_offsets(self.driver)
+        hooks: list[Callable[[Any], Any]] = [self._watch_model, *[self._watch] * len(self._optimizers)]
+        for hook, target in zip(hooks, [self._model, *self._optimizers], strict=True):
+            hook(target)
+        self.driver.tracer = self._tracer
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.driver.tracer = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if kind is not None:
+            write(f"{self.path}.rank{self.driver.rank}", as_json([(0.0, self._tracer.events)]))
+            return
+        mine = json.dumps([self._tracer.dropped, self._tracer.events]).encode()
+        packed = self.driver.gather_bytes(zlib.compress(mine, 1), _CPU)
+        agree(self.driver, lambda: self._write(packed))
+
+    def begin(self, kind: str, *_: object) -> None:
+        """Note when something begins; a second beginning without an end counts as none."""
+        self._began.setdefault(kind, time.perf_counter())
+
+    def end(self, kind: str, *_: object) -> None:
+        """Note when it ends."""
+        start = self._began.pop(kind, None)
+        if start is not None:
+            self._tracer.add(kind, start, time.perf_counter())
+
+    def _watch_model(self, model: nn.Module) -> None:
+        self._handles.append(model.register_forward_pre_hook(partial(self.begin, "forward")))
+        self._handles.append(model.register_forward_hook(self._after_forward))
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles.append(optimizer.register_step_pre_hook(partial(self.begin, "step")))
+        self._handles.append(optimizer.register_step_post_hook(partial(self.end, "step")))
+
+    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        self.end("forward")
+        self._began.pop("backward", None)  # of a backward pass that failed
+        for leaf in _tensors(output):
+            if leaf.requires_grad:
+                leaf.register_hook(self._on_output_gradient)
+
+    def _on_output_gradient(self, grad: Tensor) -> None:
+        """Note that a backward pass begins, and have its end noted.
+
+        This comes before any parameter's gradient, so the first callback runs before the engine's, which
+        waits for the exchange, and what that callback queues runs after it.
+        """
+        if "backward" in self._began or not self._handles:
+            return
+        self.begin("backward")
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def computed() -> None:
+            self.begin("wait")
+            queue(averaged)
+
+        def averaged() -> None:
+            self.end("wait")
+            self.end("backward")
+
+        queue(computed)
+
+    def _check_path(self) -> None:
+        if self.driver.rank != 0:
+            return
+        if os.path.isdir(self.path):
+            raise ConfigError(f"the trace must be a file, got the folder {self.path}: give another")
+        try:
+            with open(f"{self.path}.part", "w"):
+                pass
+            os.remove(f"{self.path}.part")
+        except OSError as cause:
+            reason = f"got {self.path} ({cause.strerror}): give another"
+            raise ConfigError(f"the trace must be a file that can be written, {reason}") from cause
+
+    def _write(self, packed: Sequence[bytes]) -> None:
+        if self.driver.rank != 0:
+            return
+        told = [json.loads(zlib.decompress(part)) for part in packed]
+        offsets = [offset for offset, _ in self._clocks]
+        trace = as_json([(offset, events) for offset, (_, events) in zip(offsets, told, strict=True)])
+        trace["otherData"] = {
+            "clock_error_s": [error for _, error in self._clocks],
+            "dropped_events": [dropped for dropped, _ in told],
+        }
+        write(self.path, trace)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def clock_offsets(driver: Driver) -> list[tuple[float, float]]:
+    """Return each rank's clock minus rank 0's, with the largest error it can have, in seconds.
+
+    An all-gather ends nowhere before it began everywhere. So if it began at `b` and ended at `e` by a rank's
+    own clock, `b_r - e_0 <= offset <= e_r - b_0`. Of several all-gathers the narrowest bounds count, and the
+    middle between them is returned; half their distance is the error. Clocks that drift afterwards are not
+    followed.
+
+    Args:
+        driver: the way to the other ranks, all of which call this.
+
+    Example:
+        >>> from stenograd.launch.process_group import init, shutdown
+        >>> _ = init()
+        >>> clock_offsets(Driver())
+        [(0.0, 0.0)]
+        >>> shutdown()
+    """
+    mine = []
+    for _ in range(_PINGS):
+        begin = time.perf_counter()
+        driver.gather_bytes(b".", _CPU)
+        mine.append((begin, time.perf_counter()))
+    told = [json.loads(part) for part in driver.gather_bytes(json.dumps(mine).encode(), _CPU)]
+    out = [(0.0, 0.0)]
+    for theirs in told[1:]:
+        pairs = list(zip(theirs, told[0], strict=True))
+        low = max(begin - end_0 for (begin, _), (_, end_0) in pairs)
+        high = min(end - begin_0 for (_, end), (begin_0, _) in pairs)
+        out.append(((low + high) / 2, (high - low) / 2))
+    return out

@@ -1,0 +1,66 @@
+"""What the command line can train on: a task is a data set, a model and the recipe that suits them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stenograd.errors import ConfigError, bad_value
+from stenograd.tasks.base import Task
+from stenograd.tasks.digits import Digits
+from stenograd.tasks.mnist import Mnist
+from stenograd.tasks.recipe import Recipe
+from stenograd.tasks.shards import batches, eval_batches, shard, steps_per_epoch
+from stenograd.tasks.text import Text
+
+__all__ = [
+    "Digits",
+    "Mnist",
+    "Recipe",
+    "Task",
+    "Text",
+    "batches",
+    "eval_batches",
+    "load",
+    "names",
+    "shard",
+    "steps_per_epoch",
+]
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that `load` knows.
+
+    Example:
+        >>> names()
+        ('digits', 'mnist', 'text')
+    """
+    return (Digits.name, Mnist.name, Text.name)
+
+
+def load(name: str, data: str | Path | None = None) -> Task:
+    """Load a task's data.
+
+    Args:
+        name: "digits", "mnist" or "text".
+        data: the folder with MNIST's four files, or a UTF-8 text file; None for the data of the task itself.
+
+    Raises:
+        ConfigError: if the name is unknown, or the task takes no data and some was given.
+        DataError: if the data is missing, unreadable or not what it should be.
+        StenogradError: if scikit-learn, which holds the digits, is not installed.
+
+    Example:
+        >>> task = load("digits")
+        >>> task.train_size, task.eval_size
+        (1437, 360)
+    """
+    if name == Mnist.name:
+        return Mnist(data)
+    if name == Text.name:
+        return Text(data)
+    if name != Digits.name:
+        raise ConfigError(f"unknown task {name!r}: use one of {', '.join(names())}")
+    if data is not None:
+        advice = "leave data out, or use the mnist or the text task"
+        raise bad_value("data", "must be None for the digits task", str(data), advice)
+    return Digits()

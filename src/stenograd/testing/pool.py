@@ -1,0 +1,156 @@
+"""Long-lived rank processes for tests: importing torch costs seconds, so it is paid once."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from stenograd.errors import StenogradError, bad_value
+
+__all__ = ["RankPool", "RanksFailed"]
+
+
+class RanksFailed(StenogradError):
+    """Some ranks raised or died; `errors` holds what each of them said, by rank."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+
+
+class RankPool:
+    """Processes that take turns as ranks of fresh gloo groups.
+
+    Each `run` makes a new process group over a file store of its own, so nothing is left over from the last
+    one and no port is needed. A process that dies is replaced.
+
+    Args:
+        size: largest number of ranks, at least 1.
+
+    Example:
+        >>> with RankPool(2) as pool:
+        ...     pool.run(2, divmod, 7)  # rank 0 returns divmod(0, 7)
+        [(0, 0), (0, 1)]
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise bad_value("size", "must be at least 1", size, "give the largest number of ranks")
+        self._context = mp.get_context("spawn")
+        self._members = [_Member(self._context) for _ in range(size)]
+
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """Call `fn(rank, *args)` on ranks 0 .. world_size-1 at once and return the results in rank order.
+
+        Args:
+            world_size: number of ranks, at most the pool's size.
+            fn: a function that can be imported (defined at the top of a module).
+            args: picklable arguments.
+            timeout_s: seconds after which the ranks that have not answered are killed.
+
+        Raises:
+            RanksFailed: some ranks raised, died or did not answer.
+        """
+        if not 1 <= world_size <= len(self._members):
+            raise bad_value(
+                "world_size", f"must be in [1, {len(self._members)}]", world_size, "make a larger pool"
+            )
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        with tempfile.TemporaryDirectory(prefix="stenograd-pool-") as folder:
+            for rank in range(world_size):
+                self._members[rank].send((rank, world_size, str(Path(folder) / "store"), sys.path, fn, args))
+            waiting = {self._members[rank].pipe: rank for rank in range(world_size)}
+            while waiting:
+                ready = wait(list(waiting), timeout_s)
+                for pipe in ready or list(waiting):
+                    rank = waiting.pop(pipe)
+                    ok, value = (
+                        self._members[rank].receive() if ready else (False, f"no answer in {timeout_s:g} s")
+                    )
+                    (results if ok else errors)[rank] = value
+        for rank in errors:
+            self._members[rank].stop()
+            self._members[rank] = _Member(self._context)
+        if errors:
+            raise RanksFailed(errors)
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """Stop all processes."""
+        for member in self._members:
+            member.stop()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Member:
+    """One process and the pipe to it."""
+
+    def __init__(self, context: Any) -> None:
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, job: Any) -> None:
+        self.pipe.send_bytes(pickle.dumps(job))
+
+    def receive(self) -> tuple[bool, Any]:
+        try:
+            ok, value = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._process.join(5)
+            return False, f"died with exit code {self._process.exitcode}"
+        return ok, value
+
+    def stop(self) -> None:
+        self.pipe.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    """Answer jobs until the pipe closes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        except Exception:
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            continue
+        pipe.send_bytes(_answer(*job))
+
+
+def _answer(
+    rank: int, world_size: int, store: str, path: list[str], fn: Callable[..., Any], args: Any
+) -> bytes:
+    from stenograd.launch import process_group
+
+    sys.path[:] = path
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({k: str(v) for k, v in place.items()}, STENOGRAD_STORE=store)
+    try:
+        process_group.init(timeout_s=60)
+        return pickle.dumps((True, fn(rank, *args)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+    finally:
+        process_group.shutdown()

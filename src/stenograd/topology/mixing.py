@@ -1,0 +1,222 @@
+"""With whom a rank averages: graphs of neighbours, the weights on them, and how fast they spread values.
+
+A topology gives each rank a row of the mixing matrix W: `x_i <- sum_j W_ij x_j`. Rows sum to 1, so equal
+values stay as they are. Where columns do too (Metropolis weights, or equal degrees), the mean over the ranks
+is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import bad_value
+from stenograd.topology.checks import check_peers, check_rank, check_symmetric
+from stenograd.topology.graph import Graph
+
+__all__ = [
+    "Checked",
+    "Complete",
+    "Graph",
+    "OnePeer",
+    "Ring",
+    "Topology",
+    "check",
+    "describe",
+    "mixing_matrix",
+    "second_eigenvalue",
+]
+
+_ROUNDING = 1e-6  # how far from 1 a row of weights may sum
+
+
+class Topology(Protocol):
+    """Who averages with whom, and with which weights."""
+
+    def weights(self, rank: int, size: int, step: int) -> Mapping[int, float]:
+        """Return a rank's row of the mixing matrix: its own weight and its neighbours', summing to 1.
+
+        Args:
+            rank: whose row, in 0..size-1.
+            size: number of ranks.
+            step: number of mixings before this one, equal on every rank.
+        """
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Everyone with everyone: `x_i <- mean_j x_j`.
+
+    Example:
+        >>> Complete().weights(0, 2, step=0)
+        {0: 0.5, 1: 0.5}
+    """
+
+    def weights(self, rank: int, size: int, step: int) -> Mapping[int, float]:
+        """Return equal weights for all ranks."""
+        check_rank(rank, size)
+        return dict.fromkeys(range(size), 1 / size)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Each rank with the one before and the one after it: `x_i <- (x_{i-1} + x_i + x_{i+1}) / 3`.
+
+    Example:
+        >>> sorted(Ring().weights(0, 4, step=0))
+        [0, 1, 3]
+    """
+
+    def weights(self, rank: int, size: int, step: int) -> Mapping[int, float]:
+        """Return equal weights for the rank and its one or two neighbours."""
+        check_rank(rank, size)
+        row = sorted({rank, (rank - 1) % size, (rank + 1) % size})
+        return dict.fromkeys(row, 1 / len(row))
+
+
+@dataclass(frozen=True)
+class OnePeer:
+    """One neighbour a step, `rank XOR 2**(step mod log2(size))`, with weight 1/2.
+
+    After log2(size) steps all ranks have the mean. Their number must be a power of 2. The pairs are
+    symmetric, unlike those of the directed one-peer exponential graph, so what is sent is also received.
+
+    Example:
+        >>> [sorted(OnePeer().weights(0, 8, step)) for step in range(4)]
+        [[0, 1], [0, 2], [0, 4], [0, 1]]
+
+    Reference: Ying et al., "Exponential graph is provably efficient for decentralized deep training", 2021.
+    """
+
+    def weights(self, rank: int, size: int, step: int) -> Mapping[int, float]:
+        """Return one half for the rank and one for its peer of this step."""
+        check_rank(rank, size)
+        if size & (size - 1):
+            raise bad_value("size", "must be a power of 2 for OnePeer", size, "use Graph.exponential(size)")
+        if size == 1:
+            return {0: 1.0}
+        peer = rank ^ (1 << step % (size.bit_length() - 1))
+        return dict.fromkeys(sorted((rank, peer)), 0.5)
+
+
+def mixing_matrix(topology: Topology, size: int, step: int = 0) -> Tensor:
+    """Return W with `x_i <- sum_j W_ij x_j`, float64, shape (size, size).
+
+    Example:
+        >>> mixing_matrix(Graph.star(3, "metropolis"), 3)[0].tolist()
+        [0.33333333333333337, 0.3333333333333333, 0.3333333333333333]
+    """
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    for rank in range(size):
+        for other, weight in topology.weights(rank, size, step).items():
+            matrix[rank, other] = weight
+    return matrix
+
+
+def second_eigenvalue(topology: Topology, size: int, step: int = 0) -> float:
+    """Return the second largest absolute eigenvalue of the mixing matrix, in [0, 1].
+
+    After t mixings the distance from consensus is about its t-th power; 1 minus it is the spectral gap.
+
+    Example:
+        >>> round(second_eigenvalue(Ring(), 8), 4)  # (1 + 2 cos(pi / 4)) / 3
+        0.8047
+    """
+    if size == 1:
+        return 0.0
+    values = torch.linalg.eigvals(mixing_matrix(topology, size, step)).abs()
+    return float(values.sort().values[-2])
+
+
+class Checked:
+    """A topology and the number of ranks it is for, checked at every step before anything is sent.
+
+    Rows that were right in the step before are not checked again, and those of the topologies above are right
+    at every step if they are at the first. Other topologies cost one evaluation of all rows per step.
+
+    Args:
+        topology: who mixes with whom, the same on all ranks.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: as `row` does, for step 0.
+
+    Example:
+        >>> Checked(Ring(), 4).row(0, step=7)
+        {0: 0.3333333333333333, 1: 0.3333333333333333, 3: 0.3333333333333333}
+    """
+
+    def __init__(self, topology: Topology, size: int) -> None:
+        self._topology, self._size = topology, size
+        self._sure = type(topology) in _ALWAYS_SYMMETRIC
+        self._rows = check(topology, size)
+
+    def row(self, rank: int, step: int) -> Mapping[int, float]:
+        """Return a rank's row of the mixing matrix of a step, as `Topology.weights` does.
+
+        Raises:
+            ConfigError: on every rank: the ranks' rows of this step would make real ranks hang, or would
+                change equal values.
+        """
+        if self._sure:
+            return self._topology.weights(rank, self._size, step)
+        self._rows = check(self._topology, self._size, step, self._rows)
+        return self._rows[rank]
+
+
+def describe(topology: Topology, size: int) -> str:
+    """Return words that are equal on ranks whose rows are, at all steps or at least at the first 16.
+
+    Example:
+        >>> describe(Ring(), 4)
+        'Ring() (digest c4fc50f1)'
+    """
+    if type(topology) in _ALWAYS_SYMMETRIC:
+        name = whole = repr(topology)
+    else:
+        name = type(topology).__name__
+        rows = [topology.weights(rank, size, step) for step in range(_DESCRIBED) for rank in range(size)]
+        whole = repr([sorted((int(j), float(weight)) for j, weight in row.items()) for row in rows])
+    return f"{name[:80]} (digest {hashlib.sha256(whole.encode()).hexdigest()[:8]})"
+
+
+def check(
+    topology: Topology, size: int, step: int = 0, known: Sequence[Mapping[int, float]] = ()
+) -> Sequence[Mapping[int, float]]:
+    """Refuse a topology on which real ranks would hang, or whose mixing would change equal values.
+
+    Args:
+        topology: who mixes with whom.
+        size: number of ranks.
+        step: number of mixings before this one.
+        known: rows that were right.
+
+    Returns:
+        Each rank's row of the mixing matrix.
+
+    Raises:
+        ConfigError: a rank's weights do not sum to 1, lack its own, name no rank, or the relation is not
+            symmetric.
+    """
+    rows = [dict(topology.weights(rank, size, step)) for rank in range(size)]
+    if rows == known:
+        return rows
+    for rank, row in enumerate(rows):
+        if abs(math.fsum(row.values()) - 1) > _ROUNDING or rank not in row:
+            advice = f"give rank {rank} a weight of its own, and divide by the sum"
+            what = f"weights of rank {rank} at step {step}"
+            raise bad_value(what, "must sum to 1, its own included", row, advice)
+        check_peers(rank, [other for other in row if other != rank], size)
+    for rank, row in enumerate(rows):
+        check_symmetric(rank, row, rows, f" at step {step}")
+    return rows
+
+
+_ALWAYS_SYMMETRIC = (Complete, Graph, OnePeer, Ring)  # these types, not what others derive from them
+_DESCRIBED = 16  # steps: several periods of what changes with the logarithm of the number of ranks
