@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import stenograd.mlbench
-from stenograd import groups
 from stenograd.errors import ConfigError
+from stenograd.launch import process_group as groups
 from stenograd.mlbench import (
     AllReduceAggregation,
     CentralizedAdam,
