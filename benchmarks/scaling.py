@@ -47,7 +47,7 @@ def measure(name: str, ranks: int, n: int, rounds: int) -> tuple[float, float]:
 
     for step in range(rounds):
         common = {"shapes": shapes, "world_size": ranks, "step": step}
-        sites = [Site(**common, rank=r, spare=torch.empty(n)) for r in range(ranks)]
+        sites = [Site(**common, rank=r, buffer=torch.empty(n)) for r in range(ranks)]
         flats = [x.clone() for x in xs]
         states = states or [compressor.init(x, s) for x, s in zip(flats, sites, strict=True)]
         sent.append(0)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stenograd.compression.contract import Site
+
 __all__ = ["Job", "Ledger", "digest", "watched"]
 
 BUCKET_BYTES = 1200  # at least two buckets in every program, and a tensor that is larger than one
@@ -143,8 +145,11 @@ class Ledger:
         return sorted(wrong)
 
     def _promised(self, name: str, state: Mapping[str, Tensor]) -> bool:
-        how = self.sync.method.compressor
-        return how.lossless or name in self._sparse or ("residual" in state and not how.votes)
+        how, numel = self.sync.method, self._parameters[name].numel()
+        site = Site(shapes=(torch.Size((numel,)),), world_size=self.sync.world_size)
+        votes = how.compressor.transport(site).votes
+        exact = how.compressor.lossless or numel < how.dense_below or name in self._sparse
+        return exact or ("residual" in state and not votes)
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:

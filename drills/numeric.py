@@ -116,7 +116,7 @@ def hooked(rank: int, method: str, bad: dict[int, str], steps: Sequence[int]) ->
     return {
         "lost": lost,
         "skipped": hook.skipped,
-        "applied": hook._exchanger.step,
+        "applied": hook._exchange.step,
         "flat": flat(model),
         "agree": True,
     }

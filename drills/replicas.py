@@ -34,7 +34,7 @@ def drill(rank: int, method: str, steps: int) -> dict[str, Any]:
     for step in range(steps):
         take_step(model, optimizer, rank, step)
     seen: dict[str, Any] = {
-        "buckets": len(sync._exchanger.buckets),
+        "buckets": len(sync._exchange.buckets),
         "applied": sync.step,
         "checks": sync._guard.checks,
         "hash": int(hash_tensor(flat(model))),

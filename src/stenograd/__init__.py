@@ -14,11 +14,11 @@ from stenograd.version import __version__ as __version__
 if TYPE_CHECKING:
     from stenograd import ddp, heat, mlbench, singa
     from stenograd.catalog.method import Method, method, methods
-    from stenograd.catalog.wrappers import Clip, PerSize, Warmup
     from stenograd.checkpoint.api import Loaded, PerRank, load_checkpoint, save_checkpoint
     from stenograd.checkpoint.reshard import reshard
     from stenograd.comm.traffic import Traffic
-    from stenograd.compression.contract import Codec, Compressor, Exchange, Site
+    from stenograd.compression.codec import Codec
+    from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, Transport
     from stenograd.compression.error_feedback import ErrorFeedback
     from stenograd.errors import (
         CheckpointError,
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
-    "Clip",
     "Codec",
     "Compressor",
     "ConfigError",
     "DataError",
     "ErrorFeedback",
     "Exchange",
+    "Feedback",
     "GradientSync",
     "LaunchError",
     "Loaded",
@@ -56,14 +56,13 @@ __all__ = [
     "NonFiniteError",
     "PeerLost",
     "PerRank",
-    "PerSize",
     "ReplicaDivergence",
     "ReplicaGuard",
     "Site",
     "StenogradError",
     "TensorTypeError",
     "Traffic",
-    "Warmup",
+    "Transport",
     "WireError",
     "World",
     "ddp",
@@ -84,11 +83,11 @@ __all__ = [
 # of local workers answer at once: importing torch takes seconds.
 _HOMES = {
     "catalog.method": ["Method", "method", "methods"],
-    "catalog.wrappers": ["Clip", "PerSize", "Warmup"],
     "checkpoint.api": ["Loaded", "PerRank", "load_checkpoint", "save_checkpoint"],
     "checkpoint.reshard": ["reshard"],
     "comm.traffic": ["Traffic"],
-    "compression.contract": ["Codec", "Compressor", "Exchange", "Site"],
+    "compression.codec": ["Codec"],
+    "compression.contract": ["Compressor", "Exchange", "Feedback", "Site", "Transport"],
     "compression.error_feedback": ["ErrorFeedback"],
     "errors": [name for name in __all__ if name.endswith(("Error", "Lost", "Divergence"))],
     "launch.process_group": ["World", "init", "shutdown"],

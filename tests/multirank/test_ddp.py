@@ -32,7 +32,7 @@ def _identity(rank, world_size):
         _run(hooked, hooked_optimizer, rank, world_size, s, 1)
         assert torch.equal(flat(plain), flat(hooked)), f"differs after step {s}"
     hook.close()
-    return len(hook._exchanger.buckets)
+    return len(hook._exchange.buckets)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -44,7 +44,7 @@ def _identical(rank, world_size, method):
     model, optimizer, hook = _ddp(rank, method)
     _run(model, optimizer, rank, world_size, 0, 50)
     hook.close()
-    return flat(model), len(hook._exchanger.buckets), hook.traffic.payload_bytes
+    return flat(model), len(hook._exchange.buckets), hook.traffic.payload_bytes
 
 
 @pytest.mark.parametrize("method", ALL_METHODS.values(), ids=ALL_METHODS)
@@ -61,7 +61,7 @@ def _powersgd_once(rank, world_size):
     model, optimizer, hook = _ddp(rank, "powersgd:rank=2")
     _run(model, optimizer, rank, world_size, 0, 10)
     hook.close()
-    return len(hook._exchanger.buckets)
+    return len(hook._exchange.buckets)
 
 
 def test_powersgd_with_four_buckets_on_three_ranks_finishes_20_of_20(pool):

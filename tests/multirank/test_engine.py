@@ -42,7 +42,7 @@ def test_dense_equals_single_process_on_the_concatenated_batch(pool, world_size,
 
 def _long_run(rank, world_size, method):
     parameters, sync, *_ = train(rank, world_size, method, 200)
-    buckets = len(sync._exchanger.buckets)
+    buckets = len(sync._exchange.buckets)
     sync.close()
     return parameters, buckets, sync.step
 

@@ -30,7 +30,7 @@ ZEROINGS = (
 def _twenty_steps(rank, world_size, kind, method):
     def run(blocking):
         net, optimizers = make(rank, blocking, kind=kind, method=method)
-        assert len(net.sync._exchanger.buckets) >= 3
+        assert len(net.sync._exchange.buckets) >= 3
         parameters = []
         for s in range(20):
             train(net, optimizers, rank, world_size, [s])

@@ -38,7 +38,7 @@ def _traced(rank, path):
         with sync.trace(path):
             _train(model, optimizer, STEPS)
         _train(model, optimizer, 1)
-        return sync._driver.tracer, len(model._forward_hooks), len(sync._exchanger.buckets)
+        return sync._driver.tracer, len(model._forward_hooks), len(sync._exchange.buckets)
 
 
 def test_a_trace_of_two_ranks(pool, tmp_path):

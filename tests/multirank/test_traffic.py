@@ -31,7 +31,7 @@ def _trained(rank, method):
             optimizer.zero_grad()
             model(torch.randn(4, 30)).square().mean().backward()
             optimizer.step()
-        return sync.traffic, sync.method.text, len(sync._exchanger.buckets)
+        return sync.traffic, sync.method.text, len(sync._exchange.buckets)
 
 
 def _check_sums(traffic):

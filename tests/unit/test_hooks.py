@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import stenograd
-from stenograd.comm.exchanger import Exchanger
+from stenograd.comm.tensor_exchange import TensorExchange
+from stenograd.compression.contract import Site
 from stenograd.sync import hooks
 
 
@@ -23,7 +24,7 @@ def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
     """Two threads report one pass's gradients, as for a model on two GPUs, while submitting takes long."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    submitted, submit = Counter(), Exchanger.submit
+    submitted, submit = Counter(), TensorExchange.submit
 
     def slowly(self, index):
         time.sleep(0.002)
@@ -31,7 +32,7 @@ def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
         submit(self, index)
 
     ends = []
-    monkeypatch.setattr(Exchanger, "submit", slowly)
+    monkeypatch.setattr(TensorExchange, "submit", slowly)
     monkeypatch.setattr(hooks, "_graph_task", lambda: 7)
     monkeypatch.setattr(hooks, "at_end", lambda task, order, action: ends.append(action))
     with stenograd.distribute(model, optimizer, "topk:ratio=0.5", bucket_bytes=64) as sync:
@@ -63,8 +64,10 @@ def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
 @pytest.mark.parametrize("text", ["topk:warmup_steps=2", "topk:clip_norm=1.0", "sign:clip_value=1.0"])
 def test_clipping_and_warm_up_let_averages_take_the_residuals_memory(text):
     """So a method needs one more tensor like the gradients, not two, with them as without."""
-    plain = stenograd.method(text.partition(":")[0]).compressor
-    assert stenograd.method(text).compressor.settles(2) == plain.settles(2)
+    site = Site(shapes=(torch.Size((5000,)),), world_size=2)
+    plain, around = (stenograd.method(t).compressor for t in (text.partition(":")[0], text))
+    assert around.transport(site) == plain.transport(site)
+    assert plain.transport(site).frees_residual
 
 
 def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model(alone):

@@ -6,7 +6,7 @@ from typing import get_type_hints
 import pytest
 
 import stenograd
-from stenograd.catalog.method import WRAPPER_KEYS
+from stenograd.catalog.method import METHOD_KEYS
 from stenograd.catalog.registry import entries
 from stenograd.errors import MethodError
 
@@ -74,9 +74,9 @@ def test_wrong_text_is_named(text, says):
 def _integer_keys():
     """Every integer key of every method, from the registry: a new method's are in it by themselves."""
     for name, entry in entries().items():
-        hints = get_type_hints(entry.compressor) | WRAPPER_KEYS
+        hints = get_type_hints(entry.compressor) | METHOD_KEYS
         own = {f.name for f in fields(entry.compressor)} - set(entry.preset)
-        yield from (f"{name}:{key}" for key in sorted(own | set(WRAPPER_KEYS)) if hints[key] is int)
+        yield from (f"{name}:{key}" for key in sorted(own | set(METHOD_KEYS)) if hints[key] is int)
 
 
 @pytest.mark.parametrize("key", list(_integer_keys()))
@@ -107,10 +107,11 @@ def test_all_promised_names_exist():
     assert set(promised.split()) <= set(stenograd.methods())
 
 
-def test_wrappers_stand_in_their_order():
-    stack = stenograd.method("topk:clip_value=1,warmup_steps=2,dense_below=3").compressor
-    kinds = []
-    while stack is not None:
-        kinds.append(type(stack).__name__)
-        stack = getattr(stack, "inner", None)
-    assert kinds == ["Clip", "Warmup", "ErrorFeedback", "PerSize", "TopK"]
+def test_what_acts_around_a_compressor_is_a_field_of_the_method():
+    how = stenograd.method("topk:clip_value=1,clip_norm=4,warmup_steps=2,dense_below=3")
+    assert (how.clip_value, how.clip_norm, how.warmup_steps, how.dense_below) == (1, 4, 2, 3)
+    assert repr(how.compressor) == repr(stenograd.method("topk").compressor)
+    assert stenograd.method("sign").dense_below == 1024
+    assert stenograd.method("sign:dense_below=0").dense_below == 0
+    made = stenograd.Method(compressor=how.compressor, clip_norm=2.0)
+    assert made.text == f"{how.compressor!r},clip_norm=2.0"

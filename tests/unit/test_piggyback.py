@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from stenograd.comm.piggyback import Flags
+from stenograd.data.finite import finite_of
 from stenograd.data.requests import (
     Op,
+    commit,
     exchange,
     gather,
     gather_ragged,
     mean,
     means,
     scatter,
-    settle,
     together,
 )
 from stenograd.simulate import run
@@ -27,8 +28,8 @@ def nothing():
     yield
 
 
-def settled():
-    return (yield from settle(torch.tensor(True)))
+def committed():
+    return (yield from commit(finite_of([torch.ones(2)])))
 
 
 def several(rank):
@@ -40,13 +41,13 @@ def several(rank):
 CASES = {
     "one mean": lambda r: mean(torch.tensor([1.0, 2.0 * r])),
     "means": lambda r: means((torch.ones(2, 2) * r, torch.zeros(0), torch.tensor(4.0))),
-    "scaled": lambda r: means((torch.ones(3) * r,), scaled=True),
+    "scaled": lambda r: means((torch.ones(3) * r,), Op.SUM),
     "narrow": lambda r: mean(torch.ones(3, dtype=torch.float16)),
     "gather": lambda r: gather(torch.tensor([r]), torch.full((3,), r, dtype=torch.uint8)),
     "ragged": lambda r: gather_ragged(torch.arange(r)),
     "scatter": lambda r: scatter(torch.arange(WORLD * 2).view(WORLD, 2) + r, torch.ones(WORLD)),
     "peers": lambda r: exchange([torch.tensor([r])], [p for p in range(WORLD) if p != r]),
-    "settle": lambda r: settled(),
+    "settle": lambda r: committed(),
     "no request": lambda r: nothing(),
     "several": several,
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stenograd.compression.contract import Codec
+from stenograd.compression.codec import Codec
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compressors.qsgd import QSGD
 from stenograd.compressors.sign import Sign

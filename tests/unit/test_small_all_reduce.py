@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograd.comm.traffic import moved_bytes
-from stenograd.compression.small_all_reduce import direct_means
+from stenograd.compression.small_all_reduce import small_means
 from stenograd.data.requests import Op, means
 from stenograd.simulate import run
 
@@ -21,17 +21,16 @@ def ranks_of(world, shapes, dtype=torch.float32):
 @given(
     world=st.integers(1, 9),
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=4),
-    scaled=st.booleans(),
 )
-def test_is_the_mean_on_every_rank(world, shapes, scaled):
+def test_is_the_mean_on_every_rank(world, shapes):
     ranks = ranks_of(world, shapes)
     wanted = [np.mean([t.double().numpy() for t in same], axis=0) for same in zip(*ranks, strict=True)]
-    out = run([direct_means([t.clone() for t in ts], world, scaled=scaled) for ts in ranks])
+    out = run([small_means([t.clone() for t in ts], world) for ts in ranks])
     for mine in out:
         for average, first, exact in zip(mine, out[0], wanted, strict=True):
             assert torch.equal(average, first)
             assert average.shape == exact.shape
-            np.testing.assert_allclose(average.numpy() / (world if scaled else 1), exact, atol=1e-5)
+            np.testing.assert_allclose(average.numpy(), exact, atol=1e-5)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8, 64])
@@ -39,7 +38,7 @@ def test_is_the_mean_on_every_rank(world, shapes, scaled):
 def test_moves_what_a_ring_moves(world, numel):
     """Up to 64 KiB and from four ranks on in two requests; parts are padded to the same length."""
     requests, ring = [], []
-    run([direct_means([torch.ones(numel)], world) for _ in range(world)], spy=requests.append)
+    run([small_means([torch.ones(numel)], world) for _ in range(world)], spy=requests.append)
     run([means([torch.ones(numel)]) for _ in range(world)], spy=ring.append)
     direct = world >= 4 and numel <= 16384
     assert [r.op for r in requests] == ([Op.SCATTER, Op.GATHER] if direct else [Op.MEAN])
@@ -50,14 +49,14 @@ def test_moves_what_a_ring_moves(world, numel):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_types_stay_what_they_are(dtype):
     ranks = ranks_of(4, [(3, 5), ()], dtype)
-    for wide, scalar in run([direct_means(ts, 4) for ts in ranks]):
+    for wide, scalar in run([small_means(ts, 4) for ts in ranks]):
         assert (wide.dtype, scalar.dtype) == (dtype, dtype)
         exact = torch.stack([ts[0].double() for ts in ranks]).mean(0)
         assert torch.allclose(wide.double(), exact, atol=0.05)
 
 
 def test_a_sum_that_would_overflow_does_not():
-    (average,) = run([direct_means([torch.full((6,), 3e38)], 4) for _ in range(4)])[1]
+    (average,) = run([small_means([torch.full((6,), 3e38)], 4) for _ in range(4)])[1]
     assert torch.allclose(average, torch.full((6,), 3e38))
 
 
@@ -65,6 +64,6 @@ def test_a_sum_that_would_overflow_does_not():
 def test_what_is_not_finite_arrives(bad):
     xs = [torch.zeros(9) for _ in range(5)]
     xs[3][7] = bad
-    for (average,) in run([direct_means([x], 5) for x in xs]):
+    for (average,) in run([small_means([x], 5) for x in xs]):
         assert not average[7].isfinite()
         assert int(average.isfinite().sum()) == 8

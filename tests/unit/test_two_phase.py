@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograd.comm.traffic import moved_bytes
-from stenograd.compression.contract import Codec, Site
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Site
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.two_phase import chunks_for
 from stenograd.compressors.qsgd import QSGD

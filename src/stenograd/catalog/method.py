@@ -1,22 +1,26 @@
-"""Methods as text: `topk:ratio=0.01` becomes a compressor with its wrappers, and prints as itself."""
+"""Methods as text: `topk:ratio=0.01` becomes a compressor and what acts around it, and prints as itself."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
+import torch
+from torch import Tensor
+
 from stenograd.catalog.registry import Entry, entries
-from stenograd.catalog.wrappers import Clip, PerSize, Warmup
-from stenograd.compression.contract import Compressor
+from stenograd.compression.contract import Compressor, Feedback, Site
 from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.errors import MethodError
+from stenograd.compressors.identity import Identity
+from stenograd.errors import MethodError, bad_value, check_count
 
-__all__ = ["WRAPPER_KEYS", "Method", "method", "methods"]
+__all__ = ["METHOD_KEYS", "Method", "method", "methods"]
 
-# Keys that every method takes, with their types: they choose the wrappers.
-WRAPPER_KEYS: dict[str, type] = {
+# Keys that every method takes, with their types.
+METHOD_KEYS: dict[str, type] = {
     "feedback": bool,
     "dense_below": int,
     "warmup_steps": int,
@@ -38,19 +42,87 @@ _TRUTH = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How gradients are exchanged. Make one with `stenograd.method`; it prints as the text that makes it.
+    """How tensors are averaged. Make one with `stenograd.method`; it prints as the text that makes it.
 
     Args:
-        text: canonical text, with every key that differs from its default.
-        compressor: the compressor with its wrappers, from the outside in: clip, warm-up, error feedback,
-            dense small tensors, codec.
+        compressor: what writes them, with `ErrorFeedback` around it where that is on.
+        dense_below: tensors with fewer elements travel densely, in buckets of their own: biases and scales
+            are few and sensitive, and compressing them saves nothing. 0 for none.
+        warmup_steps: number of dense exchanges before compression starts; skipped (non-finite) ones do not
+            count. State of the compressor waits untouched. 0 for none.
+        clip_value: largest magnitude of an element of this rank's tensors, before they are compressed:
+            `x <- clamp(x, -value, value)`. What clipping takes away is not fed back. None for no limit.
+        clip_norm: largest L2 norm of each tensor, after that: `x <- x * min(1, norm / ||x||)`. It is taken
+            tensor by tensor, so that it does not depend on buckets. None for no limit.
+        text: canonical text, with every key that differs from its default; made up where it is empty.
+
+    Raises:
+        MethodError: a value is outside its range.
+
+    Reference: Lin et al., "Deep Gradient Compression", ICLR 2018 (warm-up, which there ramps up the ratio).
     """
 
-    text: str
     compressor: Compressor
+    dense_below: int = 0
+    warmup_steps: int = 0
+    clip_value: float | None = None
+    clip_norm: float | None = None
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("dense_below", "warmup_steps"):
+            if getattr(self, key) != 0:
+                check_count(key, getattr(self, key), "leave it out for none", MethodError)
+        for key in ("clip_value", "clip_norm"):
+            bound = getattr(self, key)
+            if bound is not None and not (bound > 0 and math.isfinite(bound)):
+                raise bad_value(
+                    key, "must be positive and finite", bound, "leave it out for none", MethodError
+                )
+        if not self.text:
+            keys = {f.name: getattr(self, f.name) for f in fields(self) if f.name in METHOD_KEYS}
+            shown = [f"{key}={value}" for key, value in keys.items() if value]
+            object.__setattr__(self, "text", ",".join([repr(self.compressor), *shown]))
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def clips(self) -> bool:
+        """Whether this rank's tensors are clipped before they are compressed."""
+        return self.clip_value is not None or self.clip_norm is not None
+
+    def sends_all(self, world_size: int) -> bool:
+        """Return whether every element travels, so that the last gradients are better sent by themselves.
+
+        Then only they are on the wire when nothing is left to compute; it costs one extra collective.
+        """
+        return self.compressor.transport(Site(shapes=(), world_size=world_size)).linear
+
+    def compressors(self, dense: bool) -> tuple[Compressor, Compressor]:
+        """Return what writes a bucket while the method warms up, and afterwards.
+
+        Args:
+            dense: whether it is a bucket of small tensors (`Bucket.dense`).
+        """
+        later = Identity() if dense else self.compressor
+        return Identity() if self.warmup_steps else later, later
+
+    def clip(self, x: Tensor, numels: Sequence[int]) -> None:
+        """Clip tensors of so many elements that lie one after another in the flat x, in place.
+
+        Example:
+            >>> x = torch.tensor([3.0, 4.0, -9.0])
+            >>> method("dense:clip_norm=1").clip(x, [2, 1])
+            >>> x
+            tensor([ 0.6000,  0.8000, -1.0000])
+        """
+        if self.clip_value is not None:
+            x.clamp_(-self.clip_value, self.clip_value)
+        if self.clip_norm is not None:
+            for part in x.split(list(numels)):
+                norm = torch.linalg.vector_norm(part)
+                part.mul_(torch.where(norm > self.clip_norm, self.clip_norm / norm, 1.0))
 
 
 def methods() -> list[str]:
@@ -72,7 +144,7 @@ def method(text: str | Method | Compressor) -> Method:
     local gradient).
 
     Args:
-        text: the text; a Method is returned as it is, and a Compressor is taken as given, unwrapped.
+        text: the text; a Method is returned as it is, and a Compressor is taken as given, without feedback.
 
     Raises:
         MethodError: unknown name or key, a value of the wrong type or outside its range.
@@ -87,7 +159,7 @@ def method(text: str | Method | Compressor) -> Method:
     if isinstance(text, Method):
         return text
     if isinstance(text, Compressor):
-        return Method(text=repr(text), compressor=text)
+        return Method(compressor=text)
     if not isinstance(text, str):
         raise MethodError(
             f"a method is text, a Method or a Compressor, got {text!r}: write 'topk:ratio=0.01'"
@@ -98,29 +170,25 @@ def method(text: str | Method | Compressor) -> Method:
         raise MethodError(f"unknown method {name!r}{_hint(name, table)} methods: {', '.join(sorted(table))}")
     entry = table[name]
     given = _parse(entry, rest)
-    own = {k: v for k, v in given.items() if k not in WRAPPER_KEYS}
+    own = {k: v for k, v in given.items() if k not in METHOD_KEYS}
     codec = entry.compressor(**{**entry.preset, **own})
-    return Method(text=_canonical(entry, codec, given), compressor=_wrap(codec, given))
+    fed = ErrorFeedback(inner=codec) if given.get("feedback", _feeds(codec)) else codec
+    if "warmup_steps" in given:  # dense_below=0 has a meaning, this has none
+        check_count("warmup_steps", given["warmup_steps"], "leave it out for none", MethodError)
+    around = {"dense_below": codec.default_dense_below, **given}
+    kept = {key: around[key] for key in METHOD_KEYS if key in around and key != "feedback"}
+    return Method(compressor=fed, text=_canonical(entry, codec, given), **kept)
 
 
-def _wrap(codec: Compressor, given: Mapping[str, Any]) -> Compressor:
-    stack = codec
-    if below := given.get("dense_below", codec.default_dense_below):
-        stack = PerSize(inner=stack, below=below)
-    if given.get("feedback", codec.biased):
-        stack = ErrorFeedback(inner=stack)
-    if "warmup_steps" in given:
-        stack = Warmup(inner=stack, steps=given["warmup_steps"])
-    if "clip_value" in given or "clip_norm" in given:
-        stack = Clip(inner=stack, value=given.get("clip_value"), norm=given.get("clip_norm"))
-    return stack
+def _feeds(codec: Compressor) -> bool:
+    return codec.feedback is Feedback.ON
 
 
 def _parse(entry: Entry, rest: str) -> dict[str, Any]:
     hints = get_type_hints(entry.compressor)
     kinds = {
         f.name: hints[f.name] for f in fields(entry.compressor) if f.name not in entry.preset
-    } | WRAPPER_KEYS
+    } | METHOD_KEYS
     given: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -150,8 +218,8 @@ def _canonical(entry: Entry, codec: Compressor, given: Mapping[str, Any]) -> str
     own = {f.name: getattr(codec, f.name) for f in fields(codec) if f.name not in entry.preset}
     defaults = {f.name: f.default for f in fields(codec)}
     shown = {k: v for k, v in own.items() if v != defaults[k] or k in given}
-    usual = {"feedback": codec.biased, "dense_below": codec.default_dense_below}
-    shown |= {k: given[k] for k in WRAPPER_KEYS if k in given and given[k] != usual.get(k)}
+    usual = {"feedback": _feeds(codec), "dense_below": codec.default_dense_below}
+    shown |= {k: given[k] for k in METHOD_KEYS if k in given and given[k] != usual.get(k)}
     items = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in shown.items())
     return f"{entry.name}:{items}" if items else entry.name
 

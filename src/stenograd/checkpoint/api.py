@@ -16,6 +16,7 @@ from stenograd.checkpoint.collective import Found, read_set, write_set
 from stenograd.checkpoint.reshard import Joint, alike, reshard_rank
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.errors import CheckpointError, bad_value
 from stenograd.launch.process_group import join
 
@@ -316,7 +317,7 @@ def _load(
         raise CheckpointError(f"the checkpoint does not fit: {reason}: give what was saved") from cause
 
 
-def _for_rank(found: Found, driver: Driver) -> dict[str, Any]:
+def _for_rank(found: Found, driver: AnyDriver) -> dict[str, Any]:
     """Make this rank's content from those of another number of ranks, one of which is in memory at a time."""
     first, rank = found.content, driver.rank
     new, joint, generators = dict(first), Joint(), list[dict[str, Tensor]]()

@@ -26,7 +26,7 @@ from stenograd.checkpoint.rank_files import (
     write_rank,
 )
 from stenograd.comm.agreement import agree, everyone
-from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.errors import CheckpointError, PeerLost, StenogradError
 
 __all__ = ["Found", "read_set", "write_set"]
@@ -60,7 +60,7 @@ class Found(NamedTuple):
 
 
 def write_set(
-    driver: Driver,
+    driver: AnyDriver,
     folder: Path,
     step: int,
     content: Mapping[str, Any],
@@ -116,7 +116,7 @@ def write_set(
 
 
 def read_set(
-    driver: Driver,
+    driver: AnyDriver,
     folder: Path,
     *,
     step: int | None = None,
@@ -154,7 +154,7 @@ def read_set(
     return None
 
 
-def _attempt(driver: Driver, folder: Path, step: int) -> tuple[Manifest | None, dict[str, Any], str]:
+def _attempt(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest | None, dict[str, Any], str]:
     """Check one checkpoint and read this rank's content; the text says what is wrong, equally on all ranks.
 
     Where another number of ranks saved it, each rank takes rank 0's content, and the ranks share the work of

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from stenograd.catalog.method import WRAPPER_KEYS, Method, method, methods
+from stenograd.catalog.method import METHOD_KEYS, Method, method, methods
 from stenograd.catalog.registry import Entry, entries
 from stenograd.cli.plan import check_option
 from stenograd.cli.report import console
 from stenograd.comm.simulate import exchange
 from stenograd.comm.traffic import Traffic
+from stenograd.compression.contract import Feedback
+from stenograd.data.buckets import assign
 from stenograd.data.requests import Op
 from stenograd.errors import bad_value
 
@@ -68,7 +70,7 @@ def run(size: int, workers: int) -> int:
     keys.add_column("key=default", overflow="fold")
     for name in methods():
         keys.add_row(name, own_keys(entries()[name]) or "none of its own")
-    shared = ", ".join(f"{key} ({kind.__name__})" for key, kind in WRAPPER_KEYS.items())
+    shared = ", ".join(f"{key} ({kind.__name__})" for key, kind in METHOD_KEYS.items())
     keys.add_row("all of them", shared)
     screen.print(keys)
     return 0
@@ -84,13 +86,17 @@ def cost(how: Method, size: int, workers: int) -> Cost:
     sent = Traffic()
     generator = torch.Generator().manual_seed(0)
     ranks = [torch.randn(size, generator=generator) for _ in range(workers)]
-    shapes = _shapes(size)
-    exchange(
-        how.compressor,
-        ranks,
-        shapes=shapes,
-        spy=lambda request: sent.count(request.op, request.nbytes, workers),
-    )
+    tensors = {str(i): torch.empty(shape, device="meta") for i, shape in enumerate(_shapes(size))}
+    start = 0
+    for bucket in assign(tensors, _DENSE_BYTES * size, tail=False, dense_below=how.dense_below):
+        stop = start + sum(bucket.numels)
+        exchange(
+            how.compressors(bucket.dense)[-1],
+            [x[start:stop] for x in ranks],
+            shapes=bucket.shapes,
+            spy=lambda request: sent.count(request.op, request.nbytes, workers),
+        )
+        start = stop
     dense = Traffic()
     dense.count(Op.MEAN, _DENSE_BYTES * size, workers)
     single = workers == 1
@@ -111,7 +117,7 @@ def _cells(name: str, entry: Entry, size: int, workers: int) -> list[str]:
     codec = entry.compressor(**entry.preset)
     return [
         name,
-        "on" if codec.biased else "off",
+        "on" if codec.feedback is Feedback.ON else "off",
         f"{spent.payload_bytes:,}",
         f"{spent.moved_bytes:,}",
         f"{spent.bits_per_element:.3g}",

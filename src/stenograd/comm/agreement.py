@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from stenograd import errors
-from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.data.requests import gather
 from stenograd.errors import PeerLost, StenogradError
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
-def sum_over_ranks(driver: Driver, values: Sequence[float]) -> list[float]:
+def sum_over_ranks(driver: AnyDriver, values: Sequence[float]) -> list[float]:
     """Add numbers over the ranks in float64 and in rank order, so that every rank gets the same bits.
 
     Args:
@@ -40,12 +40,12 @@ def sum_over_ranks(driver: Driver, values: Sequence[float]) -> list[float]:
     return [float(total) for total in totals]
 
 
-def everyone(driver: Driver, text: str) -> list[str]:
+def everyone(driver: AnyDriver, text: str) -> list[str]:
     """Bring every rank's text to every rank, in rank order."""
     return [message.decode() for message in driver.gather_bytes(text.encode(), _CPU)]
 
 
-def agree(driver: Driver, action: Callable[[], T]) -> T:
+def agree(driver: AnyDriver, action: Callable[[], T]) -> T:
     """Do something that may fail on one rank alone, and fail on all ranks if it fails on any.
 
     Without this the others would wait for the failed rank until the timeout, and then report that instead of

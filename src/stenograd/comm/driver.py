@@ -6,18 +6,19 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.packing import pack, pack_rows
 from stenograd.comm.pending import All, Pending, Several
 from stenograd.comm.pipeline import Pipeline
 from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
-from stenograd.data.requests import Op, Reply, Request, Rounds, gather_ragged
+from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged
 from stenograd.errors import PeerLost, StenogradError, WireError, bad_value, first_line
 from stenograd.launch.failure_detector import Presence
 from stenograd.launch.process_group import came, go_on_without, roll_call
@@ -84,6 +85,8 @@ class Driver:
         Raises:
             PeerLost: a rank did not come within timeout_s.
         """
+        if isinstance(group, AnyDriver):  # a simulated rank
+            return cast(Driver, group.private())
         return cls(group, timeout_s=timeout_s).private()
 
     def private(self) -> Driver:
@@ -116,8 +119,8 @@ class Driver:
             return self._start_exchange(request, label)
         if request.op is Op.SCATTER:
             return self._start_scatter(request, label)
-        if request.op is Op.MEAN:
-            return self._start_mean(request.tensors, request.scaled, label)
+        if request.op in REDUCTIONS:
+            return self._start_reduction(request.op, request.tensors, label)
         return self._start_gather(request.tensors, label)
 
     def run(self, rounds: Rounds[T], label: Label = PLAIN) -> T:
@@ -272,10 +275,10 @@ class Driver:
         except RuntimeError as cause:
             self._lost(what, cause, start)
 
-    def _start_mean(self, tensors: tuple[Tensor, ...], scaled: bool, label: Label) -> Pending:
+    def _start_reduction(self, op: Op, tensors: tuple[Tensor, ...], label: Label) -> Pending:
         flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
         flat = flat.contiguous()
-        if self.world_size > 1 and not scaled:
+        if self.world_size > 1 and op is Op.MEAN:
             flat.mul_(1.0 / self.world_size)  # before summing, as DDP does: the sum cannot overflow
         what = f"all-reduce of {flat.numel()} {flat.dtype} elements"
         work = self._collective(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from stenograd.data.requests import Op
+from stenograd.data.requests import REDUCTIONS, Op
 
 __all__ = ["ACK_EVERY", "DATA_BYTES", "MESSAGE_BYTES", "PACKET_BYTES", "Frames", "broadcast_frames", "frames"]
 
@@ -80,7 +80,7 @@ def frames(
     """
     if world_size == 1 or nbytes == 0:
         return Frames()
-    if op is Op.MEAN:
+    if op in REDUCTIONS:
         return _ring(nbytes, world_size, rank, itemsize)
     if op is Op.GATHER:
         halves = [nbytes // 2, nbytes - nbytes // 2]  # an empty one is a message, too

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stenograd.catalog.method import Method
 from stenograd.catalog.registry import compressors
-from stenograd.comm.simulate import run
-from stenograd.compression.contract import Compressor, Site
+from stenograd.comm.simulate import exchange
+from stenograd.compression.contract import Compressor
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.two_phase import FEWEST_RANKS
 from stenograd.compressors.powersgd import PowerSGD
@@ -66,23 +66,20 @@ def load_kernels(how: Method, world_size: int, tensors: Iterable[Tensor], *, che
 def _call_all(whole: Compressor, shapes: Sequence[torch.Size], dtype: torch.dtype, world_size: int) -> None:
     """Call all kernels of a compressor, whatever paths it takes with other numbers of elements.
 
-    Wrappers have none, but one that sends some tensors densely asks the compressor inside for its error.
     Zeros matter to top-k, whose guess of a bound fails on them.
     """
-    codec, corrected = whole, False
-    while isinstance(inner := getattr(codec, "inner", None), Compressor):
-        corrected |= isinstance(codec, ErrorFeedback)
-        codec = inner
+    corrected = isinstance(whole, ErrorFeedback)
+    codec = whole.inner if isinstance(whole, ErrorFeedback) else whole
     if type(codec) not in compressors():
         return
     noise = torch.randn(
         sum(shape.numel() for shape in shapes), generator=torch.Generator().manual_seed(0), device="cpu"
     ).to(dtype)
     for one, ranks in _paths(codec, world_size):
-        _exchange(one, [noise] * ranks, shapes, want_error=True)
+        exchange(one, [noise] * ranks, shapes=shapes, want_error=True)
         used = ErrorFeedback(inner=one) if corrected else one
         for x in (noise, torch.zeros_like(noise)):
-            _exchange(used, [x] * ranks, shapes, want_error=False)
+            exchange(used, [x] * ranks, shapes=shapes, commits=True)
 
 
 def _paths(codec: Compressor, world_size: int) -> list[tuple[Compressor, int]]:
@@ -90,21 +87,7 @@ def _paths(codec: Compressor, world_size: int) -> list[tuple[Compressor, int]]:
     if isinstance(codec, PowerSGD):
         return [(replace(codec, rank=min(codec.rank, 4)), 1)]  # a higher rank needs larger matrices
     if isinstance(codec, TopK):
-        by_regions = not codec.detects(world_size) and world_size > 1
+        by_regions = codec.reduce != "gather" and world_size > 1
         gathering = (replace(codec, reduce="gather"), 1)  # where k is small, on any number of ranks
         return [gathering, (replace(codec, reduce="regions"), 2)] if by_regions else [gathering]
     return [(codec, min(world_size, FEWEST_RANKS))]
-
-
-def _exchange(
-    compressor: Compressor, xs: Sequence[Tensor], shapes: Sequence[torch.Size], *, want_error: bool
-) -> None:
-    """Exchange as the engine does: with `Site.settles`, which `simulate.exchange` has not."""
-    world_size = len(xs)
-    settles = compressor.settles(world_size)
-    sites = [
-        Site(shapes=tuple(shapes), rank=rank, world_size=world_size, settles=settles)
-        for rank in range(world_size)
-    ]
-    todo = [(x.clone(), compressor.init(x, site), site) for x, site in zip(xs, sites, strict=True)]
-    run([compressor.rounds(x, state, site, want_error=want_error) for x, state, site in todo])

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from stenograd.data.requests import Op, Reply, Request, Rounds, mean
+from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, mean
 
 __all__ = ["Flags"]
 
@@ -73,7 +73,7 @@ class Flags:
         return None if rider is None else replace(request, tensors=(*request.tensors, rider))
 
     def _rider(self, request: Request) -> Tensor | None:
-        if request.op is Op.MEAN:
+        if request.op in REDUCTIONS:
             return self._mine.to(request.tensors[0].dtype) if request.tensors else self._mine
         if request.op is Op.GATHER:
             return self._mine.to(torch.uint8)
@@ -86,7 +86,7 @@ class Flags:
         """Take the flags of all ranks, and return the reply without them."""
         if request.op is Op.SEVERAL:
             return [self._unloaded(request.parts[0], reply[0]), *reply[1:]]
-        if request.op is Op.MEAN:
+        if request.op in REDUCTIONS:
             self._any = reply[-1]
             return reply[:-1]
         self._any = torch.stack([theirs[-1] for theirs in reply]).amax(0)

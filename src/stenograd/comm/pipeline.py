@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from torch import Tensor
 
 from stenograd.comm.traffic import PLAIN, Label
+from stenograd.data.finite import Finite
 from stenograd.data.requests import Op, Reply, Rounds
 from stenograd.errors import WireError
 
 if TYPE_CHECKING:
-    from stenograd.comm.driver import Driver, Pending
+    from stenograd.comm.drivers import AnyDriver, AnyPending
 
 __all__ = ["Pipeline"]
 
@@ -31,16 +32,16 @@ class Pipeline(Generic[T]):
         patient: whether adding one never waits for earlier ones; all then go on in `finish`.
 
     Attributes:
-        verdict: after `finish`, whether coroutines asked by `Op.SETTLE`, and all with a true flag.
+        committed: after `finish`, whether coroutines asked by `Op.COMMIT` and all were told to go ahead.
     """
 
-    def __init__(self, driver: Driver, *, patient: bool = False) -> None:
+    def __init__(self, driver: AnyDriver, *, patient: bool = False) -> None:
         self._driver, self._patient = driver, patient
-        self._running: dict[int, tuple[Rounds[T], Pending, Label]] = {}
-        self._settling: dict[int, tuple[Rounds[T], Pending | None, Label]] = {}
+        self._running: dict[int, tuple[Rounds[T], AnyPending, Label]] = {}
+        self._waiting: dict[int, tuple[Rounds[T], AnyPending | None, Label]] = {}
         self._finite: list[Tensor] = []
         self._results: dict[int, T] = {}
-        self.verdict = False
+        self.committed = False
         self._count = 0
 
     def add(self, rounds: Rounds[T], label: Label = PLAIN) -> None:
@@ -51,39 +52,41 @@ class Pipeline(Generic[T]):
         for index in earlier:
             self._advance(index)
 
-    def receive(self) -> None:
-        """Drive all as far as they communicate; those that ask by `Op.SETTLE` wait for `finish`."""
+    def receive(self) -> dict[int, T]:
+        """Drive all as far as they communicate, and return what those returned that have ended.
+
+        Those that ask by `Op.COMMIT` wait for `finish`.
+        """
         while self._running:
             for index in sorted(self._running):
                 self._advance(index)
+        return dict(self._results)
 
     def finish(self, sound: bool = True) -> list[T]:
         """Drive all to their ends and return what they returned, in the order in which they were added.
 
         Args:
-            sound: False where the step will be taken back whatever the coroutines find.
+            sound: False where the step will be taken back, whatever those that wait have found.
         """
         self.receive()
-        self._settle(sound)
+        self.committed = sound and bool(self._finite) and all(int(f) == Finite.BOUNDED for f in self._finite)
+        for index in sorted(self._waiting):
+            rounds, last, label = self._waiting[index]
+            self._send(index, rounds, last, label, self.committed)
+        if self._running:
+            raise WireError("a coroutine asked for a collective after Op.COMMIT, which ends communication")
         return [self._results[i] for i in range(self._count)]
 
     def _advance(self, index: int) -> None:
         rounds, pending, label = self._running.pop(index)
         self._step(index, rounds, pending, label)
 
-    def _settle(self, sound: bool) -> None:
-        """Go on with those that waited until no communication was left, and so no failure of it."""
-        self.verdict = sound and bool(self._finite) and all(map(bool, self._finite))
-        for index in sorted(self._settling):
-            rounds, last, label = self._settling[index]
-            self._send(index, rounds, last, label, self.verdict)
-        if self._running:
-            raise WireError("a coroutine asked for a collective after Op.SETTLE, which ends communication")
-
-    def _step(self, index: int, rounds: Rounds[T], last: Pending | None, label: Label) -> None:
+    def _step(self, index: int, rounds: Rounds[T], last: AnyPending | None, label: Label) -> None:
         self._send(index, rounds, last, label, None if last is None else last.wait())
 
-    def _send(self, index: int, rounds: Rounds[T], last: Pending | None, label: Label, reply: Reply) -> None:
+    def _send(
+        self, index: int, rounds: Rounds[T], last: AnyPending | None, label: Label, reply: Reply
+    ) -> None:
         start = time.perf_counter()
         try:
             request = rounds.send(reply)
@@ -92,9 +95,9 @@ class Pipeline(Generic[T]):
             if last is not None:
                 self._driver.spent("decode", last.tally, start, label)
             return
-        if request.op is Op.SETTLE:
+        if request.op is Op.COMMIT:
             self._finite += request.tensors
-            self._settling[index] = (rounds, last, label)
+            self._waiting[index] = (rounds, last, label)
             return
         label = label if last is None else label.next()
         pending = self._driver.start(request, label)

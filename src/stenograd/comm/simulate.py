@@ -13,20 +13,27 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Compressor, Exchange, Site, State
+from stenograd.data.finite import Finite
 from stenograd.data.requests import Op, Reply, Request, Rounds
 from stenograd.errors import WireError
 
-__all__ = ["exchange", "run"]
+__all__ = ["answers", "exchange", "run"]
 
 T = TypeVar("T")
 
 
-def run(ranks: Sequence[Rounds[T]], *, spy: Callable[[Request], None] | None = None) -> list[T]:
+def run(
+    ranks: Sequence[Rounds[T]],
+    *,
+    spy: Callable[[Request], None] | None = None,
+    refuse_commits: bool = False,
+) -> list[T]:
     """Drive one coroutine per rank to its end and return what each returned.
 
     Args:
         ranks: coroutines in rank order.
         spy: called with every request of rank 0, to count bytes and rounds.
+        refuse_commits: answer every `COMMIT` as if another part of the step had not been finite.
 
     Raises:
         WireError: the ranks asked for different collectives, or for different shapes in one, or a rank's
@@ -34,7 +41,8 @@ def run(ranks: Sequence[Rounds[T]], *, spy: Callable[[Request], None] | None = N
 
     Example:
         >>> import torch
-        >>> from stenograd.data.requests import mean
+        >>> from stenograd.data.finite import Finite
+    from stenograd.data.requests import mean
         >>> run([mean(torch.tensor([1.0])), mean(torch.tensor([3.0]))])
         [tensor([2.]), tensor([2.])]
     """
@@ -56,7 +64,7 @@ def run(ranks: Sequence[Rounds[T]], *, spy: Callable[[Request], None] | None = N
         if spy is not None:
             for request in asked[0].parts or asked[:1]:
                 spy(request)
-        replies = _answer(asked)
+        replies = answers(asked, refuse_commits)
 
 
 def exchange(
@@ -67,6 +75,7 @@ def exchange(
     shapes: Sequence[torch.Size] | None = None,
     step: int = 0,
     want_error: bool = False,
+    commits: bool | None = None,
     spy: Callable[[Request], None] | None = None,
 ) -> list[Exchange]:
     """Run one exchange of `compressor` over `len(xs)` simulated ranks.
@@ -78,6 +87,9 @@ def exchange(
         shapes: the tensors inside each x, if it is a bucket of several; default: x itself.
         step: number of exchanges before this one.
         want_error: whether the exchanges must carry `error`.
+        commits: None keeps `states` as they are. True commits the step as soon as all ranks know it to be
+            finite, as in training: averages may then take the memory of old residuals, so `states` must not
+            be used again. False lets compressors ask, and takes the step back.
         spy: called with every request of rank 0.
 
     Example:
@@ -88,33 +100,45 @@ def exchange(
         tensor([2., 1.])
     """
     cut = tuple(torch.Size(s) for s in (shapes if shapes is not None else [xs[0].shape]))
-    sites = [Site(shapes=cut, rank=r, world_size=len(xs), step=step) for r in range(len(xs))]
+    sites = [Site(shapes=cut, rank=r, world_size=len(xs), step=step, dtype=x.dtype) for r, x in enumerate(xs)]
     flats = [x.reshape(-1).clone() for x in xs]
     if states is None:
         states = [compressor.init(x, site) for x, site in zip(flats, sites, strict=True)]
-    todo = zip(flats, states, sites, strict=True)
-    return run([compressor.rounds(x, s, site, want_error=want_error) for x, s, site in todo], spy=spy)
+    ranks = []
+    for x, state, site in zip(flats, states, sites, strict=True):
+        transport = compressor.transport(site)
+        transport = transport.keeping() if commits is None else transport
+        ranks.append(transport.run(compressor, x, None, state, site, want_error))
+    return run(ranks, spy=spy, refuse_commits=commits is False)
 
 
-def _answer(asked: list[Request]) -> list[Reply]:
+def answers(asked: list[Request], refuse_commits: bool = False) -> list[Reply]:
+    """Return the reply to each rank's request in one collective.
+
+    Raises:
+        WireError: the ranks asked for different collectives.
+    """
     forms = [(r.op, len(r.parts), [(tuple(t.shape), t.dtype) for t in r.tensors]) for r in asked]
     for rank, form in enumerate(forms):
         if form != forms[0]:
-            raise WireError(f"rank 0 asks for {forms[0]}, rank {rank} for {form}: all must ask for the same")
+            raise WireError(f"rank 0 asks for {forms[0]}, rank {rank} for {form}: all must ask alike")
     if asked[0].op is Op.SEVERAL:
-        answers = [_answer(list(same)) for same in zip(*(r.parts for r in asked), strict=True)]
-        return [list(mine) for mine in zip(*answers, strict=True)]
+        replies = [
+            answers(list(same), refuse_commits) for same in zip(*(r.parts for r in asked), strict=True)
+        ]
+        return [list(mine) for mine in zip(*replies, strict=True)]
     if asked[0].op is Op.GATHER:
         return [[tuple(t.clone() for t in r.tensors) for r in asked] for _ in asked]
     if asked[0].op is Op.SCATTER:
         asked[0].check_rows(len(asked))
         return [[tuple(t[rank].clone() for t in r.tensors) for r in asked] for rank in range(len(asked))]
-    if asked[0].op is Op.SETTLE:
-        return [all(bool(t) for r in asked for t in r.tensors)] * len(asked)
+    if asked[0].op is Op.COMMIT:
+        bounded = all(int(t) == Finite.BOUNDED for r in asked for t in r.tensors)
+        return [bounded and not refuse_commits] * len(asked)
     if asked[0].op is Op.EXCHANGE:
         _check_peers(asked)
         return [{p: tuple(t.clone() for t in asked[p].tensors) for p in r.peers} for r in asked]
-    parts = 1 if asked[0].scaled else len(asked)
+    parts = 1 if asked[0].op is Op.SUM else len(asked)
     sums = [t / parts for t in asked[0].tensors]
     for request in asked[1:]:
         for total, t in zip(sums, request.tensors, strict=True):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Exchange
-from stenograd.data.flat_parameters import is_finite
+from stenograd.data.finite import Finite, is_finite
 from stenograd.data.requests import Rounds
 
-__all__ = ["End", "Outcome", "not_finite", "on", "record", "shows_finite", "warn_of_overflow"]
+__all__ = ["End", "Outcome", "on", "record", "shows_finite", "warn_of_overflow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What a rank brings to the end of a step; the arguments of `Exchanger.finish`."""
+    """What a rank brings to the end of a step; the arguments of `TensorExchange.finish`."""
 
     used: Sequence[bool]
     flags: Sequence[bool]
@@ -55,7 +55,8 @@ class End:
 
 def shows_finite(exchange: Exchange) -> bool:
     """Return whether an exchange shows, alike on all ranks, that all was finite."""
-    return is_finite(exchange.average) and (exchange.finite is None or bool(exchange.finite))
+    reported = Finite.YES if exchange.finite is None else int(exchange.finite)
+    return reported != Finite.NO and (reported == Finite.BOUNDED or is_finite(exchange.average))
 
 
 def warn_of_overflow(method: str, step: int) -> None:
@@ -67,14 +68,6 @@ def warn_of_overflow(method: str, step: int) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
-
-
-def not_finite(x: Tensor) -> Tensor:
-    """Return 1.0 if x holds NaN or infinity, else 0.0; one pass, no temporary."""
-    if x.numel() == 0:
-        return torch.zeros((), device=x.device)
-    low, high = torch.aminmax(x)  # NaN wins both
-    return (~(torch.isfinite(low) & torch.isfinite(high))).float()
 
 
 def record(device: torch.device) -> torch.cuda.Event | None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, TextIO
 
 from stenograd.comm.gloo_framing import Frames, broadcast_frames, frames
-from stenograd.data.requests import Op
+from stenograd.data.requests import REDUCTIONS, Op
 
 __all__ = ["ATTACH", "CONTROL", "PLAIN", "TRAINING", "Entry", "Label", "Tally", "Traffic", "moved_bytes"]
 
@@ -339,7 +339,7 @@ class Traffic:
 
 def moved_bytes(op: Op, nbytes: int, world_size: int, peers: int = 0) -> int:
     """Return the bytes that one rank sends for a collective over `nbytes` of payload a rank."""
-    if op is Op.MEAN:
+    if op in REDUCTIONS:
         return round(2 * (world_size - 1) / world_size * nbytes)
     if op is Op.SCATTER:
         return round((world_size - 1) / world_size * nbytes)

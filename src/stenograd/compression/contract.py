@@ -1,32 +1,34 @@
-"""The compressor contract: how an averaged tensor is written on the wire.
+"""The compressor contract: how a tensor that is averaged over the ranks is written on the wire.
 
 A compressor is a frozen description (a ratio, a rank, ...). All that changes from step to step lives in a
-`State`, made by `init` and replaced, never modified, by `rounds`. So one object serves every bucket, a step
-can be taken back by keeping the old state, and saving the states saves everything.
+`State`, made by `init` and replaced, never modified. So one object serves every bucket, a step can be taken
+back by keeping the old state, and saving the states saves everything. How its codes reach the other ranks is
+the business of a `Transport`, which the compressor chooses once per bucket.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from stenograd.data.requests import Rounds, gather, gather_ragged, means, settle
-from stenograd.errors import TensorTypeError
+from stenograd.data.requests import Rounds
+from stenograd.errors import ConfigError, TensorTypeError
 
 __all__ = [
-    "Codec",
     "Compressor",
     "Exchange",
+    "Feedback",
     "Payload",
     "Site",
     "State",
-    "all_bounded",
+    "Transport",
     "average_of",
     "require_floating",
 ]
@@ -34,24 +36,32 @@ __all__ = [
 # Tensors that decide the next exchange. A tensor is either flat like x, element for element (a residual),
 # or belongs to the i-th tensor of x and is called "NAME/i" (PowerSGD's "q/3"). Keys are equal on all ranks.
 State: TypeAlias = Mapping[str, Tensor]
-_BOUND = 1e30
 Payload: TypeAlias = tuple[Tensor, ...]
+T = TypeVar("T", bound="Transport")
+_CPU = torch.device("cpu")
+
+
+class Feedback(Enum):
+    """Whether error feedback suits a compressor."""
+
+    ON = "on"  # it loses the same things again and again: on unless the method says feedback=false
+    OFF = "off"  # unbiased, `E[decode(encode(x))] = x`, or rounding to 8 bits or finer: off unless asked for
+    NEVER = "never"  # nothing is lost, or what is sent is so much larger than x that residuals would diverge
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where and when an exchange happens; everything a compressor may know besides the numbers.
+    """Where and when an exchange happens: everything that a compressor may know besides the numbers.
 
     Args:
         shapes: shapes of the tensors that lie one after another in the flat x.
         rank: this rank; only private randomness and bookkeeping may depend on it.
         world_size: number of ranks.
         step: number of exchanges applied before this one, equal on every rank.
-        key: tells this x from others of the same step (a bucket's place); equal on every rank.
-        scaled: whether x is divided by the world size already; only where the compressor takes it so.
-        spare: memory that the average may take, flat like x; see `memory`.
-        settles: whether a compressor may ask by `wire.settle` if the step can still be taken back, and if
-            not, write the average where the residual was. So no third tensor like x is needed.
+        key: tells this x from others of the same step (the bucket's number); equal on every rank.
+        dtype: of x.
+        device: where x lives.
+        buffer: memory that the average may take, flat like x; see `out`.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -59,19 +69,19 @@ class Site:
     world_size: int = 1
     step: int = 0
     key: int = 0
-    scaled: bool = False
-    spare: Tensor | None = field(default=None, compare=False, repr=False)
-    settles: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device = _CPU
+    buffer: Tensor | None = field(default=None, compare=False, repr=False)
 
-    def memory(self, x: Tensor) -> Tensor:
-        """Return unset memory like x for the average: kept from step to step where there is some.
+    def out(self, like: Tensor) -> Tensor:
+        """Return unset memory like x for the average, kept from step to step where there is some.
 
         Fresh memory of some megabytes costs more, in page faults, than the arithmetic that fills it.
         """
-        spare = self.spare
-        if spare is None or (spare.dtype, spare.shape) != (x.dtype, x.shape):
-            return torch.empty_like(x)
-        return spare
+        buffer = self.buffer
+        if buffer is None or (buffer.dtype, buffer.shape) != (like.dtype, like.shape):
+            return torch.empty_like(like)
+        return buffer
 
     def generator(self, seed: int, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh generator for this step: equal on all ranks if shared, else private to the rank."""
@@ -89,36 +99,101 @@ class Site:
         """Number of elements of each tensor in x."""
         return [math.prod(shape) for shape in self.shapes]
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of x."""
+        return sum(self.numels)
+
 
 class Exchange(NamedTuple):
-    """What a compressor returns.
+    """What an exchange returns.
 
     average: flat tensor with x's length and dtype, equal on every rank bit for bit; may live in x's memory.
     state: the next state, with the same keys and shapes as the one given.
     error: what of this rank's x is not in the average, or None where it was not asked for. Unless the
-        compressor votes, `average = mean over ranks of (x - error)`. Mostly `x - error` is x as the others
+        transport votes, `average = mean over ranks of (x - error)`. Mostly `x - error` is x as the others
         decoded it; where a rank compresses what it has averaged, it keeps that loss too, times the world
         size. It may live in x's memory, and so may a state made of it: whoever owns x must not fill it
         again before copying or replacing it.
-    finite: whether every rank's x was finite, equal on every rank (a 0-d bool tensor); None where that shows
-        in the average.
-    overflow: whether it is known that the average is not finite though every rank's x was, equal on every
-        rank.
+    finite: what the messages told (`Finite`, a 0-d uint8 tensor equal on every rank), or None if they tell
+        nothing.
     """
 
     average: Tensor
     state: State
     error: Tensor | None = None
     finite: Tensor | None = None
-    overflow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport(ABC):
+    """How the ranks' codes become one average. A compressor chooses one per bucket; the engine asks it.
+
+    Args:
+        rounds: collectives that `run` asks for, one after another.
+        linear: codes add up: x may come divided by the world size already (`summing`), NaN and infinity show
+            in the average, there is no state that they could harm, and x may be cut anywhere.
+        reports_finite: `Exchange.finite` tells whether every rank's x was finite, so that nobody need look
+            through x before, nor agree with the other ranks on what was found.
+        frees_residual: `run` asks by `data.requests.commit` whether the step can still be taken back, and if
+            not, writes the average over the residual, so that no third tensor like x is needed.
+        votes: the average is something else than the mean of what the ranks sent.
+
+    Raises:
+        ConfigError: the properties contradict each other.
+    """
+
+    rounds: int = 1
+    linear: bool = False
+    reports_finite: bool = False
+    frees_residual: bool = False
+    votes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < 0:
+            raise ConfigError(f"rounds must be at least 0, got {self.rounds}: count the collectives of `run`")
+        if self.frees_residual and not self.reports_finite:
+            raise ConfigError(
+                f"{type(self).__name__} frees the residual without telling whether every x was finite, so a "
+                "bad step could not be taken back: set reports_finite, or leave out frees_residual"
+            )
+        if self.linear and (self.reports_finite or self.votes):
+            raise ConfigError(
+                f"{type(self).__name__} is linear, so NaN shows in its average, which is the mean: leave out "
+                "reports_finite and votes"
+            )
+
+    @abstractmethod
+    def run(
+        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Average flat `x + residual` over the ranks.
+
+        Args:
+            codec: the compressor that chose this transport.
+            x: flat tensor; handed over, so it may be overwritten.
+            residual: added to x; None for none. Not modified before `commit` returns True: it is still needed
+                if the step is taken back.
+            state: as `init` or the last exchange left it; never modified.
+            site: where and when.
+            want_error: whether the exchange must carry `error`; always where there is a residual.
+        """
+
+    def keeping(self: T) -> T:
+        """Return the same without freeing the residual, for whoever needs the old state after the step."""
+        return replace(self, frees_residual=False) if self.frees_residual else self
+
+    def summing(self: T) -> T:
+        """Return the same for x that is divided by the world size already; only where it is linear."""
+        raise ConfigError(f"{type(self).__name__} does not sum: only linear transports do")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(ABC):
-    """Base of everything that can stand between a gradient and the wire.
+    """Base of everything that can stand between a tensor and the wire.
 
     A subclass in a module of `stenograd.compressors` is found by itself: its `names` become methods, its
-    fields become their keys, and its `examples()` are walked by the conformance suite.
+    fields become their keys, and its `examples()` are walked by every suite, drill and benchmark.
     """
 
     # Method names, each with the field values that the name stands for.
@@ -129,17 +204,9 @@ class Compressor(ABC):
     default_dense_below: ClassVar[int] = 0
 
     @property
-    def biased(self) -> bool:
-        """Whether it loses the same things again and again, so that error feedback is on unless refused.
-
-        False for unbiased codecs, where `E[decode(encode(x))] = x`, and for rounding to 8 bits or finer.
-        """
-        return False
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the average is exact, so that there is no error to feed back."""
-        return False
+    def feedback(self) -> Feedback:
+        """Whether error feedback suits it."""
+        return Feedback.OFF
 
     @property
     def delta(self) -> float:
@@ -147,51 +214,13 @@ class Compressor(ABC):
         return 0.0
 
     @property
-    def amplifies(self) -> bool:
-        """Whether what is sent may be so much larger than x that error feedback diverges."""
-        return False
-
-    @property
-    def votes(self) -> bool:
-        """Whether the average is something else than the mean of what the ranks sent."""
-        return False
-
-    @property
-    def propagates(self) -> bool:
-        """Whether a non-finite input makes the average non-finite and no state can be harmed by it."""
-        return False
-
-    def detects(self, world_size: int) -> bool:
-        """Whether its exchanges tell by themselves if a rank's x was not finite (`Exchange.finite`).
-
-        Then nobody need look through x before, nor agree with the other ranks on what was found.
-        """
-        return False
-
-    @property
-    def takes_scaled(self) -> bool:
-        """Whether x may come divided by the world size (`Site.scaled`), which saves a pass over it."""
-        return False
-
-    @property
-    def bulky(self) -> bool:
-        """Whether it sends so much that the last gradients of a pass are better sent by themselves.
-
-        Then only they are on the wire when there is nothing left to compute; a collective is the price.
-        """
-        return False
-
-    def one_round(self, world_size: int) -> bool:
-        """Whether it asks for one collective only, so that nobody need wait between two of them."""
-        return False
-
-    def settles(self, world_size: int) -> bool:
-        """Whether it asks by `wire.settle` in every exchange, where `Site.settles` lets it."""
-        return False
+    def lossless(self) -> bool:
+        """Whether the average is exact, so that there is no error to feed back."""
+        return self.delta == 1.0 and self.feedback is Feedback.NEVER
 
     @classmethod
     def examples(cls) -> Iterator[Compressor]:
-        """Yield the configurations that the conformance suite shall test."""
+        """Yield the configurations that the suites shall test."""
         yield cls()
 
     def init(self, like: Tensor, site: Site) -> State:
@@ -200,113 +229,17 @@ class Compressor(ABC):
         return {}
 
     @abstractmethod
-    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
-        """Average flat x over the ranks.
-
-        Args:
-            x: flat tensor; handed over, so it may be overwritten.
-            state: as `init` or the last exchange left it; never modified.
-            site: where and when.
-            want_error: whether the exchange must carry `error`.
-        """
-
-    def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
-        """Average `x + residual` over the ranks, with the error: what error feedback asks for.
-
-        Override it where one pass over memory can add, encode and keep the error. x may be overwritten, the
-        residual not, unless `wire.settle` says so: it is still needed if the step is taken back.
-        """
-        return (yield from self.rounds(x.add_(residual), state, site, want_error=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Codec(Compressor):
-    """A compressor with one message a rank: write `encode` and `decode`, and the rest is done here.
-
-    For speed, override `encode_error` too: one pass that adds the residual, encodes, and leaves the error.
-
-    linear: payloads may be averaged as they are, so one all-reduce suffices; otherwise they are gathered
-        and every rank decodes all of them, in rank order.
-    ragged: payload lengths differ from rank to rank.
-    """
-
-    linear: ClassVar[bool] = False
-    ragged: ClassVar[bool] = False
-
-    def one_round(self, world_size: int) -> bool:
-        """Ragged payloads tell their lengths first."""
-        return not self.ragged
-
-    @abstractmethod
-    def encode(self, x: Tensor, site: Site) -> Payload:
-        """Write flat x as tensors for the wire, in memory of their own unless the codec is lossless."""
-
-    @abstractmethod
-    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
-        """Read a payload back as a flat tensor like `like` (length, dtype, device)."""
-
-    def error(self, x: Tensor, payload: Payload, site: Site) -> Tensor:
-        """Return `x - decode(encode(x))`; override where it is cheaper than decoding."""
-        return x - self.decode(payload, x, site)
-
-    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
-        """Encode `x + residual` and return what that loses; x may be overwritten, the residual not."""
-        if residual is not None:
-            x.add_(residual)
-        payload = self.encode(x, site)
-        return payload, self.error(x, payload, site)
-
-    def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
-        """Tell from all ranks' messages whether all they hold was finite; None if that is not known."""
-        return None
-
-    def bounded(self, payloads: Sequence[Payload]) -> Tensor:
-        """Tell from all ranks' messages whether their mean is surely finite; False if that is not known."""
-        return torch.tensor(False)
-
-    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
-        """Return the mean of all ranks' decoded payloads, summed in rank order."""
-        return average_of(self.decode(p, like, site) for p in payloads)
+    def transport(self, site: Site) -> Transport:
+        """Choose how the codes of a bucket travel; asked once per bucket, so `site.step` does not count."""
 
     def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
-        """Encode, send, decode; see `Compressor.rounds`."""
-        return (yield from self.exchange(x, None, state, site, want_error))
-
-    def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
-        """Encode with the residual, send, decode; see `Compressor.corrected`."""
-        return (yield from self.exchange(x, residual, state, site, True))
-
-    def exchange(
-        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Average `x + residual`: all of `rounds` and `corrected`; override it for other collectives."""
-        error: Tensor | None = None
-        if want_error:
-            payload, error = self.encode_error(x, residual, site)
-        else:
-            payload = self.encode(x, site)
-        if self.linear:
-            average = self.decode((yield from means(payload, scaled=site.scaled)), x, site)
-            return Exchange(average, state, error)
-        everyone = yield from (gather_ragged(*payload, most=x.numel()) if self.ragged else gather(*payload))
-        if site.settles and (yield from settle(self.bounded(everyone))):
-            site = replace(site, spare=x if error is None else residual)
-        return Exchange(self.combine(everyone, x, site), state, error, self.finite(everyone))
-
-
-def all_bounded(tensors: Iterable[Tensor]) -> Tensor:
-    """Tell whether no magnitude exceeds 1e30 (NaN does): then no sum over ranks leaves the range of float32.
-
-    Example:
-        >>> bool(all_bounded([torch.ones(2), torch.empty(0)])), bool(all_bounded([torch.tensor([2e38])]))
-        (True, False)
-    """
-    ends = [torch.stack(torch.aminmax(t)).abs().amax() for t in tensors if t.numel()]
-    return torch.stack([end <= _BOUND for end in ends]).all() if ends else torch.tensor(True)
+        """Average flat x over the ranks, by the transport that suits it; the state given stays as it is."""
+        transport = self.transport(site).keeping()
+        return (yield from transport.run(self, x, None, state, site, want_error))
 
 
 def average_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Mean of one or more tensors, summed in order so that every rank gets the same bits.
+    """Return the mean of one or more tensors, summed in order so that every rank gets the same bits.
 
     Example:
         >>> import torch

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Compressor, Exchange, Site, State
-from stenograd.data.requests import Rounds, settle
+from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
+from stenograd.data.finite import Finite
+from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError
 
 __all__ = ["ErrorFeedback"]
@@ -49,7 +50,7 @@ class ErrorFeedback(Compressor):
             raise MethodError(
                 f"{self.inner} loses nothing, so feedback has nothing to add: leave feedback out"
             )
-        if self.inner.amplifies:
+        if self.inner.feedback is Feedback.NEVER:
             raise MethodError(
                 f"{self.inner} scales up what it sends, so its residual would grow without bound: "
                 "leave out unbiased or feedback"
@@ -61,26 +62,9 @@ class ErrorFeedback(Compressor):
         return iter(())
 
     @property
-    def biased(self) -> bool:
+    def feedback(self) -> Feedback:
         """One exchange is as biased as the inner one; the sum over steps is not."""
-        return self.inner.biased
-
-    def one_round(self, world_size: int) -> bool:
-        """As inside."""
-        return self.inner.one_round(world_size)
-
-    def settles(self, world_size: int) -> bool:
-        """As inside; the residual's memory is what it gains."""
-        return self.inner.settles(world_size)
-
-    @property
-    def votes(self) -> bool:
-        """As inside."""
-        return self.inner.votes
-
-    def detects(self, world_size: int) -> bool:
-        """As inside."""
-        return self.inner.detects(world_size)
+        return self.inner.feedback
 
     def init(self, like: Tensor, site: Site) -> State:
         """Start with nothing lost."""
@@ -88,18 +72,46 @@ class ErrorFeedback(Compressor):
         residual = torch.zeros(like.numel(), dtype=dtype, device=like.device)
         return {**self.inner.init(like, site), "residual": residual}
 
-    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
-        """Correct, exchange, keep the error; see `Compressor.rounds`."""
-        residual = state["residual"]
-        if x.dtype == residual.dtype:
-            done = yield from self.inner.corrected(x, residual, state, site)
+    def transport(self, site: Site) -> Transport:
+        """Take the inner compressor's; a residual in another type than x keeps its memory to itself."""
+        inner = self.inner.transport(site)
+        inner = inner if site.dtype in (torch.float32, torch.float64) else inner.keeping()
+        return _Corrected(
+            inner=inner,
+            rounds=inner.rounds,
+            reports_finite=inner.reports_finite,
+            frees_residual=inner.frees_residual,
+            votes=inner.votes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Corrected(Transport):
+    """The inner compressor's transport, given the residual, whose error is the next residual."""
+
+    inner: Transport
+
+    def run(
+        self,
+        codec: ErrorFeedback,
+        x: Tensor,
+        residual: Tensor | None,
+        state: State,
+        site: Site,
+        want_error: bool,
+    ) -> Rounds[Exchange]:
+        """Correct, exchange, keep the error; see `Transport.run`."""
+        mine = state["residual"]
+        # Whoever asks for what was lost besides what was owed needs the old residual after the exchange.
+        inner = self.inner if self.frees_residual and not want_error else self.inner.keeping()
+        if x.dtype == mine.dtype:
+            done = yield from inner.run(codec.inner, x, mine, state, site, True)
         else:
-            inside = replace(site, settles=False)  # only the narrowed average tells what is finite
-            done = yield from self.inner.rounds(residual + x, state, inside, want_error=True)
-            done = done._replace(average=done.average.to(x.dtype))
-            if site.settles:
-                yield from settle(done.average.isfinite().all())
-        average, inner_state, error, finite, overflow = done
+            done = yield from inner.run(codec.inner, mine + x, None, state, site, True)
+        error, finite = done.error, done.finite
         assert error is not None  # asked for
-        lost = (error - residual).to(x.dtype) if want_error else None
-        return Exchange(average.to(x.dtype), {**inner_state, "residual": error}, lost, finite, overflow)
+        average = done.average.to(x.dtype)
+        if finite is not None and average.dtype != done.average.dtype:
+            finite = finite.clamp(max=Finite.YES)  # what is bounded in float32 may be infinite in x's type
+        lost = (error - mine).to(x.dtype) if want_error else None
+        return Exchange(average, {**done.state, "residual": error}, lost, finite)

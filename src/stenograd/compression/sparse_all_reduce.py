@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Exchange, Payload, Site, State
+from stenograd.compression.contract import Exchange, Payload, Site, State, Transport
 from stenograd.compression.sparse_format import check_places
 from stenograd.data.requests import Rounds, gather, scatter
 from stenograd.kernels.dispatch import pack_places, select, unpack_places
 
-__all__ = ["Regions", "regions_for", "sparse_all_reduce"]
+__all__ = ["Regions", "SparseAllReduce", "regions_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ def regions_for(numel: int, k: int, site: Site, *, forced: bool = False) -> Regi
     Args:
         numel: number of places.
         k: entries that a rank selects.
-        site: world size and step.
+        site: for the world size.
         forced: whether to share it wherever there is something to share.
 
     Example:
@@ -163,13 +164,12 @@ def regions_for(numel: int, k: int, site: Site, *, forced: bool = False) -> Regi
     """
     if site.world_size == 1 or not k:
         return None
-    regions = Regions(numel, k, site.world_size, site.step)
+    regions = Regions(numel, k, site.world_size)
     return regions if forced or 3 * (regions.slots + regions.kept) <= 2 * k else None
 
 
-def sparse_all_reduce(
-    x: Tensor, regions: Regions, state: State, site: Site, *, compact: bool, want_error: bool
-) -> Rounds[Exchange]:
+@dataclass(frozen=True, kw_only=True)
+class SparseAllReduce(Transport):
     """Average the largest entries of each rank, and send about the k largest of the average to all.
 
     Every rank sends the k largest entries outside its own region to their owners, at most `slots` to each,
@@ -179,38 +179,46 @@ def sparse_all_reduce(
     again, so nothing has to be sent twice, and `average = mean_r(x_r - error_r)`.
 
     Args:
-        x: flat tensor; overwritten.
         regions: from `regions_for`.
-        state: passed on.
-        site: where and when.
-        compact: write places as an Elias-Fano code.
-        want_error: whether the exchange must carry `error`.
+        compact: write indices as an Elias-Fano code.
 
     Reference: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk), PPoPP
     2022. There regions are contiguous and re-balanced from time to time, thresholds are estimated, and what
     is not among the largest sums goes back to those who sent it; on small models that learned more slowly.
     """
-    world, mine = regions.world_size, site.rank
-    first = _Rows(regions.slots, regions.length, compact)
-    second = _Rows(regions.kept, regions.length, compact)
-    sums = _padded(regions.take(x, mine), first)
-    places, owner, local = _fitting(x, regions)
-    payload = first.write(*_arranged(x.index_select(0, places), owner, local, first, world))
-    rows = yield from scatter(*payload)
-    for theirs, values in (first.read(row) for rank, row in enumerate(rows) if rank != mine):
-        sums.index_add_(0, theirs, values.to(sums.dtype))
-    message = second.write(*_largest(sums[: regions.length], regions.quota(mine), second, x, world))
-    everyone = yield from gather(*message)
-    kept = [second.read(tuple(t[0] for t in row)) for row in everyone]
-    average = _assembled(kept, regions, x)
-    if not want_error:
-        return Exchange(average, state)
-    x.index_fill_(0, places, 0)
-    sent, values = kept[mine]
-    inside = sent < regions.length
-    sums.index_add_(0, sent[inside], values[inside].to(sums.dtype), alpha=-world)
-    regions.put(sums[: regions.length].to(x.dtype), x, mine)
-    return Exchange(average, state, x)
+
+    regions: Regions
+    compact: bool
+    rounds: int = 2
+
+    def run(
+        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Send to owners, add up, gather the largest sums; see `Transport.run`."""
+        if residual is not None:
+            x.add_(residual)
+        regions = replace(self.regions, step=site.step)
+        world, mine = regions.world_size, site.rank
+        first = _Rows(regions.slots, regions.length, self.compact)
+        second = _Rows(regions.kept, regions.length, self.compact)
+        sums = _padded(regions.take(x, mine), first)
+        places, owner, local = _fitting(x, regions)
+        payload = first.write(*_arranged(x.index_select(0, places), owner, local, first, world))
+        rows = yield from scatter(*payload)
+        for theirs, values in (first.read(row) for rank, row in enumerate(rows) if rank != mine):
+            sums.index_add_(0, theirs, values.to(sums.dtype))
+        message = second.write(*_largest(sums[: regions.length], regions.quota(mine), second, x, world))
+        everyone = yield from gather(*message)
+        kept = [second.read(tuple(t[0] for t in row)) for row in everyone]
+        average = _assembled(kept, regions, x)
+        if not want_error:
+            return Exchange(average, state)
+        x.index_fill_(0, places, 0)
+        sent, values = kept[mine]
+        inside = sent < regions.length
+        sums.index_add_(0, sent[inside], values[inside].to(sums.dtype), alpha=-world)
+        regions.put(sums[: regions.length].to(x.dtype), x, mine)
+        return Exchange(average, state, x)
 
 
 def _fitting(x: Tensor, regions: Regions) -> tuple[Tensor, Tensor, Tensor]:

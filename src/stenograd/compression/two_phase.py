@@ -10,11 +10,12 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Codec, Exchange, Payload, Site, State
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Exchange, Payload, Site, State, Transport
 from stenograd.data.requests import Rounds, gather, scatter
 from stenograd.kernels.reference.bits import packed_bytes
 
-__all__ = ["FEWEST_RANKS", "Chunks", "chunks_for", "two_phase"]
+__all__ = ["FEWEST_RANKS", "Chunks", "TwoPhase", "chunks_for"]
 
 FEWEST_RANKS = 4  # with fewer, an all-gather moves at most twice the code
 _MOST = 2.08  # of the coded size may be moved by a rank
@@ -113,35 +114,21 @@ def chunks_for(site: Site, bits: int, block: int) -> Chunks | None:
     return chunks if 2 * 4 * chunks.row_words < coded_bytes else None
 
 
-def two_phase(
-    codec: Codec,
-    chunks: Chunks,
-    x: Tensor,
-    residual: Tensor | None,
-    state: State,
-    site: Site,
-    want_error: bool,
-    *,
-    again: tuple[Codec, Chunks] | None = None,
-) -> Rounds[Exchange]:
-    """Average x: rank j collects chunk j of every rank's code, averages, encodes again, and all gather that.
+@dataclass(frozen=True, kw_only=True)
+class TwoPhase(Transport):
+    """Average x in two phases: rank j collects chunk j of every code, averages, and all gather that, encoded.
 
     With `C` for encoding and decoding, rank j computes `a = (x_j + sum_{r != j} C(x_r)) / N` of chunk j and
     all ranks take `C(a)`. Its own chunk does not travel, so it enters uncompressed. What the second encoding
     loses is `N (a - C(a))` in this rank's error, which enters its next average divided by N and again
     uncompressed: one residual serves both encodings, and `average = mean_r(x_r - error_r)` holds.
 
-    Each rank moves `2 (N-1)/N` times the coded size, and decodes as much as two codes, whatever N is.
+    Each rank moves `2 (N-1)/N` times the coded size, and decodes as much as two codes, whatever N is. The
+    codec writes codes and scales as `Chunks` describes them, and is unbiased only if what it draws is private
+    to the rank and the key, which tell the second encoding from the first.
 
     Args:
-        codec: encodes into codes and scales as `Chunks` describes them; unbiased if it is private to the rank
-            and the key, which tell the second encoding from the first.
         chunks: from `chunks_for`.
-        x: flat tensor, overwritten.
-        residual: added to it; None for none.
-        state: passed on.
-        site: where and when.
-        want_error: whether the exchange must carry `error`.
         again: codec of the second encoding and the chunks as it writes them; None for the same. What it loses
             is not averaged over the ranks, so a finer one may be worth its bytes.
 
@@ -149,26 +136,38 @@ def two_phase(
     Error-Compensated Compression", ICML 2019 (two encodings with a residual each); Bernstein et al., "signSGD
     with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019 (chunks owned by ranks).
     """
-    world, mine = site.world_size, chunks.span(site.rank)
-    whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key)
-    own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
-    error: Tensor | None = None
-    if want_error:
-        own = own if residual is None else own.add_(residual[mine])
-        payload, error = codec.encode_error(x, residual, whole)
-    else:
-        payload = codec.encode(x, whole)
-    rows = yield from scatter(chunks.cut(payload))
-    theirs = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
-    average = codec.combine(theirs, own, part)
-    average.mul_((world - 1) / world).add_(own, alpha=1 / world)
-    codec, chunks = again or (codec, chunks)
-    second = codec.encode(average, part)
-    if error is not None:
-        error[mine] = codec.error(average, second, part).mul_(world).to(error.dtype)
-    everyone = yield from gather(chunks.row(second))
-    final = chunks.join(row for (row,) in everyone)
-    return Exchange(codec.decode(final, x, whole), state, error, codec.finite([final]))
+
+    chunks: Chunks
+    again: tuple[Codec, Chunks] | None = None
+    rounds: int = 2
+    reports_finite: bool = True
+
+    def run(
+        self, codec: Codec, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Encode, scatter, average, encode again, gather; see `Transport.run`."""
+        chunks, world, mine = self.chunks, site.world_size, self.chunks.span(site.rank)
+        whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key, buffer=None)
+        own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        error: Tensor | None = None
+        if want_error:
+            own = own if residual is None else own.add_(residual[mine])
+            payload, error = codec.encode_error(x, residual, whole)
+        else:
+            payload = codec.encode(x, whole)
+        rows = yield from scatter(chunks.cut(payload))
+        theirs = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
+        average = codec.combine(theirs, own, part)
+        average.mul_((world - 1) / world).add_(own, alpha=1 / world)
+        codec, chunks = self.again or (codec, chunks)
+        if error is None:
+            second = codec.encode(average, part)
+        else:
+            second, lost = codec.encode_error(average, None, part)
+            error[mine] = lost.mul_(world).to(error.dtype)
+        everyone = yield from gather(chunks.row(second))
+        final = chunks.join(row for (row,) in everyone)
+        return Exchange(codec.decode(final, x, whole), state, error, codec.finite([final]))
 
 
 @lru_cache(maxsize=1024)

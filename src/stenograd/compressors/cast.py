@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Codec, Exchange, Payload, Site, State
-from stenograd.data.flat_parameters import is_finite
-from stenograd.data.requests import Rounds, means
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Payload, Site, Transport
+from stenograd.compression.transports import AllReduce
 from stenograd.errors import MethodError, bad_value
 
 __all__ = ["Cast"]
@@ -44,7 +44,6 @@ class Cast(Codec):
         "bf16": {"dtype": "bfloat16"},
     }
     summary: ClassVar[str] = "every element in 16 bits"
-    linear: ClassVar[bool] = True
 
     dtype: str = "float16"
 
@@ -60,48 +59,16 @@ class Cast(Codec):
         for dtype in _TYPES:
             yield cls(dtype=dtype)
 
-    @property
-    def propagates(self) -> bool:
-        """A NaN on one rank is a NaN in the sum, and an overflow an infinity."""
-        return True
-
-    @property
-    def bulky(self) -> bool:
-        """Every element travels."""
-        return True
-
-    @property
-    def takes_scaled(self) -> bool:
-        """Divided before or after rounding, the sum is the mean."""
-        return True
+    def transport(self, site: Site) -> Transport:
+        """Average in 16 bits."""
+        return AllReduce()
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Round to nearest."""
         wire = _TYPES[self.dtype]
         return (x.clone() if x.element_size() <= wire.itemsize else x.to(wire),)
 
-    def exchange(
-        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Round, average, widen into x's memory; see `Codec.exchange`."""
-        error: Tensor | None = None
-        if want_error:
-            payload, error = self.encode_error(x, residual, site)
-        else:
-            payload = self.encode(x, site)
-        (mean,) = yield from means(payload, scaled=site.scaled)
-        if mean.dtype == x.dtype:
-            return Exchange(mean, state, error)
-        # only float16 overflows where float32 does not; all ranks have the same mean, so all ask or none
-        overflow = mean.dtype is torch.float16 and not is_finite(mean) and not (yield from _any_bad(x))
-        return Exchange(x.copy_(mean), state, error, overflow=overflow)
-
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
         """Widen again."""
-        return payload[0].to(like.dtype)
-
-
-def _any_bad(x: Tensor) -> Rounds[bool]:
-    """Return whether any rank's x is not finite."""
-    (share,) = yield from means((torch.full((1,), float(not is_finite(x)), device=x.device),))
-    return bool(share.item() > 0)
+        (narrow,) = payload
+        return narrow if narrow.dtype == like.dtype else site.out(like).copy_(narrow)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Codec, Payload, Site
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Feedback, Payload, Site, Transport
+from stenograd.compression.transports import AllReduce
 
 __all__ = ["Identity"]
 
@@ -29,32 +30,20 @@ class Identity(Codec):
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"dense": {}}
     summary: ClassVar[str] = "every element, full precision (plain all-reduce)"
-    linear: ClassVar[bool] = True
 
     @property
-    def lossless(self) -> bool:
+    def feedback(self) -> Feedback:
         """Nothing is lost."""
-        return True
+        return Feedback.NEVER
 
     @property
     def delta(self) -> float:
         """Nothing is lost."""
         return 1.0
 
-    @property
-    def propagates(self) -> bool:
-        """A NaN on one rank is a NaN in the sum."""
-        return True
-
-    @property
-    def bulky(self) -> bool:
-        """Every element travels."""
-        return True
-
-    @property
-    def takes_scaled(self) -> bool:
-        """The sum of what is divided already is the mean."""
-        return True
+    def transport(self, site: Site) -> Transport:
+        """Average the numbers themselves."""
+        return AllReduce()
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Hand over x itself, so that it is averaged in place."""
@@ -63,7 +52,3 @@ class Identity(Codec):
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
         """Take the numbers as they are."""
         return payload[0]
-
-    def error(self, x: Tensor, payload: Payload, site: Site) -> Tensor:
-        """Nothing is lost."""
-        return torch.zeros_like(x)

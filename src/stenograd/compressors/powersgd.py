@@ -11,10 +11,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Compressor, Exchange, Site, State, all_bounded, require_floating
+from stenograd.compression.contract import (
+    Compressor,
+    Exchange,
+    Feedback,
+    Site,
+    State,
+    Transport,
+    require_floating,
+)
 from stenograd.compression.orthogonalize import orthogonalize
-from stenograd.compression.small_all_reduce import direct_means
-from stenograd.data.requests import Rounds, settle
+from stenograd.compression.small_all_reduce import small_means, small_rounds
+from stenograd.data.finite import Finite, finite_of
+from stenograd.data.requests import Rounds, commit
 from stenograd.errors import MethodError, check_count
 from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows
 
@@ -76,60 +85,28 @@ class PowerSGD(Compressor):
         yield cls(rank=4, warm_start=False)
 
     @property
-    def biased(self) -> bool:
+    def feedback(self) -> Feedback:
         """What lies outside the leading subspace is dropped."""
-        return True
+        return Feedback.ON
 
-    def detects(self, world_size: int) -> bool:
-        """What is not finite makes the mean of M Q so."""
-        return True
-
-    def settles(self, world_size: int) -> bool:
-        """The first round tells what is finite."""
-        return True
+    def transport(self, site: Site) -> Transport:
+        """Average the factors on both sides; the first round tells what is finite."""
+        batches, dense = _plan(site.shapes, self.rank)
+        width = torch.promote_types(site.dtype, torch.float32).itemsize
+        left = sum(len(b.tensors) * b.rank * b.rows for b in batches) + sum(b - a for a, b in dense)
+        right = sum(len(b.tensors) * b.rank * b.columns for b in batches)
+        sizes = [width * left] + [width * right] * bool(batches)
+        rounds = sum(small_rounds(nbytes, site.world_size, site.device) for nbytes in sizes)
+        return _TwoFactors(rounds=rounds)
 
     def init(self, like: Tensor, site: Site) -> State:
         """Draw the first Q of every compressed tensor, equal on all ranks."""
         require_floating(like)
         return self._random_queries(like, site) if self.warm_start else {}
 
-    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
-        """Project on both sides in two rounds; see `Compressor.rounds`."""
-        return (yield from self._exchange(x, None, state, site, want_error))
-
-    def corrected(self, x: Tensor, residual: Tensor, state: State, site: Site) -> Rounds[Exchange]:
-        """Add the residual while projecting; see `Compressor.corrected`."""
-        return (yield from self._exchange(x, residual, state, site, True))
-
-    def _exchange(
-        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        batches, dense = _plan(site.shapes, self.rank)
-        work = x.to(torch.promote_types(x.dtype, torch.float32))
-        queries = state if self.warm_start else self._random_queries(x, site)
-        if residual is not None:
-            for start, stop in dense:
-                work[start:stop] += residual[start:stop]
-        qts = [torch.stack([queries[f"q/{i}"].mT for i in b.tensors]) for b in batches]  # (count, r, m)
-        thin = [project_rows(work, residual, b.place, qt) for b, qt in zip(batches, qts, strict=True)]
-        reply = yield from direct_means([*thin, *(work[a:b] for a, b in dense)], site.world_size)
-        finite = torch.stack([t.isfinite().all() for t in reply]).all()
-        pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
-        mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
-        # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
-        qts = [qt.clone() for qt in mine]
-        qts = list((yield from direct_means(qts, site.world_size))) if batches else []
-        if site.settles and (yield from settle(finite & all_bounded([*qts, *reply[len(batches) :]]))):
-            site = replace(site, spare=residual)
-        average = site.memory(work) if want_error else work
-        for (start, stop), exact in zip(dense, reply[len(batches) :], strict=True):
-            average[start:stop] = exact  # before work changes: the reply may lie in it
-            if want_error:
-                work[start:stop] = 0
-        for b, *thins in zip(batches, pts, mine, qts, strict=True):
-            expand(work if want_error else None, average, b.place, *thins)
-        state = _next_queries(batches, qts) if self.warm_start else state
-        return Exchange(average.to(x.dtype), state, work.to(x.dtype) if want_error else None, finite)
+    def queries(self, state: State, like: Tensor, site: Site) -> State:
+        """Return Q of every compressed tensor: the last ones, or new random ones."""
+        return state if self.warm_start else self._random_queries(like, site)
 
     def _random_queries(self, like: Tensor, site: Site) -> State:
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -139,6 +116,49 @@ class PowerSGD(Compressor):
             f"q/{i}": torch.randn(shape, generator=generator).to(like.device, dtype)
             for i, shape in sorted(shapes.items())
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TwoFactors(Transport):
+    """Average P, orthogonalise it, average Q; the residual is added while projecting."""
+
+    rounds: int = 2
+    reports_finite: bool = True
+    frees_residual: bool = True
+
+    def run(
+        self, codec: PowerSGD, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Project on both sides in two rounds; see `Transport.run`."""
+        batches, dense = _plan(site.shapes, codec.rank)
+        work = x.to(torch.promote_types(x.dtype, torch.float32))
+        queries = codec.queries(state, x, site)
+        if residual is not None:
+            for start, stop in dense:
+                work[start:stop] += residual[start:stop]
+        qts = [torch.stack([queries[f"q/{i}"].mT for i in b.tensors]) for b in batches]  # (count, r, m)
+        thin = [project_rows(work, residual, b.place, qt) for b, qt in zip(batches, qts, strict=True)]
+        reply = yield from small_means([*thin, *(work[a:b] for a, b in dense)], site.world_size)
+        finite = finite_of(reply)  # what is not finite makes the mean of M Q so
+        pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
+        mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
+        # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
+        qts = [qt.clone() for qt in mine]
+        qts = list((yield from small_means(qts, site.world_size))) if batches else []
+        if self.frees_residual:
+            bounded = torch.minimum(finite_of([*qts, *reply[len(batches) :]]), finite)
+            if (yield from commit(bounded)):
+                site = replace(site, buffer=residual)
+        average = site.out(work) if want_error else work
+        for (start, stop), exact in zip(dense, reply[len(batches) :], strict=True):
+            average[start:stop] = exact  # before work changes: the reply may lie in it
+            if want_error:
+                work[start:stop] = 0
+        for b, *thins in zip(batches, pts, mine, qts, strict=True):
+            expand(work if want_error else None, average, b.place, *thins)
+        state = _next_queries(batches, qts) if codec.warm_start else state
+        error = work.to(x.dtype) if want_error else None
+        return Exchange(average.to(x.dtype), state, error, finite.clamp(max=Finite.YES))
 
 
 @dataclass(frozen=True, slots=True)

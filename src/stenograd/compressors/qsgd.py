@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Codec, Exchange, Payload, Site, State, all_bounded
-from stenograd.compression.two_phase import FEWEST_RANKS, chunks_for, two_phase
-from stenograd.data.requests import Rounds
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Payload, Site, Transport
+from stenograd.compression.two_phase import TwoPhase, chunks_for
+from stenograd.data.finite import finite_of
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
 
@@ -68,18 +68,10 @@ class QSGD(Codec):
         for bits, block in ((2, 512), (3, 7), (4, 512), (8, 64)):
             yield cls(bits=bits, block=block)
 
-    def one_round(self, world_size: int) -> bool:
-        """One all-gather, up to three ranks."""
-        return world_size < FEWEST_RANKS
-
-    def exchange(
-        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
+    def transport(self, site: Site) -> Transport:
         """Gather all codes, or average them in two phases where that moves less."""
         chunks = chunks_for(site, self.bits, self.block)
-        if chunks is None:
-            return (yield from super().exchange(x, residual, state, site, want_error))
-        return (yield from two_phase(self, chunks, x, residual, state, site, want_error))
+        return super().transport(site) if chunks is None else TwoPhase(chunks=chunks)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Round at random and pack `level + s`, lowest bit first."""
@@ -95,26 +87,14 @@ class QSGD(Codec):
         """Multiply the levels by `m / s`."""
         return self.combine([payload], like, site)
 
-    def detects(self, world_size: int) -> bool:
-        """A block that is not finite has such a scale."""
-        return True
-
-    def settles(self, world_size: int) -> bool:
-        """Not in two phases."""
-        return self.one_round(world_size)
-
-    def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
-        """Look at the scales."""
-        return torch.stack([scales.isfinite().all() for _, scales in payloads]).all()
-
-    def bounded(self, payloads: Sequence[Payload]) -> Tensor:
-        """Likewise."""
-        return all_bounded(scales for _, scales in payloads)
+    def finite(self, payloads: Sequence[Payload]) -> Tensor:
+        """Look at the scales: a block that is not finite has such a one."""
+        return finite_of(scales for _, scales in payloads)
 
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Average the messages in rank order."""
         messages = [(codes, scales) for codes, scales in payloads]
-        return qsgd_decode_mean(messages, self.bits, self.block, site.numels, out=site.memory(like))
+        return qsgd_decode_mean(messages, self.bits, self.block, site.numels, out=site.out(like))
 
     def _key(self, site: Site) -> int:
         return site.generator(self.seed, shared=False).initial_seed()

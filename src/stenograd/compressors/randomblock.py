@@ -49,6 +49,7 @@ class RandomBlock(RandomK):
             yield cls(ratio=ratio)
         yield cls(ratio=0.2, unbiased=True)
 
-    def _draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
+    def draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
+        """Return k neighbours from a random start on, wrapping around."""
         start = int(torch.randint(max(n, 1), (), generator=generator))
         return (torch.arange(k) + start) % max(n, 1)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Compressor, Exchange, Site, State
+from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
 from stenograd.data.requests import Rounds, mean
 from stenograd.errors import MethodError, bad_value
 
@@ -67,29 +67,15 @@ class RandomK(Compressor):
             yield cls(ratio=ratio, unbiased=True)
 
     @property
-    def biased(self) -> bool:
-        """Unscaled, the expectation is k/n of x."""
-        return not self.unbiased
+    def feedback(self) -> Feedback:
+        """Unscaled, the expectation is k/n of x; scaled, what is sent is n/k times as large."""
+        return Feedback.NEVER if self.unbiased else Feedback.ON
 
-    @property
-    def amplifies(self) -> bool:
-        """Scaled by n/k, what is sent is that much larger than x on its places."""
-        return self.unbiased
+    def transport(self, site: Site) -> Transport:
+        """Average the drawn elements; what was not drawn may hide NaN."""
+        return _Drawn()
 
-    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
-        """Draw, average the drawn elements, put them back; see `Compressor.rounds`."""
-        n = x.numel()
-        k = math.ceil(self.ratio * n)
-        scale = n / k if self.unbiased and k else 1.0
-        places = self._draw(n, k, site.generator(self.seed, shared=True)).to(x.device)
-        values = x.index_select(0, places)
-        error = None
-        if want_error:  # x - scale x, which is an exact zero without scaling
-            error = x.index_copy_(0, places, values * (1 - scale))
-        average = yield from mean(values)
-        return Exchange(torch.zeros_like(x).index_copy_(0, places, average * scale), state, error)
-
-    def _draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
+    def draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
         """Return k of n places, every choice of k equally likely, in ascending order.
 
         Draws with repetition until k are distinct, then drops a random surplus; so it costs O(k log k) for
@@ -98,10 +84,31 @@ class RandomK(Compressor):
         if n <= _SMALL:
             return torch.randperm(n, generator=generator)[:k].sort().values
         if 2 * k > n:
-            return _others(n, self._draw(n, n - k, generator))
+            return _others(n, self.draw(n, n - k, generator))
         found = _distinct(n, k, generator)
-        surplus = self._draw(found.numel(), found.numel() - k, generator)
+        surplus = self.draw(found.numel(), found.numel() - k, generator)
         return found[_others(found.numel(), surplus)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn(Transport):
+    """One all-reduce of the elements that all ranks drew alike."""
+
+    def run(
+        self, codec: RandomK, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Draw, average the drawn elements, put them back; see `Transport.run`."""
+        x = x if residual is None else x.add_(residual)
+        n = x.numel()
+        k = math.ceil(codec.ratio * n)
+        scale = n / k if codec.unbiased and k else 1.0
+        indices = codec.draw(n, k, site.generator(codec.seed, shared=True)).to(x.device)
+        values = x.index_select(0, indices)
+        error = None
+        if want_error:  # x - scale x, which is an exact zero without scaling
+            error = x.index_copy_(0, indices, values * (1 - scale))
+        average = yield from mean(values)
+        return Exchange(torch.zeros_like(x).index_copy_(0, indices, average * scale), state, error)
 
 
 def _distinct(n: int, k: int, generator: torch.Generator) -> Tensor:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Codec, Exchange, Payload, Site, State, all_bounded, average_of
-from stenograd.compression.two_phase import FEWEST_RANKS, chunks_for, two_phase
-from stenograd.data.requests import Rounds
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Feedback, Payload, Site, Transport, average_of
+from stenograd.compression.two_phase import TwoPhase, chunks_for
+from stenograd.data.finite import finite_of
 from stenograd.errors import MethodError, check_count
 from stenograd.kernels.dispatch import sign_decode_mean, sign_encode_feedback
 from stenograd.kernels.reference.bits import block_views, unpack_bits
@@ -69,34 +69,22 @@ class Sign(Codec):
         yield cls(block=64, majority=True)
 
     @property
-    def biased(self) -> bool:
+    def feedback(self) -> Feedback:
         """Every element of a block gets the same magnitude."""
-        return True
+        return Feedback.ON
 
     @property
     def delta(self) -> float:
         """The worst case is a block with a single non-zero."""
         return 1 / self.block
 
-    @property
-    def votes(self) -> bool:
-        """The majority's sign is not the mean."""
-        return self.majority
-
-    def one_round(self, world_size: int) -> bool:
-        """One all-gather, up to three ranks."""
-        return world_size < FEWEST_RANKS
-
-    def exchange(
-        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Gather all codes, or average them in two phases where that moves less."""
+    def transport(self, site: Site) -> Transport:
+        """Gather all codes, or average them in two phases where that moves less; a vote gathers them."""
         chunks = None if self.majority else chunks_for(site, bits=1, block=self.block)
         if chunks is None:
-            return (yield from super().exchange(x, residual, state, site, want_error))
+            return replace(super().transport(site), votes=self.majority)
         block = chunks.finer(self.block)
-        again = replace(self, block=block), chunks.blocked(block)
-        return (yield from two_phase(self, chunks, x, residual, state, site, want_error, again=again))
+        return TwoPhase(chunks=chunks, again=(replace(self, block=block), chunks.blocked(block)))
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Pack the signs, lowest bit first, and take each block's mean magnitude."""
@@ -111,34 +99,22 @@ class Sign(Codec):
         """Give every element its block's magnitude."""
         return self._mean([payload], like, site)
 
-    def detects(self, world_size: int) -> bool:
-        """A block that is not finite has such a scale."""
-        return True
-
-    def settles(self, world_size: int) -> bool:
-        """Not in two phases."""
-        return self.majority or self.one_round(world_size)
-
-    def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
-        """Look at the scales."""
-        return torch.stack([scales.isfinite().all() for _, scales in payloads]).all()
-
-    def bounded(self, payloads: Sequence[Payload]) -> Tensor:
-        """Likewise."""
-        return all_bounded(scales for _, scales in payloads)
+    def finite(self, payloads: Sequence[Payload]) -> Tensor:
+        """Look at the scales: a block that is not finite has such a one."""
+        return finite_of(scales for _, scales in payloads)
 
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Average the messages, or vote."""
         if not self.majority:
             return self._mean(payloads, like, site)
-        votes = torch.zeros_like(like)  # at most the world size, exact in every dtype up to 256 ranks
+        votes = site.out(like).zero_()  # at most the world size, exact in every dtype up to 256 ranks
         for signs, _ in payloads:
             votes += self._signs(signs, like)
         return self._scaled(votes.sign_(), average_of(scales for _, scales in payloads), site)
 
     def _mean(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         messages = [(bits, scales) for bits, scales in payloads]
-        return sign_decode_mean(messages, self.block, site.numels, out=site.memory(like))
+        return sign_decode_mean(messages, self.block, site.numels, out=site.out(like))
 
     def _signs(self, packed: Tensor, like: Tensor) -> Tensor:
         return unpack_bits(packed, 1, like.numel()).to(like.dtype).mul_(2).sub_(1)

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Codec, Payload, Site
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Feedback, Payload, Site, Transport
 from stenograd.compression.sparse_format import mean_of_sparse
+from stenograd.compression.transports import AllGather
 from stenograd.errors import MethodError, bad_value
 
 __all__ = ["Threshold"]
@@ -43,7 +45,6 @@ class Threshold(Codec):
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"threshold": {}}
     summary: ClassVar[str] = "elements of a given magnitude or more, with their places"
-    ragged: ClassVar[bool] = True
 
     value: float = 1e-3
 
@@ -59,9 +60,13 @@ class Threshold(Codec):
             yield cls(value=value)
 
     @property
-    def biased(self) -> bool:
+    def feedback(self) -> Feedback:
         """Small elements are dropped, always the same ones."""
-        return True
+        return Feedback.ON
+
+    def transport(self, site: Site) -> Transport:
+        """Gather messages of different lengths."""
+        return AllGather(ragged=True)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Select and compact."""
@@ -72,9 +77,11 @@ class Threshold(Codec):
         """Scatter into zeros."""
         return self.combine([payload], like, site)
 
-    def error(self, x: Tensor, payload: Payload, site: Site) -> Tensor:
-        """Return x with zeros where it was sent; overwrites x."""
-        return x.index_fill_(0, payload[0].long(), 0)
+    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
+        """Send, and leave x with zeros where it was sent."""
+        x = x if residual is None else x.add_(residual)
+        payload = self.encode(x, site)
+        return payload, x.index_fill_(0, payload[0].long(), 0)
 
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Add all ranks' elements into one dense tensor."""

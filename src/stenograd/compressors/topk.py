@@ -10,19 +10,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Codec, Exchange, Payload, Site, State, all_bounded
-from stenograd.compression.sparse_all_reduce import Regions, regions_for, sparse_all_reduce
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Feedback, Payload, Site, Transport
+from stenograd.compression.sparse_all_reduce import SparseAllReduce, regions_for
 from stenograd.compression.sparse_format import VALUES, Message
-from stenograd.data.requests import Rounds
+from stenograd.data.finite import finite_of
 from stenograd.errors import MethodError, bad_value
-from stenograd.kernels.dense import not_finite
 from stenograd.kernels.dispatch import scatter_mean, select, select_feedback
 
 __all__ = ["TopK"]
 
 _REDUCE = ("auto", "gather", "regions")
-_FEWEST_RANKS = 5  # for a sparse all-reduce to move clearly less; see `regions_for`
-_BOUNDED_EXPONENT = 226  # of a float32 below 2**100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,31 +89,23 @@ class TopK(Codec):
         yield cls(ratio=0.1, reduce="regions", compact=False)
 
     @property
-    def biased(self) -> bool:
+    def feedback(self) -> Feedback:
         """Small elements are dropped, always the same ones."""
-        return True
+        return Feedback.ON
 
     @property
     def delta(self) -> float:
         """The k largest hold at least k/n of the energy."""
         return self.ratio
 
-    def one_round(self, world_size: int) -> bool:
-        """One all-gather, or the sparse all-reduce."""
-        return self.detects(world_size)
-
-    def exchange(
-        self, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
+    def transport(self, site: Site) -> Transport:
         """Gather all messages, or share the work by regions where that moves less."""
-        regions = self._regions(x, site)
-        if regions is None:
-            return (yield from super().exchange(x, residual, state, site, want_error))
-        if residual is not None:
-            x.add_(residual)
-        return (
-            yield from sparse_all_reduce(x, regions, state, site, compact=self.compact, want_error=want_error)
-        )
+        if self.reduce != "gather":
+            k = math.ceil(self.ratio * site.numel)
+            regions = regions_for(site.numel, k, site, forced=self.reduce == "regions")
+            if regions is not None:
+                return SparseAllReduce(regions=regions, compact=self.compact)
+        return super().transport(site)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Select and write."""
@@ -141,44 +131,22 @@ class TopK(Codec):
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Add all ranks' elements into one dense tensor."""
         message = self._message(like)
-        return scatter_mean([message.read(p) for p in payloads], like.numel(), out=site.memory(like))
+        return scatter_mean([message.read(p) for p in payloads], like.numel(), out=site.out(like))
 
-    def detects(self, world_size: int) -> bool:
-        """Whatever is not finite counts as largest, so each rank's message holds it."""
-        return self.reduce == "gather" or (self.reduce == "auto" and world_size < _FEWEST_RANKS)
+    def finite(self, payloads: Sequence[Payload]) -> Tensor:
+        """Look at the values: whatever is not finite counts as largest, so it is among them.
 
-    def settles(self, world_size: int) -> bool:
-        """Where the messages tell what is finite."""
-        return self.detects(world_size)
-
-    def finite(self, payloads: Sequence[Payload]) -> Tensor | None:
-        """Look at the values, their scales or their largest exponent."""
-        numbers = self._numbers(payloads)
-        if not numbers[0].is_floating_point():
-            return torch.stack([(n != 255).all() for n in numbers]).all()
-        if numbers[0].device.type == "cpu":
-            return torch.tensor(not any(not_finite(n) for n in numbers))
-        return torch.stack([n.isfinite().all() for n in numbers]).all()
-
-    def bounded(self, payloads: Sequence[Payload]) -> Tensor:
-        """Likewise."""
-        numbers = self._numbers(payloads)
-        if numbers[0].is_floating_point():
-            return all_bounded(numbers)
-        return torch.stack([(n <= _BOUNDED_EXPONENT).all() for n in numbers]).all()
-
-    def _numbers(self, payloads: Sequence[Payload]) -> list[Tensor]:
+        Rounded values have scales, or the exponent of the largest, which tell the same.
+        """
         at = 2 if self.values == "int8" and len(payloads[0]) > 2 else 1
-        return [p[at] for p in payloads]
+        numbers = [p[at] for p in payloads]
+        if not numbers[0].is_floating_point():  # exponents of float32, of which 255 is NaN's and infinity's
+            numbers = [torch.where(n == 255, torch.inf, (n.float() - 127).exp2()) for n in numbers]
+        return finite_of(numbers)
 
     def _message(self, x: Tensor) -> Message:
         kind = self.values if x.dtype is torch.float32 else None
         return Message(x.numel(), self._count(x), self.compact, kind)
-
-    def _regions(self, x: Tensor, site: Site) -> Regions | None:
-        if self.reduce == "gather":
-            return None
-        return regions_for(x.numel(), self._count(x), site, forced=self.reduce == "regions")
 
     def _count(self, x: Tensor) -> int:
         return math.ceil(self.ratio * x.numel())

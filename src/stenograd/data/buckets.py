@@ -26,12 +26,14 @@ class Bucket:
         shapes: their shapes.
         dtype: element type.
         device: where they live.
+        dense: whether they travel as they are, because they are small.
     """
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
     device: torch.device
+    dense: bool = False
 
     @property
     def numels(self) -> list[int]:
@@ -48,17 +50,20 @@ class Bucket:
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
 
-def assign(tensors: Mapping[str, Tensor], bucket_bytes: int, *, tail: bool = True) -> list[Bucket]:
+def assign(
+    tensors: Mapping[str, Tensor], bucket_bytes: int, *, tail: bool = True, dense_below: int = 0
+) -> list[Bucket]:
     """Put named tensors into buckets, in the order given; a tensor larger than a bucket is a bucket.
 
-    A bucket holds one dtype on one device. It is closed as soon as the next tensor would overfill it. A
-    tensor larger than a bucket leaves a bucket open that is less than a quarter full.
+    A bucket holds one dtype on one device. It is closed as soon as the next tensor would overfill it; only
+    an oversized tensor, which gets a bucket of its own, leaves one open that is less than a quarter full.
 
     Args:
         tensors: in the order in which they will become ready (backward order).
         bucket_bytes: largest size of a bucket of several tensors, at least 1.
         tail: whether to close one also before the last tensors that fill a quarter of it together: what is
             ready last is sent when nothing is left to compute meanwhile, so it should be little.
+        dense_below: tensors with fewer elements get buckets of their own, which are marked as dense.
 
     Example:
         >>> import torch
@@ -70,9 +75,9 @@ def assign(tensors: Mapping[str, Tensor], bucket_bytes: int, *, tail: bool = Tru
         raise bad_value("bucket_bytes", "must be at least 1", bucket_bytes, "4194304 is the default")
     full: list[list[str]] = []
     last = _tail(tensors, bucket_bytes // 4) if tail else set()
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
+    open_groups: dict[tuple[torch.dtype, torch.device, bool], tuple[list[str], int]] = {}
     for name, t in tensors.items():
-        kind, nbytes = (t.dtype, t.device), t.numel() * t.element_size()
+        kind, nbytes = (t.dtype, t.device, t.numel() < dense_below), t.numel() * t.element_size()
         names, used = open_groups.get(kind, ([], 0))
         if names and nbytes > bucket_bytes > 4 * used:
             full.append([name])
@@ -84,7 +89,7 @@ def assign(tensors: Mapping[str, Tensor], bucket_bytes: int, *, tail: bool = Tru
     full.extend(names for names, _ in open_groups.values())
     place = {name: i for i, name in enumerate(tensors)}
     full.sort(key=lambda names: place[names[-1]])  # a bucket is ready with its last tensor
-    return [_bucket(names, tensors) for names in full]
+    return [_bucket(names, tensors, dense_below) for names in full]
 
 
 def split_state(state: Mapping[str, Tensor], bucket: Bucket) -> dict[str, dict[str, Tensor]]:
@@ -173,6 +178,6 @@ def _tail(tensors: Mapping[str, Tensor], nbytes: int) -> set[str]:
     return tail
 
 
-def _bucket(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Bucket:
-    first = tensors[names[0]]
-    return Bucket(tuple(names), tuple(tensors[n].shape for n in names), first.dtype, first.device)
+def _bucket(names: Sequence[str], tensors: Mapping[str, Tensor], dense_below: int) -> Bucket:
+    first, shapes = tensors[names[0]], tuple(tensors[name].shape for name in names)
+    return Bucket(tuple(names), shapes, first.dtype, first.device, first.numel() < dense_below)

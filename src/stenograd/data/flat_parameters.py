@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from stenograd.data.buckets import Bucket, assign
 
-__all__ = ["Stream", "by_kind", "is_finite"]
+__all__ = ["Stream", "by_kind"]
 
 
 class Stream:
@@ -54,19 +53,22 @@ class Stream:
         for p, piece in self._pieces(target):
             p.copy_(p.to(self.dtype).lerp(piece, share))
 
-    def cuts(self, chunk: int, whole: bool) -> Iterator[tuple[slice, Bucket]]:
-        """Cut into chunks, the remainder first; or, for whole parameters, between them."""
+    def cuts(self, chunk: int, whole: bool, dense_below: int = 0) -> Iterator[tuple[slice, Bucket]]:
+        """Cut into chunks, the remainder first; or, for whole parameters, between them.
+
+        Parameters with fewer than `dense_below` elements travel densely; they must be a stream of their own.
+        """
         if whole:
             shaped = {
                 name: torch.empty(p.shape, dtype=self.dtype, device=self.device)
                 for name, p in zip(self.names, self.parameters, strict=True)
             }
-            buckets = assign(shaped, chunk * self.dtype.itemsize)
+            buckets = assign(shaped, chunk * self.dtype.itemsize, dense_below=dense_below)
         else:
-            total = sum(self.numels)
+            total, dense = sum(self.numels), max(self.numels) < dense_below
             sizes = [total % chunk] * (total % chunk > 0) + [chunk] * (total // chunk)
             buckets = [
-                Bucket((f"chunk {i} of {self.dtype}",), (torch.Size([size]),), self.dtype, self.device)
+                Bucket((f"chunk {i} of {self.dtype}",), (torch.Size([size]),), self.dtype, self.device, dense)
                 for i, size in enumerate(sizes)
             ]
         start = 0
@@ -80,22 +82,13 @@ class Stream:
             yield p.detach(), piece.view(p.shape)
 
 
-def by_kind(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Group parameters that can lie in one flat tensor, each group in the order given."""
-    groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+def by_kind(parameters: Mapping[str, Tensor], dense_below: int = 0) -> list[dict[str, Tensor]]:
+    """Group parameters that can lie in one flat tensor, each group in the order given.
+
+    Those with fewer than `dense_below` elements, which travel densely, are groups of their own.
+    """
+    groups: dict[tuple[torch.dtype, torch.device, bool], dict[str, Tensor]] = {}
     for name, p in parameters.items():
-        kind = (torch.promote_types(p.dtype, torch.float32), p.device)
+        kind = (torch.promote_types(p.dtype, torch.float32), p.device, p.numel() < dense_below)
         groups.setdefault(kind, {})[name] = p
     return list(groups.values())
-
-
-def is_finite(x: Tensor) -> bool:
-    """Return whether all elements are; no temporary, and one pass unless something is large or infinite.
-
-    Example:
-        >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
-        (True, False)
-    """
-    if x.numel() == 0 or math.isfinite(x.sum()):  # adding is fastest, and NaN and infinity stay in a sum
-        return True
-    return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())

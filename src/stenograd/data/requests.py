@@ -18,17 +18,18 @@ from torch import Tensor
 from stenograd.errors import WireError
 
 __all__ = [
+    "REDUCTIONS",
     "Op",
     "Reply",
     "Request",
     "Rounds",
+    "commit",
     "exchange",
     "gather",
     "gather_ragged",
     "mean",
     "means",
     "scatter",
-    "settle",
     "together",
 ]
 
@@ -37,11 +38,15 @@ class Op(Enum):
     """The collectives that a compressor may ask for."""
 
     MEAN = "all-reduce"
+    SUM = "sum by all-reduce"
     GATHER = "all-gather"
     EXCHANGE = "exchange"
     SCATTER = "all-to-all"
-    SETTLE = "nothing"
+    COMMIT = "nothing"
     SEVERAL = "several"
+
+
+REDUCTIONS = (Op.MEAN, Op.SUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +54,29 @@ class Request:
     """One collective that a compressor asks for.
 
     Args:
-        op: `MEAN` averages over the ranks (floating tensors of one dtype); `GATHER` brings every rank's
-            tensors to every rank (any dtypes, equal shapes on all ranks); `EXCHANGE` sends the tensors to
-            the peers and brings theirs here (likewise); `SCATTER` sends row j of every tensor to rank j and
-            brings every rank's row for this one here (likewise, the first dimension is the world size);
-            `SETTLE` sends nothing: it waits until all else of this step has come, and tells whether all the
-            flags handed over in it are true; `SEVERAL` stands for its `parts`, which are under way at once.
+        op: `MEAN` averages over the ranks and `SUM` adds up (floating tensors of one dtype); `GATHER` brings
+            every rank's tensors to every rank (any dtypes, equal shapes on all ranks); `EXCHANGE` sends the
+            tensors to the peers and brings theirs here; `SCATTER` sends row j of every tensor to rank j and
+            brings every rank's row for this one here (the first dimension is the world size); `COMMIT` sends
+            nothing: it waits until all else of this step has come, and tells whether all averages of the step
+            are finite; `SEVERAL` stands for its `parts`, which are under way at once.
         tensors: what this rank hands over. The driver may overwrite them: use the reply instead. The reply
             belongs to the compressor, and may be the very tensors handed over.
         peers: for `EXCHANGE`, other ranks, ascending; whoever is a peer has this rank among its own.
-        scaled: for `MEAN`, whether the tensors are divided by the world size already, so that the sum is the
-            mean.
-        parts: for `SEVERAL`, other requests, `SETTLE` not among them.
+        parts: for `SEVERAL`, other requests, `COMMIT` not among them.
     """
 
     op: Op
     tensors: tuple[Tensor, ...] = ()
     peers: tuple[int, ...] = ()
-    scaled: bool = False
     parts: tuple[Request, ...] = ()
 
     def __post_init__(self) -> None:
         if list(self.peers) != sorted(set(self.peers)) or (self.peers and self.op is not Op.EXCHANGE):
             raise WireError(f"peers are ascending ranks of an EXCHANGE, got {self.peers} for {self.op.name}")
-        if self.op is Op.MEAN and len({t.dtype for t in self.tensors}) > 1:
-            raise WireError(f"one MEAN takes one dtype, got {sorted({str(t.dtype) for t in self.tensors})}")
+        if self.op in REDUCTIONS and len({t.dtype for t in self.tensors}) > 1:
+            got = sorted({str(t.dtype) for t in self.tensors})
+            raise WireError(f"one {self.op.name} takes one dtype, got {got}")
 
     def check_rows(self, world_size: int) -> None:
         """Raise unless every tensor of a `SCATTER` has one row for each rank.
@@ -90,22 +93,22 @@ class Request:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank hands to the collective."""
-        own = 0 if self.op is Op.SETTLE else sum(t.numel() * t.element_size() for t in self.tensors)
+        own = 0 if self.op is Op.COMMIT else sum(t.numel() * t.element_size() for t in self.tensors)
         return own + sum(part.nbytes for part in self.parts)
 
 
-# For MEAN the averaged tensors, for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank order;
-# for EXCHANGE a dict with one tuple of tensors per peer, in rank order; for SETTLE a bool; for SEVERAL a list
-# with a reply for each part.
+# For MEAN and SUM the reduced tensors; for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank
+# order; for EXCHANGE a dict with one tuple of tensors per peer, in rank order; for COMMIT a bool; for SEVERAL
+# a list with a reply for each part.
 Reply: TypeAlias = Any
 T = TypeVar("T")
 _MOST_RAGGED = (1 << 31) - 1  # an int32 tells lengths
 Rounds: TypeAlias = Generator[Request, Reply, T]
 
 
-def means(tensors: Sequence[Tensor], *, scaled: bool = False) -> Rounds[tuple[Tensor, ...]]:
-    """Average tensors of one dtype over the ranks in one collective; `scaled` as in `Request`."""
-    reply: tuple[Tensor, ...] = yield Request(Op.MEAN, tuple(tensors), scaled=scaled)
+def means(tensors: Sequence[Tensor], op: Op = Op.MEAN) -> Rounds[tuple[Tensor, ...]]:
+    """Average tensors of one dtype over the ranks in one collective, or add them up by `Op.SUM`."""
+    reply: tuple[Tensor, ...] = yield Request(op, tuple(tensors))
     return reply
 
 
@@ -150,20 +153,21 @@ def exchange(tensors: Sequence[Tensor], peers: Iterable[int]) -> Rounds[dict[int
     return reply
 
 
-def settle(finite: Tensor) -> Rounds[bool]:
-    """Wait until this step is past all communication, and tell whether all its averages are finite.
+def commit(finite: Tensor) -> Rounds[bool]:
+    """Wait until all communication of this step is over, and return whether all its averages are finite.
 
-    Then the step will not be taken back, so the memory of old state is free. Only where `Site.settles`.
+    Once this returns True the step is committed: nothing takes it back, so old state may be overwritten.
 
     Args:
-        finite: whether this one is or surely will be: a 0-d bool tensor, equal on all ranks.
+        finite: `data.finite.Finite` of this exchange, as a 0-d tensor equal on all ranks.
 
     Example:
+        >>> from stenograd.data.finite import finite_of
         >>> from stenograd.simulate import run
-        >>> run([settle(torch.tensor(True))])
+        >>> run([commit(finite_of([torch.ones(2)]))])
         [True]
     """
-    reply: bool = yield Request(Op.SETTLE, (finite,))
+    reply: bool = yield Request(Op.COMMIT, (finite,))
     return reply
 
 
@@ -196,7 +200,7 @@ def gather_ragged(*tensors: Tensor, most: int = _MOST_RAGGED) -> Rounds[list[tup
 def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
     """Run several coroutines in step and merge what they ask for in the same round.
 
-    Requests with the same op (and, for MEAN, the same dtype; for EXCHANGE, the same peers) become one
+    Requests with the same op (and, for MEAN and SUM, the same dtype; for EXCHANGE, the same peers) become one
     collective, and different ones are under way at once, so k small exchanges cost one latency.
     """
     results: dict[int, T] = {}
@@ -214,16 +218,16 @@ def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
 
 
 def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
-    groups: dict[tuple[Op, torch.dtype | None, tuple[int, ...], bool], list[int]] = {}
+    groups: dict[tuple[Op, torch.dtype | None, tuple[int, ...]], list[int]] = {}
     for i, request in waiting.items():
-        dtype = request.tensors[0].dtype if request.op is Op.MEAN and request.tensors else None
-        groups.setdefault((request.op, dtype, request.peers, request.scaled), []).append(i)
+        dtype = request.tensors[0].dtype if request.op in REDUCTIONS and request.tensors else None
+        groups.setdefault((request.op, dtype, request.peers), []).append(i)
     requests = [
-        Request(op, tuple(t for i in members for t in waiting[i].tensors), peers, scaled)
-        for (op, _, peers, scaled), members in groups.items()
+        Request(op, tuple(t for i in members for t in waiting[i].tensors), peers)
+        for (op, _, peers), members in groups.items()
     ]
     answers: list[Reply] = []
-    if len(requests) > 1 and all(request.op is not Op.SETTLE for request in requests):
+    if len(requests) > 1 and all(request.op is not Op.COMMIT for request in requests):
         answers = yield Request(Op.SEVERAL, parts=tuple(requests))
     else:
         for request in requests:
@@ -239,9 +243,9 @@ def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
 
 
 def _part(op: Op, reply: Reply, part: slice) -> Reply:
-    if op is Op.MEAN:
+    if op in REDUCTIONS:
         return reply[part]
-    if op is Op.SETTLE:
+    if op is Op.COMMIT:
         return reply
     if op in (Op.GATHER, Op.SCATTER):
         return [theirs[part] for theirs in reply]

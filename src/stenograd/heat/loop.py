@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stenograd.comm.driver import Driver
-from stenograd.data.flat_parameters import is_finite
+from stenograd.data.finite import is_finite
 from stenograd.errors import StenogradError, bad_value
 from stenograd.heat.across import AcrossNodes
 from stenograd.heat.cycle import Plan, Skips

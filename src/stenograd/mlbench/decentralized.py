@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import Traffic
-from stenograd.data.flat_parameters import is_finite
+from stenograd.data.finite import is_finite
 from stenograd.errors import bad_value
 from stenograd.mlbench.neighbors import DecentralizedAggregation
 from stenograd.mlbench.tracker import Tracker

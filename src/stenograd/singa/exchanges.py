@@ -7,10 +7,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from stenograd.catalog.method import method
+from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
-from stenograd.comm.exchanger import Exchanger
-from stenograd.compression.contract import Compressor
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.data.buckets import Bucket
 from stenograd.errors import StenogradError
@@ -22,7 +21,7 @@ _States = dict[str, dict[str, Tensor]]
 
 
 class Exchanges:
-    """Runs one `Exchanger` at a time, and a new one when a step asks for another method.
+    """Runs one `TensorExchange` at a time, and a new one when a step asks for another method.
 
     Residuals of parameters that a step does not use, or that a method without error feedback leaves alone,
     rest by parameter name until a step uses them again.
@@ -33,7 +32,7 @@ class Exchanges:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._exchanger: Exchanger | None = None
+        self._exchange: TensorExchange | None = None
         self._resting: _States = {}
         self._groups: list[Group] = []
         self._under_way = False
@@ -44,17 +43,17 @@ class Exchanges:
         """Whether residuals wait for their parameters."""
         return bool(self._resting)
 
-    def begin(self, compressor: Compressor, known: Collection[str]) -> None:
+    def begin(self, how: Method, known: Collection[str]) -> None:
         """Start a step.
 
         Args:
-            compressor: how this step's gradients travel.
+            how: the method by which this step's gradients travel.
             known: names of the parameters that this step will use, as far as they have names yet.
 
         Raises:
             StenogradError: an error interrupted the last step while other ranks may have gone on.
         """
-        running = self._exchanger
+        running = self._exchange
         if self._under_way and running is not None:
             if self._driver.world_size > 1:
                 raise StenogradError(
@@ -63,9 +62,9 @@ class Exchanges:
                 )
             running.abandon()
         returning = not self._resting.keys().isdisjoint(known)
-        feeds_back = isinstance(compressor, ErrorFeedback)
-        if running is None or running.method.text != repr(compressor) or (feeds_back and returning):
-            self._replace(compressor, self.residuals())
+        feeds_back = isinstance(how.compressor, ErrorFeedback)
+        if running is None or running.method != how or (feeds_back and returning):
+            self._replace(how, self.residuals())
         self._groups = []
         self._under_way = False
         self._laid_out_anew = False
@@ -105,7 +104,7 @@ class Exchanges:
 
     def residuals(self) -> _States:
         """Return copies of all residuals by parameter name."""
-        running = self._exchanger
+        running = self._exchange
         states = dict(running.state_dict()["parameters"]) if running is not None else {}
         kept = {name: {k: t.clone() for k, t in state.items()} for name, state in self._resting.items()}
         return kept | {name: state for name, state in states.items() if state}
@@ -117,21 +116,21 @@ class Exchanges:
 
     def close(self) -> None:
         """Stop the running exchanger."""
-        if self._exchanger is not None:
-            self._exchanger.close()
-        self._exchanger = None
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
         self._under_way = False
 
-    def _replace(self, compressor: Compressor, residuals: _States) -> None:
+    def _replace(self, how: Method, residuals: _States) -> None:
         self.close()
-        fresh = Exchanger(method(compressor), self._driver)
+        fresh = TensorExchange(how, self._driver)
         self._resting = residuals
-        if isinstance(compressor, ErrorFeedback):
+        if isinstance(how.compressor, ErrorFeedback):
             fresh.load_state_dict({**fresh.state_dict(), "parameters": residuals})
             self._resting = {}
-        self._exchanger = fresh
+        self._exchange = fresh
 
-    def _running(self) -> Exchanger:
-        if self._exchanger is None:
+    def _running(self) -> TensorExchange:
+        if self._exchange is None:
             raise StenogradError("no step is under way: call begin first")
-        return self._exchanger
+        return self._exchange

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
-from stenograd.compression.contract import Compressor
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.errors import CheckpointError, TensorTypeError
 from stenograd.singa.exchanges import Exchanges
@@ -60,20 +60,20 @@ class Gradients:
         self.parameters[name] = parameter
         return name
 
-    def averaged(self, loss: Tensor, threshold: int, compressor: Compressor) -> tuple[list[Tensor], bool]:
+    def averaged(self, loss: Tensor, threshold: int, how: Method) -> tuple[list[Tensor], bool]:
         """Run backward and average all gradients; groups travel while backward goes on.
 
         Args:
             loss: what to differentiate.
             threshold: of the fusion rule, in elements.
-            compressor: how gradients travel.
+            how: the method by which gradients travel.
 
         Returns:
             The parameters in backward order, their `grad` the average; and whether all are finite.
         """
         fusion = Fusion(threshold)
-        self._meet(loss, threshold, compressor)
-        self._exchanges.begin(compressor, self._known(loss))
+        self._meet(loss, threshold, how)
+        self._exchanges.begin(how, self._known(loss))
         walked: list[Tensor] = []
         groups: list[Group] = []
 
@@ -93,7 +93,7 @@ class Gradients:
         averages, finite = self._exchanges.finish()
         for name, average in averages.items():
             _gradient(self.parameters[name]).copy_(average)
-        if isinstance(compressor, ErrorFeedback):
+        if isinstance(how.compressor, ErrorFeedback):
             self.units, self.corrected = groups, True
         return walked, finite
 
@@ -148,13 +148,13 @@ class Gradients:
         """Return the names of the loss's parameters where that matters: when residuals rest."""
         return [self.name(p) for p in parameters_of(loss)] if self._exchanges.resting else []
 
-    def _meet(self, loss: Tensor, threshold: int, compressor: Compressor | None) -> None:
+    def _meet(self, loss: Tensor, threshold: int, how: Method | None) -> None:
         """Before the first step, check that all ranks are about to do the same."""
         if self._compared:
             return
         parameters = parameters_of(loss)
         description = {f"parameter {self.name(p)}": f"{tuple(p.shape)} {p.dtype}" for p in parameters}
-        what = {"threshold": threshold, "mode": repr(compressor), "parameters": len(parameters)}
+        what = {"threshold": threshold, "mode": str(how), "parameters": len(parameters)}
         compare(self._driver, {**versions(), **what, **description}, parameters[0].device)
         self._compared = True
 

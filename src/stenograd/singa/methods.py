@@ -1,11 +1,10 @@
-"""What SINGA's modes are called among Stenograd's compressors."""
+"""What SINGA's modes are called among Stenograd's methods."""
 
 from __future__ import annotations
 
 import math
 
-from stenograd.catalog.wrappers import Clip
-from stenograd.compression.contract import Compressor
+from stenograd.catalog.method import Method
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compressors.cast import Cast
 from stenograd.compressors.identity import Identity
@@ -16,32 +15,30 @@ from stenograd.errors import bad_value
 __all__ = ["plain", "rounded", "sparse"]
 
 
-def plain() -> Compressor:
+def plain() -> Method:
     """Every element in its own precision."""
-    return Identity()
+    return Method(compressor=Identity())
 
 
-def rounded(clip: float | None = None) -> Compressor:
+def rounded(clip: float | None = None) -> Method:
     """Every element in float16, divided before summing; clip is the largest magnitude, None for any.
 
     Raises:
         ConfigError: clip is not positive and finite.
     """
-    if clip is None:
-        return Cast(dtype="float16")
-    if not (clip > 0 and math.isfinite(clip)):
+    if clip is not None and not (clip > 0 and math.isfinite(clip)):
         raise bad_value("clip_Value", "must be positive and finite", clip, "use 100, or clipping=False")
-    return Clip(inner=Cast(dtype="float16"), value=float(clip))
+    return Method(compressor=Cast(dtype="float16"), clip_value=None if clip is None else float(clip))
 
 
-def sparse(spars: float, topK: bool, corr: bool) -> Compressor:
+def sparse(spars: float, topK: bool, corr: bool) -> Method:
     """Few elements: the share `spars` of the largest, or all of at least `spars`; corrected if corr.
 
     Raises:
         ConfigError: spars is outside (0, 1] for top-k, or not positive and finite for a threshold.
 
     Example:
-        >>> sparse(0.05, topK=False, corr=False)
+        >>> sparse(0.05, topK=False, corr=False).compressor
         Threshold(value=0.05)
     """
     if topK and not 0 < spars <= 1:
@@ -52,4 +49,4 @@ def sparse(spars: float, topK: bool, corr: bool) -> Compressor:
     codec = (
         TopK(ratio=float(spars), values="float30", reduce="gather") if topK else Threshold(value=float(spars))
     )
-    return ErrorFeedback(inner=codec) if corr else codec
+    return Method(compressor=ErrorFeedback(inner=codec) if corr else codec)

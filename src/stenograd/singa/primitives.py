@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import Label, Traffic
-from stenograd.compression.contract import Compressor, Site, require_floating
+from stenograd.compression.contract import Site, require_floating
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.errors import bad_value
 from stenograd.launch.process_group import World
@@ -119,7 +120,7 @@ class Primitives:
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             self._driver.broadcast(tensor.detach())
 
-    def _fused(self, tensors: Sequence[Tensor], send: bool, compressor: Compressor) -> None:
+    def _fused(self, tensors: Sequence[Tensor], send: bool, how: Method) -> None:
         _check(tensors)
         if not send:
             self._buffered += [tensor.detach().reshape(-1).clone() for tensor in tensors]
@@ -129,24 +130,24 @@ class Primitives:
         if held and wanted != found:
             advice = "push each tensor with send=False first, then all of them with send=True"
             raise bad_value("tensors", f"must hold the {found} elements of the buffer", wanted, advice)
-        self._sum(tensors, compressor, source=held)
+        self._sum(tensors, how, source=held)
 
     def _sum(
         self,
         targets: Sequence[Tensor],
-        compressor: Compressor,
+        how: Method,
         accumulation: Tensor | None = None,
         source: Sequence[Tensor] = (),
     ) -> None:
         _check([*targets, *source, *([] if accumulation is None else [accumulation])])
         if targets:
-            self._reduce(targets, compressor, accumulation, source=source)
+            self._reduce(targets, how, accumulation, source=source)
 
     @torch.no_grad()
     def _reduce(
         self,
         targets: Sequence[Tensor],
-        compressor: Compressor,
+        how: Method,
         accumulation: Tensor | None = None,
         *,
         source: Sequence[Tensor] = (),
@@ -154,14 +155,20 @@ class Primitives:
     ) -> None:
         """Write the sum (or mean) over the ranks of source, or of the targets themselves, to the targets."""
         flat = torch.cat([t.reshape(-1) for t in source or targets])
-        site = Site(tuple(t.shape for t in targets), self.global_rank, self.world_size)
-        state = {}
+        site = Site(
+            shapes=tuple(t.shape for t in targets),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            dtype=flat.dtype,
+        )
+        compressor, state = how.compressor, {}
         if accumulation is not None:
             if accumulation.numel() != flat.numel():
                 rule = f"must have the {flat.numel()} elements of what is summed"
                 raise bad_value("accumulation", rule, accumulation.numel(), "make one for each group")
             compressor = ErrorFeedback(inner=compressor)
             state = {"residual": accumulation.reshape(-1)}
+        how.clip(flat, site.numels)
         done = self._driver.run(compressor.rounds(flat, state, site), Label(method=type(compressor).__name__))
         total = done.average if mean else done.average.mul_(self.world_size)
         for target, piece in zip(targets, total.split(site.numels), strict=True):

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
-from stenograd.compression.contract import Compressor
 from stenograd.launch.process_group import World
 from stenograd.singa.fusion import DEFAULT_THRESHOLD
 from stenograd.singa.gradients import Gradients
@@ -146,8 +146,8 @@ class Training(Primitives):
         """Count a step, as `opt.step()`; the `backward_and_...` methods do it themselves."""
         self._inner.step()
 
-    def _train(self, loss: Tensor, threshold: int, compressor: Compressor) -> None:
-        walked, finite = self._gradients.averaged(loss, threshold, compressor)
+    def _train(self, loss: Tensor, threshold: int, how: Method) -> None:
+        walked, finite = self._gradients.averaged(loss, threshold, how)
         self._update_all(walked, finite)
 
     def _update_all(self, parameters: Iterable[Tensor], finite: bool) -> None:

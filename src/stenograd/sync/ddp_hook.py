@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stenograd.catalog.method import Method, method
 from stenograd.comm.driver import Driver
-from stenograd.comm.exchanger import Exchanger
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.sparse_rows import sparse_parameters
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
 from stenograd.data.buckets import Bucket
@@ -110,10 +110,12 @@ class DDPHook:
         described = {**versions(), "method": how.text, "skip_bad_steps": skip_bad_steps}
         compare(self._driver, described, next(module.parameters()).device)
         self._names = {id(p): name for name, p in module.named_parameters()}
-        self._exchanger = Exchanger(how, self._driver, waits=True)
+        self._exchange = TensorExchange(how, self._driver, waits=True)
         self._order = next_order()
         self._waiting: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
-        self._members: list[list[int]] = []  # ids of the parameters in each bucket
+        self._members: list[list[int]] = []  # ids of the parameters in each bucket of the exchange
+        self._sources: list[list[Tensor]] = []  # where they lie in DDP's buckets
+        self._small: dict[Tensor, Tensor] = {}  # what travels densely, of the buckets so far
         self._made: set[int] = set()  # ids of those that got a gradient since the last exchange
         self._handles: list[Any] = []
         self._tracks = bool(ddp.find_unused_parameters or ddp.static_graph)  # else DDP refuses unused ones
@@ -136,12 +138,12 @@ class DDPHook:
     @property
     def step(self) -> int:
         """Number of exchanges applied; equal on every rank."""
-        return self._exchanger.step
+        return self._exchange.step
 
     @property
     def skipped(self) -> int:
         """Number of exchanges that left the compressor's state alone because a gradient was not finite."""
-        return self._exchanger.skipped
+        return self._exchange.skipped
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Take one bucket from DDP; the future holds its average once the whole step is agreed on.
@@ -154,11 +156,17 @@ class DDPHook:
         if index == 0:
             self._begin(task)
         parameters = bucket.parameters()
-        self._members.append([id(p) for p in parameters])
-        names, shapes = tuple(self._names[id(p)] for p in parameters), tuple(p.shape for p in parameters)
-        self._exchanger.place(index, Bucket(names, shapes, buffer.dtype, buffer.device))
-        torch.mul(buffer, self._exchanger.scale, out=self._exchanger.flat(index))
-        self._exchanger.submit(index)
+        pieces = dict(zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True))
+        small = {p: piece for p, piece in pieces.items() if p.numel() < self.method.dense_below}
+        if small:
+            self._small |= small
+            large = {p: piece for p, piece in pieces.items() if p not in small}
+            if large:
+                self._send(list(large), list(large.values()))
+        else:
+            self._send(parameters, [buffer])
+        if bucket.is_last():
+            self._send_small()
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.device.type == "cuda" else None
         )
@@ -169,7 +177,7 @@ class DDPHook:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
-        return self._exchanger.state_dict()
+        return self._exchange.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`.
@@ -177,7 +185,7 @@ class DDPHook:
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
-        self._exchanger.load_state_dict(state)
+        self._exchange.load_state_dict(state)
 
     def join(self, **options: Any) -> AbstractContextManager[Any]:
         """Let ranks have different numbers of batches: `ddp_model.join(**options)`.
@@ -214,7 +222,7 @@ class DDPHook:
         """Stop the exchange; the model cannot be trained with this hook afterwards."""
         for handle in self._handles:
             handle.remove()
-        self._exchanger.close()
+        self._exchange.close()
         self._driver.close()
 
     @property
@@ -223,6 +231,27 @@ class DDPHook:
         if ddp is None:
             raise StenogradError("the model of this hook is gone: keep the DistributedDataParallel model")
         return ddp
+
+    def _send(self, parameters: Sequence[Tensor], sources: list[Tensor], *, dense: bool = False) -> None:
+        """Copy gradients of one type from DDP's memory, whole buckets or pieces of some, and submit them."""
+        index, first = len(self._sources), sources[0]
+        names, shapes = tuple(self._names[id(p)] for p in parameters), tuple(p.shape for p in parameters)
+        self._exchange.place(index, Bucket(names, shapes, first.dtype, first.device, dense))
+        flat, scale = self._exchange.flat(index), self._exchange.scale(index)
+        for source, target in zip(sources, flat.split([s.numel() for s in sources]), strict=True):
+            torch.mul(source, scale, out=target)
+        self._exchange.submit(index)
+        self._members.append([id(p) for p in parameters])
+        self._sources.append(sources)
+
+    def _send_small(self) -> None:
+        """Send the tensors that travel densely, of all of DDP's buckets together."""
+        kinds: dict[tuple[torch.dtype, torch.device], dict[Tensor, Tensor]] = {}
+        for p, piece in self._small.items():
+            kinds.setdefault((piece.dtype, piece.device), {})[p] = piece
+        self._small = {}
+        for kind in kinds.values():
+            self._send(list(kind), list(kind.values()), dense=True)
 
     def _begin(self, task: int) -> None:
         """Begin an exchange; it ends with the backward pass, before DDP itself waits for its buckets.
@@ -237,8 +266,8 @@ class DDPHook:
                     "step: restart from a checkpoint"
                 )
             self._waiting = []
-            self._exchanger.abandon()
-        self._members = []
+            self._exchange.abandon()
+        self._members, self._sources, self._small = [], [], {}
         # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
         # graph DDP calls its hooks when all nodes are done, and waits before any other callback runs.
         self._at_once = task == -1 or torch._C._current_autograd_node() is None
@@ -249,13 +278,15 @@ class DDPHook:
     def _end(self) -> None:
         """Wait for the averages, and give them to DDP in its own memory."""
         used = [i in self._made for members in self._members for i in members] if self._tracks else []
-        outcome = self._exchanger.finish(used).result()
-        self._exchanger.join_streams()
+        outcome = self._exchange.finish(used).result()
+        self._exchange.join_streams()
         self._made.clear()
         self.finite = outcome.applied
+        for sources, average in zip(self._sources, outcome.averages, strict=True):
+            torch._foreach_copy_(sources, list(average.split([s.numel() for s in sources])))
         waiting, self._waiting = self._waiting, []
-        for (buffer, future), average in zip(waiting, outcome.averages, strict=True):
-            future.set_result(buffer.copy_(average))
+        for buffer, future in waiting:
+            future.set_result(buffer)
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the step after a bad exchange find no gradients, so that it changes nothing."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stenograd.comm.exchanger import Exchanger
 from stenograd.comm.sparse_rows import Rows, average_rows, rows_of, write_rows
 from stenograd.comm.step_end import Outcome
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.data.buckets import Bucket
 from stenograd.data.requests import Rounds
 from stenograd.errors import StenogradError, TensorTypeError
@@ -76,10 +76,10 @@ class _Hold:
 
 
 class Filler:
-    """Fills an exchanger's buckets with the gradients of parameters.
+    """Fills an exchange's buckets with the gradients of parameters.
 
     Args:
-        exchanger: whose buckets to fill, arranged.
+        exchange: whose buckets to fill, arranged.
         params: each bucket's parameters.
         slots: theirs.
         shares: whether gradients may live where they are averaged, which saves two copies.
@@ -90,13 +90,13 @@ class Filler:
 
     def __init__(
         self,
-        exchanger: Exchanger,
+        exchange: TensorExchange,
         params: Sequence[list[nn.Parameter]],
         slots: Sequence[list[Slot]],
         shares: bool,
     ) -> None:
-        self._exchanger, self._shares = exchanger, shares
-        self.holds = [_Hold(*parts) for parts in zip(exchanger.buckets, params, slots, strict=True)]
+        self._exchange, self._shares = exchange, shares
+        self.holds = [_Hold(*parts) for parts in zip(exchange.buckets, params, slots, strict=True)]
 
     def begin(self) -> None:
         """Expect all gradients anew."""
@@ -109,11 +109,11 @@ class Filler:
         hold = self.holds[index]
         if hold.many:
             return  # with the others of its bucket
-        grad, scale = parameter.grad, self._exchanger.scale
+        grad, scale = parameter.grad, self._exchange.scale(index)
         check_gradient(grad, parameter, hold.bucket)
         if grad is None:
             self._view(hold, index, parameter).zero_()  # counts as zeros
-        elif self._alone(hold, parameter, grad) and self._exchanger.lend(index, grad.view(-1)):
+        elif self._alone(hold, parameter, grad) and self._exchange.lend(index, grad.view(-1)):
             if scale != 1.0:
                 grad.mul_(scale)
         else:
@@ -142,7 +142,7 @@ class Filler:
 
     def zero(self, index: int) -> None:
         """Fill a bucket with zeros: this rank has nothing to say."""
-        self._exchanger.flat(index).zero_()
+        self._exchange.flat(index).zero_()
 
     def used(self) -> Iterator[bool]:
         """Yield for each parameter, bucket by bucket, whether there is something to average."""
@@ -160,7 +160,7 @@ class Filler:
             start = stop
             if hold.many and not hold.knows(average):
                 # Cutting fresh memory into thousands of views takes longer than copying it.
-                average = self._exchanger.flat(index).copy_(average)
+                average = self._exchange.flat(index).copy_(average)
             views = hold.views(average)
             if hold.many or not self._shares:
                 self._copy_back(hold, views, used)
@@ -193,7 +193,7 @@ class Filler:
             torch._foreach_copy_(grads, sources)
 
     def _fill_many(self, hold: _Hold, index: int) -> None:
-        flat = self._exchanger.flat(index)
+        flat = self._exchange.flat(index)
         targets, grads = hold.views(flat), [p.grad for p in hold.params]
         for grad, p in zip(grads, hold.params, strict=True):
             check_gradient(grad, p, hold.bucket)
@@ -203,8 +203,9 @@ class Filler:
             targets = [view for view, grad in zip(targets, grads, strict=True) if grad is not None]
         if made:
             torch._foreach_copy_(targets, made)
-        if self._exchanger.scale != 1.0:
-            flat.mul_(self._exchanger.scale)
+        scale = self._exchange.scale(index)
+        if scale != 1.0:
+            flat.mul_(scale)
 
     def _fill_left(self, hold: _Hold, index: int, parameter: Tensor, slot: Slot) -> None:
         """Fill in the gradient that an earlier exchange left, in case that other ranks add to theirs.
@@ -215,7 +216,7 @@ class Filler:
         assert grad is not None  # it was left
         if self._shares:
             grad = parameter.grad = slot.left = grad.clone()
-        torch.mul(grad, self._exchanger.scale, out=self._view(hold, index, parameter))
+        torch.mul(grad, self._exchange.scale(index), out=self._view(hold, index, parameter))
 
     def _alone(self, hold: _Hold, parameter: Tensor, grad: Tensor) -> bool:
         """Return whether a gradient is a whole bucket in memory of its own, so that it need not be copied."""
@@ -230,7 +231,7 @@ class Filler:
 
     def _view(self, hold: _Hold, index: int, parameter: Tensor) -> Tensor:
         """Return a parameter's place in this step's flat tensor."""
-        views = hold.views(self._exchanger.flat(index))
+        views = hold.views(self._exchange.flat(index))
         return next(view for p, view in zip(hold.params, views, strict=True) if p is parameter)
 
 

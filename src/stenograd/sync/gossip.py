@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stenograd.comm.driver import Driver, Pipeline
 from stenograd.comm.traffic import Label
-from stenograd.data.flat_parameters import is_finite
+from stenograd.data.finite import is_finite
 from stenograd.data.requests import Rounds, exchange, gather
 from stenograd.errors import CheckpointError, ConfigError, LaunchError, PeerLost, TensorTypeError, bad_value
 from stenograd.launch.failure_detector import Presence, attend

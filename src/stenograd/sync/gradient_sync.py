@@ -13,10 +13,10 @@ from torch import nn
 
 from stenograd.catalog.method import Method, method
 from stenograd.comm.driver import Driver
-from stenograd.comm.exchanger import Exchanger
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.sparse_rows import sparse_parameters
 from stenograd.comm.step_end import Outcome
+from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES, TensorExchange
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
 from stenograd.data.buckets import assign
@@ -39,8 +39,6 @@ from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "distribute"]
-
-DEFAULT_BUCKET_BYTES = 4 << 20
 
 
 def distribute(
@@ -155,7 +153,7 @@ class GradientSync(Hooked):
         self._order = next_order()
         self._slots: dict[int, Slot] = {}
         self._wrapping = Wrapping(self)
-        self._exchanger = Exchanger(self.method, self._driver, waits=self._shares_memory)
+        self._exchange = TensorExchange(self.method, self._driver, waits=self._shares_memory)
         self.refresh()
         broadcast_model(self._driver, self._model)
         self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
@@ -172,12 +170,12 @@ class GradientSync(Hooked):
     @property
     def step(self) -> int:
         """Number of exchanges applied; equal on every rank."""
-        return self._exchanger.step
+        return self._exchange.step
 
     @property
     def skipped(self) -> int:
         """Number of exchanges that left the compressor's state alone because a gradient was not finite."""
-        return self._exchanger.skipped
+        return self._exchange.skipped
 
     @property
     def finite(self) -> bool:
@@ -230,10 +228,15 @@ class GradientSync(Hooked):
         parameters = synced_parameters(self._model, self._optimizers)
         thin = sparse_parameters(self._model)
         ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
-        buckets = assign(ready_order, self._bucket_bytes, tail=self.method.compressor.bulky)
+        buckets = assign(
+            ready_order,
+            self._bucket_bytes,
+            tail=self.method.sends_all(self.world_size),
+            dense_below=self.method.dense_below,
+        )
         device = next(iter(parameters.values())).device
         compare(self._driver, self._description(parameters), device)
-        self._exchanger.arrange(buckets, device)
+        self._exchange.arrange(buckets, device)
         before = self._slots
         for slot in before.values():
             slot.handle.remove()
@@ -246,7 +249,7 @@ class GradientSync(Hooked):
         for i in before.keys() & self._slots.keys():
             self._slots[i].left, self._slots[i].used = before[i].left, before[i].used
         slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
-        self._filler = Filler(self._exchanger, by_bucket, slots, self._shares_memory)
+        self._filler = Filler(self._exchange, by_bucket, slots, self._shares_memory)
         self._hook(parameters.values())
         self._wrapping.watch(parameters.values())
 
@@ -259,7 +262,7 @@ class GradientSync(Hooked):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
-        return self._exchanger.state_dict()
+        return self._exchange.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`; the next steps equal an uninterrupted run's bit for bit.
@@ -267,7 +270,7 @@ class GradientSync(Hooked):
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
-        self._exchanger.load_state_dict(state)
+        self._exchange.load_state_dict(state)
 
     def close(self) -> None:
         """Detach from model and optimizer; safe to call twice."""
@@ -278,7 +281,7 @@ class GradientSync(Hooked):
             handle.remove()
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("add_param_group", None)
-        self._exchanger.close()
+        self._exchange.close()
         self._driver.close()
 
     def __enter__(self) -> GradientSync:
@@ -293,10 +296,10 @@ class GradientSync(Hooked):
             raise StenogradError("this rank's last backward pass did not finish: restart from a checkpoint")
         for index in range(len(self._filler.holds)):
             self._filler.zero(index)
-            self._exchanger.submit(index)
+            self._exchange.submit(index)
         flags = self._passes.flags(shadow=True)
         used = [False] * len(self._slots)
-        outcome = self._exchanger.finish(used, flags, extra=self._sparse.rounds(used)).result()
+        outcome = self._exchange.finish(used, flags, extra=self._sparse.rounds(used)).result()
         self._passes.follow(outcome.any_flags)
         self._finite = outcome.applied
         for p in self._parameters.values():
@@ -341,7 +344,7 @@ class GradientSync(Hooked):
         thin = self._sparse.used()
         extra = self._sparse.rounds(thin)
         used = [*self._filler.used(), *thin]
-        outcome = self._exchanger.finish(used, self._passes.flags(), extra=extra, bad=self._sparse.bad)
+        outcome = self._exchange.finish(used, self._passes.flags(), extra=extra, bad=self._sparse.bad)
         self._sent(outcome)
         self._pass_id = -1
         due = self._check_every and (self.step + self.skipped) % self._check_every == 0
@@ -354,7 +357,7 @@ class GradientSync(Hooked):
 
     @torch.no_grad()
     def _write_back(self, outcome: Outcome) -> None:
-        self._exchanger.join_streams()
+        self._exchange.join_streams()
         self._passes.exchanged(outcome.any_flags)
         self._finite = outcome.applied
         self._filler.write_back(outcome)

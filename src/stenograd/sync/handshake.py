@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.errors import ConfigError, MismatchError, TensorTypeError
 from stenograd.kernels.backend import wanted
 from stenograd.version import __version__
@@ -187,7 +187,7 @@ def synced_parameters(
     return synced
 
 
-def compare(driver: Driver, description: Mapping[str, Any], device: torch.device) -> None:
+def compare(driver: AnyDriver, description: Mapping[str, Any], device: torch.device) -> None:
     """Check that every rank describes the same thing; also find out who is on which host, for `traffic`.
 
     Args:
@@ -220,7 +220,7 @@ def compare(driver: Driver, description: Mapping[str, Any], device: torch.device
 
 
 @torch.no_grad()
-def broadcast_model(driver: Driver, model: nn.Module, source: int = 0) -> None:
+def broadcast_model(driver: AnyDriver, model: nn.Module, source: int = 0) -> None:
     """Overwrite all parameters and buffers with those of one rank."""
     tensors = {id(t): t.detach() for t in (*model.parameters(), *model.buffers())}
     broadcast_tensors(driver, list(tensors.values()), source)
@@ -228,7 +228,7 @@ def broadcast_model(driver: Driver, model: nn.Module, source: int = 0) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(
-    driver: Driver, tensors: Sequence[Tensor], source: int = 0, device: torch.device | None = None
+    driver: AnyDriver, tensors: Sequence[Tensor], source: int = 0, device: torch.device | None = None
 ) -> None:
     """Overwrite tensors with those of one rank, many small ones in one message.
 

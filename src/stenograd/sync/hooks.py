@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stenograd.comm.exchanger import Exchanger
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.errors import StenogradError
 from stenograd.sync.backward_passes import Passes, at_end, forget_end, refuse_nested
 from stenograd.sync.filling import Filler, Slot
@@ -44,7 +44,7 @@ class Hooked(Uneven):
     """
 
     _enabled: bool
-    _exchanger: Exchanger
+    _exchange: TensorExchange
     _filler: Filler
     _finite: bool
     _order: int
@@ -142,9 +142,9 @@ class Hooked(Uneven):
                 "restart from a checkpoint"
             )
         forget_end(self._pass_id)
-        self._exchanger.abandon()  # an interrupted pass of one rank harms nobody else
+        self._exchange.abandon()  # an interrupted pass of one rank harms nobody else
 
     def _submit_next(self) -> None:
         self._filler.complete(self._next, self._passes.count)
-        self._exchanger.submit(self._next)
+        self._exchange.submit(self._next)
         self._next += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import accumulate
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method, method
-from stenograd.catalog.wrappers import Clip
-from stenograd.comm.driver import Driver, Pipeline
-from stenograd.comm.exchanger import Exchanger
+from stenograd.comm.driver import Pipeline
+from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.step_end import Outcome
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Label
-from stenograd.compression.contract import Compressor
+from stenograd.compression.contract import Compressor, Feedback, Site
 from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.data.flat_parameters import Stream, by_kind, is_finite
+from stenograd.data.finite import is_finite
+from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.data.requests import mean
 from stenograd.errors import CheckpointError, MethodError, NonFiniteError
 
@@ -36,14 +37,15 @@ def difference_method(how: str | Method | Compressor) -> Method:
         MethodError: unknown; or it clips, votes or scales up, so what was sent is not near the difference.
     """
     chosen = method(how)
-    stack = chosen.compressor
-    layers = list(_layers(stack))
-    if stack.votes or stack.amplifies or any(isinstance(layer, Clip) for layer in layers):
+    compressor = chosen.compressor
+    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+    amplifies = inner.feedback is Feedback.NEVER and not inner.lossless
+    if amplifies or chosen.clips or inner.transport(Site(shapes=())).votes:
         raise MethodError(
             f"differences of parameters need a method that sends them as they are, got {chosen.text}: "
             "leave out clipping, majority and unbiased scaling"
         )
-    return Method(text=chosen.text, compressor=_without_feedback(stack))
+    return replace(chosen, compressor=inner)
 
 
 class ParameterAverager:
@@ -73,7 +75,7 @@ class ParameterAverager:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        driver: Driver,
+        driver: AnyDriver,
         how: str | Method | Compressor,
         *,
         weight: float = 1.0,
@@ -84,11 +86,15 @@ class ParameterAverager:
         self.weight = weight
         load_kernels(self.method, self.driver.world_size, parameters.values())
         self._lossless = self.method.compressor.lossless
-        self._streams = [Stream(part) for part in by_kind(parameters)]
-        whole = not (self._lossless or self.method.compressor.propagates)
-        self._cuts = [(i, *cut) for i, s in enumerate(self._streams) for cut in s.cuts(chunk, whole)]
-        self._exchanger = Exchanger(self.method, self.driver, want_errors=not self._lossless)
-        self._exchanger.arrange([bucket for *_, bucket in self._cuts])
+        self._streams = [Stream(part) for part in by_kind(parameters, self.method.dense_below)]
+        whole = not self.method.sends_all(self.driver.world_size)
+        self._cuts = [
+            (i, *cut)
+            for i, s in enumerate(self._streams)
+            for cut in s.cuts(chunk, whole, self.method.dense_below)
+        ]
+        self._exchange = TensorExchange(self.method, self.driver, want_errors=not self._lossless)
+        self._exchange.arrange([bucket for *_, bucket in self._cuts])
         self._packed = [stream.empty() for stream in self._streams]
         self._sent = [stream.empty() for stream in self._streams]
         self._mine: list[Tensor] = []
@@ -120,13 +126,13 @@ class ParameterAverager:
         """Send what `pack` read; returns at once. What was sent before must have been merged."""
         self._packed, self._sent = self._sent, self._packed
         for index, (at, part, _) in enumerate(self._cuts):
-            flat, values = self._exchanger.flat(index), self._sent[at][part]
+            flat, values = self._exchange.flat(index), self._sent[at][part]
             if self._lossless:
                 torch.mul(values, self.weight, out=flat)
             else:
                 torch.sub(values, self._mine[at][part], out=flat).mul_(self.weight)
-            self._exchanger.submit(index)
-        self._future = self._exchanger.finish()
+            self._exchange.submit(index)
+        self._future = self._exchange.finish()
 
     @torch.no_grad()
     def merge(self, share: float) -> bool:
@@ -169,7 +175,7 @@ class ParameterAverager:
         """Return what decides the next exchange, an unmerged one included; waits for it."""
         self._settle()
         return {
-            "exchange": self._exchanger.state_dict(),
+            "exchange": self._exchange.state_dict(),
             "mine": [t.clone() for t in self._mine],
             "mean": [t.clone() for t in self._mean],
             "arrived": [t.clone() for t in self._sent] if self._arrived else [],
@@ -186,7 +192,7 @@ class ParameterAverager:
             if state[key] and [t.numel() for t in state[key]] != sizes:
                 raise CheckpointError(f"the state's {key} is of another model: load it into the same model")
         self._settle()
-        self._exchanger.load_state_dict(state["exchange"])
+        self._exchange.load_state_dict(state["exchange"])
         self._mine, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
         self._arrived = bool(state["arrived"])
         if self._arrived:
@@ -194,7 +200,7 @@ class ParameterAverager:
 
     def close(self) -> None:
         """Stop the thread that sends."""
-        self._exchanger.close()
+        self._exchange.close()
 
     def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [stream.empty().copy_(t) for t, stream in zip(tensors, self._streams, strict=False)]
@@ -206,7 +212,7 @@ class ParameterAverager:
             return
         future, self._future = self._future, None
         outcome = future.result()
-        self._exchanger.join_streams()
+        self._exchange.join_streams()
         if not outcome.applied or not all(map(is_finite, outcome.averages)):
             return
         for index, (at, part, _) in enumerate(self._cuts):
@@ -220,7 +226,7 @@ class ParameterAverager:
         self._arrived = True
 
 
-def average(tensors: Sequence[Tensor], driver: Driver, weight: float = 1.0) -> None:
+def average(tensors: Sequence[Tensor], driver: AnyDriver, weight: float = 1.0) -> None:
     """Replace tensors by their exact mean over the ranks, one message a dtype.
 
     Raises:
@@ -245,7 +251,7 @@ def average(tensors: Sequence[Tensor], driver: Driver, weight: float = 1.0) -> N
 
 
 @torch.no_grad()
-def spread(parameters: Mapping[str, Tensor], driver: Driver, source: int, finite: bool) -> None:
+def spread(parameters: Mapping[str, Tensor], driver: AnyDriver, source: int, finite: bool) -> None:
     """Give every rank of a node the parameters of one of them, if they are fit for it.
 
     Args:
@@ -278,18 +284,3 @@ def _not_finite(what: str) -> NonFiniteError:
         f"{what} to average must be finite, got NaN or infinity on a rank: lower the learning rate, clip "
         "gradients or use a GradScaler, and go back to a checkpoint"
     )
-
-
-def _layers(stack: Compressor) -> Iterator[Compressor]:
-    layer: Compressor | None = stack
-    while layer is not None:
-        yield layer
-        layer = getattr(layer, "inner", None)
-
-
-def _without_feedback(stack: Compressor) -> Compressor:
-    if isinstance(stack, ErrorFeedback):
-        return _without_feedback(stack.inner)
-    if isinstance(inner := getattr(stack, "inner", None), Compressor):
-        return replace(stack, inner=_without_feedback(inner))  # type: ignore[call-arg]
-    return stack

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.comm.agreement import agree
-from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.trace_events import MAX_EVENTS, Tracer, as_json, write
 from stenograd.errors import ConfigError, bad_value
 
@@ -44,7 +44,7 @@ class Tracing:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        driver: Driver,
+        driver: AnyDriver,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
@@ -161,7 +161,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def clock_offsets(driver: Driver) -> list[tuple[float, float]]:
+def clock_offsets(driver: AnyDriver) -> list[tuple[float, float]]:
     """Return each rank's clock minus rank 0's, with the largest error it can have, in seconds.
 
     An all-gather ends nowhere before it began everywhere. So if it began at `b` and ended at `e` by a rank's

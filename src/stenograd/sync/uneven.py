@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.data.requests import gather
 from stenograd.errors import StenogradError
 from stenograd.sync.handshake import broadcast_model, broadcast_tensors
@@ -30,7 +30,7 @@ class Uneven(Joinable):
     """
 
     _join_config: Any
-    _driver: Driver
+    _driver: AnyDriver
     _model: nn.Module
     _optimizers: Sequence[torch.optim.Optimizer]
     _group: Any
@@ -108,7 +108,7 @@ class _Shadow(JoinHook):
 
 @torch.no_grad()
 def _broadcast_state(
-    driver: Driver, optimizer: torch.optim.Optimizer, source: int, device: torch.device
+    driver: AnyDriver, optimizer: torch.optim.Optimizer, source: int, device: torch.device
 ) -> None:
     """Give every rank the optimizer state of one; it may have entries that the others lack."""
     params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from stenograd.comm.simulate import exchange
-from stenograd.compression.contract import Compressor, Exchange, State
-from stenograd.data.requests import Op, Request
+from stenograd.compression.contract import Compressor, Exchange, Site, State
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.data.requests import REDUCTIONS, Request
 
 __all__ = [
     "NUMEL",
     "SHAPES",
+    "base",
     "close",
     "data",
     "error_of",
@@ -23,12 +25,23 @@ __all__ = [
     "requests_of",
     "same",
     "same_states",
+    "votes",
     "wire_eps",
 ]
 
 # Two equal matrices, a vector, an empty tensor, a scalar and an odd shape: what a bucket may hold.
 SHAPES = tuple(torch.Size(s) for s in [(24, 20), (3,), (0,), (), (24, 20), (5, 3, 7)])
 NUMEL = sum(shape.numel() for shape in SHAPES)
+
+
+def base(c: Compressor) -> Compressor:
+    """Return a compressor without error feedback around it."""
+    return c.inner if isinstance(c, ErrorFeedback) else c
+
+
+def votes(c: Compressor, world: int) -> bool:
+    """Tell whether averages are something else than the mean of what the ranks send."""
+    return c.transport(Site(shapes=SHAPES, world_size=world)).votes
 
 
 def expect(condition: object, rule: str, **values: object) -> None:
@@ -84,7 +97,7 @@ def requests_of(c: Compressor) -> list[Request]:
 
 def wire_eps(c: Compressor) -> float:
     """Return the rounding of the coarsest type in which the collectives sum."""
-    types = {t.dtype for request in requests_of(c) if request.op is Op.MEAN for t in request.tensors}
+    types = {t.dtype for request in requests_of(c) if request.op in REDUCTIONS for t in request.tensors}
     return max(torch.finfo(dtype).eps for dtype in types | {torch.float32})
 
 

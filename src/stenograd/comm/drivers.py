@@ -1,0 +1,84 @@
+"""What an exchange needs of a driver: real ranks, simulated ones, or whoever else answers requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from stenograd.comm.trace_events import Tracer
+from stenograd.comm.traffic import Label, Tally, Traffic
+from stenograd.data.requests import Reply, Request, Rounds
+
+__all__ = ["AnyDriver", "AnyPending"]
+
+T = TypeVar("T")
+
+
+class AnyPending(Protocol):
+    """A collective under way.
+
+    Attributes:
+        tally: where its seconds are counted.
+        start: when it was asked for, by `time.perf_counter`.
+    """
+
+    tally: Tally
+    start: float
+
+    def wait(self) -> Reply:
+        """Wait for the result; raises PeerLost if it does not come in time."""
+
+
+@runtime_checkable
+class AnyDriver(Protocol):
+    """One rank's way to the others; `Driver` is the real one, `simulate.ranks` makes simulated ones.
+
+    Attributes:
+        rank: this rank in the group.
+        world_size: number of ranks in it.
+        timeout_s: seconds after which a collective counts as lost.
+        traffic: what was sent.
+        tracer: where events go while a trace runs.
+    """
+
+    rank: int
+    world_size: int
+    timeout_s: float
+    traffic: Traffic
+    tracer: Tracer | None
+
+    def start(self, request: Request, label: Label = ...) -> AnyPending:
+        """Issue a request without waiting for it; it is counted under the label."""
+
+    def run(self, rounds: Rounds[T], label: Label = ...) -> T:
+        """Drive one coroutine to its end."""
+
+    def spent(self, on: str, tally: Tally, start: float, label: Label, end: float | None = None) -> None:
+        """Count seconds of computing, "encode" or "decode", since `start`."""
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, counted: bool = False) -> None:
+        """Overwrite a tensor with that of rank `source`."""
+
+    def gather_bytes(self, message: bytes, device: torch.device) -> list[bytes]:
+        """Bring every rank's message of any length to every rank."""
+
+    def private(self) -> AnyDriver:
+        """Return a driver over the same ranks whose collectives mix with nobody else's."""
+
+    def split(self, parts: Sequence[Sequence[int]], what: str = ...) -> Sequence[Any]:
+        """Make a driver for each of several parts of this group, None where this rank is not in it."""
+
+    def words_device(self) -> torch.device:
+        """Return where a message that is no part of training must live."""
+
+    def name_of(self, rank: int) -> int:
+        """Return the number in the whole world of a rank of this group."""
+
+    def check_groupless(self) -> None:
+        """Refuse to go on alone once the program has joined other ranks."""
+
+    def close(self) -> None:
+        """Leave the group, if it is the driver's own."""

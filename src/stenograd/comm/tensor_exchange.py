@@ -1,0 +1,498 @@
+"""One step's exchange: tensors go in as they become ready, averages and new states come out together.
+
+All collectives are issued by one thread, bucket after bucket, while the caller computes the next tensors.
+New states take effect only when every rank's every bucket was finite, so one bad batch costs one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from stenograd.catalog.method import Method, method
+from stenograd.comm.driver import Pipeline
+from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.piggyback import Flags
+from stenograd.comm.saved_state import check_state
+from stenograd.comm.step_end import End, Outcome, on, record, shows_finite, warn_of_overflow
+from stenograd.comm.traffic import CONTROL, Label
+from stenograd.compression.contract import Compressor, Exchange, Site, State, Transport
+from stenograd.data.buckets import Bucket, KeptState, assign, join_state, keep, put_back, split_state
+from stenograd.data.finite import Finite, not_finite
+from stenograd.data.requests import Rounds
+from stenograd.errors import StenogradError, first_line
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "TensorExchange"]
+
+DEFAULT_BUCKET_BYTES = 4 << 20
+_FORMAT = 1  # of state_dict(); a reader refuses others
+# Flags on a dense bucket cost one more copy of it; above this size a collective of their own is cheaper.
+_PIGGYBACK_BYTES = 1 << 20
+
+_Filled: TypeAlias = tuple[int, Tensor, torch.cuda.Event | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """How one bucket travels.
+
+    guarded: this rank looks through x before, because neither messages nor average tell what is finite.
+    scale: what the caller multiplies by when it fills the bucket.
+    """
+
+    compressor: Compressor
+    transport: Transport
+    site: Site
+    guarded: bool
+    scale: float
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One bucket, its two lanes (while the method warms up, and after it), its state and its memory."""
+
+    bucket: Bucket
+    lanes: tuple[_Lane, _Lane]
+    state: State
+    flat: Tensor | None = None
+    lent: bool = False
+    average: Tensor | None = None
+
+
+class TensorExchange:
+    """Averages tensors over the ranks by a method, step after step.
+
+    Named tensors go in by `start` or `average`. Whoever makes them one after another, as a backward pass
+    does, arranges buckets, fills and submits them one by one, and ends the step by `finish`.
+
+    Args:
+        how: the method, or text or a compressor that makes one.
+        driver: the way to the other ranks.
+        want_errors: whether outcomes tell what compression lost.
+        waits: whether the caller waits for `finish` at once, and is done with a step's averages when it fills
+            the next; then their memory is kept, `finish` works in the caller's thread, which would only wait,
+            and a method of one collective needs no other.
+        bucket_bytes: for `start`; a larger tensor is a bucket.
+
+    Attributes:
+        step: number of exchanges applied; equal on every rank.
+        skipped: number of exchanges that changed no state, because something was not finite.
+        finite: whether the last exchange was applied, alike on all ranks.
+
+    Example:
+        >>> exchange = TensorExchange("dense", Driver())
+        >>> exchange.average({"w": torch.ones(2), "b": torch.zeros(1)})["w"], exchange.finite
+        (tensor([1., 1.]), True)
+        >>> exchange.close()
+    """
+
+    def __init__(
+        self,
+        how: str | Method | Compressor,
+        driver: AnyDriver,
+        *,
+        want_errors: bool = False,
+        waits: bool = False,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        self.method = method(how)
+        self.driver = driver
+        self.step = self.skipped = 0
+        self.finite = True
+        self._reported = False  # an overflow
+        self._failure: BaseException | None = None
+        self._device = torch.device("cpu")  # for what travels besides the buckets
+        self._want_errors, self._waits = want_errors, waits
+        self._bucket_bytes = bucket_bytes
+        self._slots: list[_Slot] = []
+        self._homeless: dict[str, dict[str, Tensor]] = {}  # state of parameters that wait for their bucket
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stenograd")
+        self._jobs: list[Future[None]] = []
+        self._held: _Filled | None = None
+        self._begin()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What travels, in the order in which it is submitted."""
+        return [slot.bucket for slot in self._slots]
+
+    def average(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Average named tensors over the ranks, and wait for it; see `start`."""
+        return self.start(values).result()
+
+    @torch.no_grad()
+    def start(self, values: Mapping[str, Tensor]) -> Future[dict[str, Tensor]]:
+        """Begin to average named tensors, equal in names, shapes and types on all ranks.
+
+        Args:
+            values: floating tensors; not modified.
+
+        Returns:
+            The averages, by name; NaN where some rank's tensors were not finite (`finite` is False then).
+            They may lie in memory that the next step fills.
+        """
+        buckets = assign(values, self._bucket_bytes, tail=False, dense_below=self.method.dense_below)
+        if buckets != self.buckets:
+            self.arrange(buckets)
+        for index, bucket in enumerate(buckets):
+            flat, scale = self.flat(index), self.scale(index)
+            for name, view in zip(bucket.names, bucket.views(flat), strict=True):
+                torch.mul(values[name], scale, out=view)
+            self.submit(index)
+        averages: Future[dict[str, Tensor]] = Future()
+
+        def hand_on(done: Future[Outcome]) -> None:
+            failure = done.exception()
+            if failure is not None:
+                averages.set_exception(failure)
+                return
+            self.join_streams()
+            found = zip(buckets, done.result().averages, strict=True)
+            parts = [zip(b.names, b.views(flat), strict=True) for b, flat in found]
+            averages.set_result({name: view for part in parts for name, view in part})
+
+        self.finish().add_done_callback(hand_on)
+        return averages
+
+    def arrange(self, buckets: Sequence[Bucket], device: torch.device | None = None) -> None:
+        """Use these buckets from the next step on; state follows its parameters.
+
+        Args:
+            buckets: in the order in which they will be submitted; may be empty.
+            device: where what travels besides them lives, if there are none.
+        """
+        self._device = device or self._device
+        for index, bucket in enumerate(buckets):
+            self.place(index, bucket)
+        self._drop_from(len(buckets))
+        self._homeless = {}
+
+    def place(self, index: int, bucket: Bucket) -> None:
+        """Let bucket `index` of this step be `bucket`; state follows its parameters.
+
+        Buckets are placed in order, each before it is submitted, so a layout need not be known in advance.
+        """
+        if index < len(self._slots) and self._slots[index].bucket == bucket:
+            return
+        self._drop_from(index)
+        site = Site(
+            shapes=bucket.shapes,
+            rank=self.driver.rank,
+            world_size=self.driver.world_size,
+            key=index,
+            dtype=bucket.dtype,
+            device=bucket.device,
+        )
+        first, later = (self._lane(c, site) for c in self.method.compressors(bucket.dense))
+        fresh = later.compressor.init(bucket.empty(), site)
+        known = {name: self._homeless.pop(name) for name in bucket.names if name in self._homeless}
+        known = {name: state for name, state in known.items() if fresh}  # a dense bucket keeps none
+        state = join_state(fresh, bucket, {**split_state(fresh, bucket), **known}) if known else fresh
+        self._device = bucket.device if index == 0 else self._device
+        self._slots.append(_Slot(bucket, (first, later), state))
+        if bucket.device.type == "cuda" and bucket.device not in self._streams:
+            self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
+
+    def scale(self, index: int) -> float:
+        """Return what to multiply by when a bucket is filled for this step: 1 unless the exchange sums."""
+        return self._now(self._slots[index]).scale
+
+    def flat(self, index: int) -> Tensor:
+        """Return the memory to fill for a bucket; it belongs to the exchange once submitted.
+
+        Ask again for each step: after a step, the memory may hold the bucket's new state.
+        """
+        slot = self._slots[index]
+        if slot.flat is None:
+            slot.flat = slot.bucket.empty()
+        return slot.flat
+
+    def lend(self, index: int, x: Tensor) -> bool:
+        """Exchange a flat and filled tensor in place, instead of copying it into the bucket's memory.
+
+        The tensor belongs to the exchange from then on, as `flat` does.
+
+        Returns:
+            False where it cannot be taken, since the bucket's average will be written to the same memory.
+        """
+        slot = self._slots[index]
+        if slot.average is not None and _same_memory(slot.average, x):
+            return False
+        slot.flat, slot.lent = x, True
+        return True
+
+    def submit(self, index: int) -> None:
+        """Hand over the next bucket, filled, in order; returns at once.
+
+        The last one waits for `finish`, whose flags it carries.
+        """
+        self._check_sound()
+        self._send_held()
+        x = self.flat(index)
+        self._held = (index, x, record(x.device))
+        if index < len(self._slots) - 1:
+            self._send_held()
+
+    def finish(
+        self,
+        used: Sequence[bool] = (),
+        flags: Sequence[bool] = (),
+        *,
+        extra: Rounds[Any] | None = None,
+        bad: bool = False,
+    ) -> Future[Outcome]:
+        """End the step after the last bucket; the future holds its outcome, or the first error.
+
+        Args:
+            used: whether this rank used each parameter, bucket by bucket; none at all counts as all. What no
+                rank used keeps its state: nobody applies its average, so what was sent of it is still owed.
+            flags: further flags, as many on all ranks.
+            extra: a coroutine that exchanges something else in this step.
+            bad: whether what it exchanges is not finite on this rank.
+        """
+        end = End(used, flags, extra, bad)
+        jobs, self._jobs = self._jobs, []
+        held, self._held = self._held, None
+        if not self._waits:
+            return self._thread.submit(self._collect, jobs, held, end)
+        done: Future[Outcome] = Future()
+        done.set_result(self._collect(jobs, held, end))
+        return done
+
+    def join_streams(self) -> None:
+        """Make the current CUDA streams wait for the exchange; nothing to do on CPU."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides the next exchange on this rank, keyed by parameter name."""
+        counters = {"step": self.step, "skipped": self.skipped}
+        return {**self._identity(), **counters, "parameters": self._state_by_name()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a saved `state_dict()`, of any bucketing of the same parameters.
+
+        Raises:
+            CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
+        """
+        check_state(state, self._identity(), self._state_by_name())
+        self.step, self.skipped = int(state["step"]), int(state["skipped"])
+        buckets = self.buckets
+        self._drop_from(0)
+        self._homeless = {
+            name: {k: t.clone() for k, t in ts.items()} for name, ts in state["parameters"].items()
+        }
+        for index, bucket in enumerate(buckets):
+            self.place(index, bucket)
+
+    def abandon(self) -> None:
+        """Forget a step that was begun and will not be finished; only one rank alone can do so."""
+        for job in self._jobs:
+            job.exception()  # waits; what went wrong in a step that is given up matters no more
+        self._failure = None
+        self._begin()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(wait=True)
+
+    def _lane(self, compressor: Compressor, site: Site) -> _Lane:
+        transport = compressor.transport(site)
+        if not self._waits or self._want_errors:
+            transport = transport.keeping()
+        sums = self._waits and transport.linear and not self.method.clips
+        guarded = not (transport.linear or transport.reports_finite) or self.method.clip_value is not None
+        scale = 1.0 / site.world_size if sums else 1.0
+        return _Lane(compressor, transport.summing() if sums else transport, site, guarded, scale)
+
+    def _now(self, slot: _Slot) -> _Lane:
+        return slot.lanes[self.step >= self.method.warmup_steps]
+
+    def _identity(self) -> dict[str, Any]:
+        place = {"rank": self.driver.rank, "world_size": self.driver.world_size}
+        return {"format": _FORMAT, "method": self.method.text, **place}
+
+    def _state_by_name(self) -> dict[str, dict[str, Tensor]]:
+        out = dict(self._homeless)
+        for slot in self._slots:
+            out |= split_state(slot.state, slot.bucket)
+        return out
+
+    def _drop_from(self, index: int) -> None:
+        """Take buckets from `index` on apart; their state waits by parameter name."""
+        for slot in self._slots[index:]:
+            self._homeless |= split_state(slot.state, slot.bucket)
+        del self._slots[index:]
+
+    def _check_sound(self) -> None:
+        """Refuse to go on after a step that failed on this rank, and maybe not on others."""
+        if self._failure is not None:
+            raise StenogradError(
+                f"the exchange of step {self.step} failed ({first_line(self._failure)}), so the ranks may be "
+                "out of step: restart from a checkpoint"
+            ) from self._failure
+
+    def _begin(self) -> None:
+        self._jobs, self._held = [], None
+        for slot in self._slots:
+            if slot.lent:
+                slot.flat, slot.lent = None, False
+        self._bad: dict[int, Tensor] = {}
+        self._pipeline: Pipeline[Any] | None = None
+
+    def _running(self) -> Pipeline[Any]:
+        """Return this step's pipeline; where each bucket asks for one collective only, none waits."""
+        if self._pipeline is None:
+            self._inline = self._waits and all(self._now(s).transport.rounds == 1 for s in self._slots)
+            self._pipeline = Pipeline(self.driver, patient=self._inline)
+        return self._pipeline
+
+    def _send_held(self) -> None:
+        self._running()
+        if self._held is not None and self._inline:
+            self._launch(*self._held)
+        elif self._held is not None:
+            self._jobs.append(self._thread.submit(self._launch, *self._held))
+        self._held = None
+
+    @torch.no_grad()
+    def _launch(
+        self, index: int, x: Tensor, ready: torch.cuda.Event | None, flags: Sequence[bool] | None = None
+    ) -> None:
+        """Begin a bucket's exchange, with flags that it shall carry; nothing once another one has failed."""
+        if self._failure is not None:
+            return
+        slot = self._slots[index]
+        lane = self._now(slot)
+        try:
+            with on(self._streams.get(x.device), ready):
+                if lane.guarded:
+                    self._bad[index] = not_finite(x)
+                    if x.device.type == "cpu" and bool(self._bad[index]):
+                        x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
+                self.method.clip(x, slot.bucket.numels)
+                site = replace(lane.site, step=self.step, buffer=self._buffer(slot, lane, x))
+                rounds = lane.transport.run(lane.compressor, x, None, slot.state, site, self._want_errors)
+                if flags is not None:
+                    self._flags = self._control(flags, x.device)
+                    rounds = self._flags.carried_by(rounds)
+                self._running().add(rounds, Label(bucket=index, method=self.method.text))
+        except BaseException as error:  # also what a later step must not go on from
+            self._failure = error
+            raise
+
+    def _buffer(self, slot: _Slot, lane: _Lane, x: Tensor) -> Tensor | None:
+        """Return last step's memory for the average of a bucket, if the caller is done with it by now."""
+        if not self._waits or lane.transport.linear or lane.transport.frees_residual:
+            return None  # the average may still be in use, or takes x's own memory or the residual's
+        if slot.average is None:
+            slot.average = torch.empty_like(x)
+        return slot.average
+
+    def _control(self, flags: Sequence[bool], device: torch.device) -> Flags:
+        """Return what all ranks must know: which of their buckets are not finite, and the caller's flags."""
+        mine = torch.tensor([float(f) for f in flags], device=device)
+        bad = [self._bad[i].to(device) for i in sorted(self._bad)]
+        return Flags(torch.cat([torch.stack(bad), mine]) if bad else mine)
+
+    @torch.no_grad()
+    def _collect(self, jobs: list[Future[None]], held: _Filled | None, end: End) -> Outcome:
+        try:
+            for job in jobs:
+                job.result()
+            self._check_sound()
+            pipeline, carries = self._running(), False
+            if held is not None:
+                dense = self._now(self._slots[held[0]]).transport.linear
+                carries = not dense or held[1].nbytes <= _PIGGYBACK_BYTES
+                self._launch(*held, end.told if carries else None)
+            with on(self._streams.get(self._device), None):
+                if not carries:
+                    self._flags = self._control(end.told, self._device)
+                    pipeline.add(self._flags.alone(), Label(CONTROL, method=self.method.text))
+                if end.extra is not None:
+                    pipeline.add(end.extra, Label(method="sparse"))
+                return self._concluded(pipeline, end)
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._homeless = {}
+            self._begin()
+
+    def _concluded(self, pipeline: Pipeline[Any], end: End) -> Outcome:
+        """Receive all, decide alike on all ranks whether the step counts, and take new states if so."""
+        ended = pipeline.receive()
+        told, guarded = self._flags.told(), sorted(self._bad)
+        entered, told = dict(zip(guarded, told, strict=False)), told[len(guarded) :]
+        elsewhere = end.extra is not None and told.pop(0)
+        any_used, any_flags = told[: len(end.used)], told[len(end.used) :]
+        sound = not (elsewhere or any(entered.values()))
+        # Before anything is committed, because an average may then take the memory of the old residual.
+        kept = self._kept(any_used) if sound and not all(any_used) else {}
+        fine = {i: shows_finite(e) for i, e in ended.items() if isinstance(e, Exchange)}
+        done = pipeline.finish(sound and all(fine.values()))
+        extra = done.pop() if end.extra is not None else None
+        exchanges: list[Exchange] = [exchange for exchange in done if isinstance(exchange, Exchange)]
+        for i, exchange in enumerate(exchanges):
+            if i not in fine:
+                fine[i] = pipeline.committed or shows_finite(exchange)
+        self.finite = sound and all(fine.values())
+        if self.finite:
+            self._take(exchanges)
+            for i, parts in kept.items():
+                slot = self._slots[i]
+                slot.state = put_back(slot.state, slot.bucket, parts)
+        else:
+            self._reject(exchanges, entered, fine)
+        averages, errors = [e.average for e in exchanges], [e.error for e in exchanges]
+        return Outcome(averages, any_used, any_flags, self.finite, errors, extra)
+
+    def _kept(self, any_used: Sequence[bool]) -> dict[int, KeptState]:
+        """Copy the state of the parameters that no rank used, by bucket."""
+        kept, start = {}, 0
+        for i, slot in enumerate(self._slots):
+            unused = [j for j in range(len(slot.bucket.names)) if not any_used[start + j]]
+            start += len(slot.bucket.names)
+            if unused:
+                kept[i] = keep(slot.state, slot.bucket, unused)
+        return kept
+
+    def _take(self, exchanges: Sequence[Exchange]) -> None:
+        """Take the new states; where one lives in a bucket's memory, the bucket gets the old one's."""
+        self.step += 1
+        for i, exchange in enumerate(exchanges):
+            slot = self._slots[i]
+            old, slot.state = slot.state, exchange.state
+            mine = self.flat(i)
+            for key, new in exchange.state.items():
+                if new is not old[key] and _same_memory(new, mine):
+                    same = old[key].dtype == mine.dtype and old[key].numel() == mine.numel()
+                    slot.flat = old[key] if same else torch.empty_like(mine)
+
+    def _reject(
+        self, exchanges: Sequence[Exchange], entered: Mapping[int, bool], fine: Mapping[int, bool]
+    ) -> None:
+        """Keep all states, make harmed averages NaN, and warn once where sums overflowed by themselves."""
+        self.skipped += 1
+        overflowed = False
+        for i, exchange in enumerate(exchanges):
+            lane, bad = self._now(self._slots[i]), entered.get(i, False)
+            if bad or (not fine[i] and not lane.transport.linear):
+                exchange.average.fill_(torch.nan)
+            reported = exchange.finite is not None and int(exchange.finite) != Finite.NO
+            overflowed |= not fine[i] and not bad and (lane.guarded or reported)
+        if overflowed and not self._reported:
+            self._reported = True
+            if self.driver.rank == 0:
+                warn_of_overflow(self.method.text, self.step)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -1,0 +1,92 @@
+"""The ways in which codes become an average: one all-reduce, or one all-gather that every rank decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stenograd.compression.contract import Exchange, Site, State, Transport
+from stenograd.data.finite import Finite, not_finite
+from stenograd.data.requests import Op, Rounds, commit, gather, gather_ragged, mean, means
+
+if TYPE_CHECKING:
+    from stenograd.compression.codec import Codec
+
+__all__ = ["AllGather", "AllReduce"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Transport):
+    """Average the codes as they are, in one all-reduce.
+
+    Args:
+        op: `MEAN`, or `SUM` for x that is divided by the world size already.
+    """
+
+    linear: bool = True
+    op: Op = Op.MEAN
+
+    def summing(self) -> AllReduce:
+        """Return the same for x that is divided by the world size already, which saves a pass over it."""
+        return replace(self, op=Op.SUM)
+
+    def run(
+        self, codec: Codec, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Encode, average, decode; see `Transport.run`."""
+        error: Tensor | None = None
+        if want_error:
+            payload, error = codec.encode_error(x, residual, site)
+        else:
+            payload = codec.encode(x, site)
+        averaged = yield from means(payload, self.op)
+        finite = yield from _overflow(x, averaged)
+        site = replace(site, buffer=None if error is x else x)  # x is done with
+        return Exchange(codec.decode(averaged, x, site), state, error, finite)
+
+
+def _overflow(x: Tensor, averaged: Sequence[Tensor]) -> Rounds[Tensor | None]:
+    """Tell a sum that overflowed in float16 from one of bad numbers; None where nothing overflowed.
+
+    Only float16 overflows where float32 does not. All ranks have the same sums, so all ask or none does.
+    """
+    narrow = [t for t in averaged if t.dtype is torch.float16]
+    if x.dtype is torch.float16 or not any(bool(not_finite(t)) for t in narrow):
+        return None
+    bad = yield from mean(not_finite(x).view(1))
+    return torch.tensor(Finite.NO if bad.item() > 0 else Finite.YES, dtype=torch.uint8, device=x.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather(Transport):
+    """Bring every rank's message to every rank, and decode all of them in rank order.
+
+    Args:
+        ragged: messages differ in length from rank to rank; then their lengths are gathered first.
+    """
+
+    ragged: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ragged:
+            object.__setattr__(self, "rounds", 2)
+        super().__post_init__()
+
+    def run(
+        self, codec: Codec, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Encode, gather, decode; see `Transport.run`."""
+        error: Tensor | None = None
+        if want_error:
+            payload, error = codec.encode_error(x, residual, site)
+        else:
+            payload = codec.encode(x, site)
+        everyone = yield from (gather_ragged(*payload, most=x.numel()) if self.ragged else gather(*payload))
+        finite = codec.finite(everyone) if self.reports_finite else None
+        if self.frees_residual and finite is not None and (yield from commit(finite)):
+            site = replace(site, buffer=x if error is None else residual)
+        return Exchange(codec.combine(everyone, x, site), state, error, finite)

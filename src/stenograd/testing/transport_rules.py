@@ -1,0 +1,226 @@
+"""The rules of the conformance suite about transports: what they declare is what `run` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stenograd.comm.simulate import run
+from stenograd.compression.contract import Compressor, Exchange, Site, State, Transport
+from stenograd.data.finite import Finite
+from stenograd.data.requests import Op, Request, Rounds
+from stenograd.testing.checks import NUMEL, SHAPES, close, data, expect, mean_of, same, same_states
+
+__all__ = ["TRANSPORT_RULES"]
+
+_WORLDS = (1, 2, 3, 4, 5, 8)
+_BAD = (float("nan"), float("inf"), -float("inf"))
+# Finite, but sums of two or squares of it are not; and what only a sum of very many would take to infinity.
+_LARGE = (3e38, 1e35)
+
+
+def _transport(c: Compressor, world: int, rank: int = 0, step: int = 0) -> Transport:
+    return c.transport(Site(shapes=SHAPES, rank=rank, world_size=world, step=step))
+
+
+def declarations_are_equal(c: Compressor) -> None:
+    """Whatever the rank and the step, a compressor chooses the same transport."""
+    for world in _WORLDS:
+        first = _transport(c, world)
+        for rank, step in ((world - 1, 0), (0, 3)):
+            found = _transport(c, world, rank, step)
+            expect(found == first, "the transport depends on neither rank nor step", world=world, got=found)
+
+
+def rounds_are_as_declared(c: Compressor) -> None:
+    """As many collectives are asked for as `rounds` says, and `COMMIT` only where that is declared."""
+    for world in _WORLDS:
+        transport, asked = _transport(c, world), _Asked()
+        _run(c, transport, data(world), watch=asked)
+        expect(
+            asked.rounds == transport.rounds,
+            "rounds declared = rounds run",
+            world=world,
+            declared=transport.rounds,
+            run=asked.rounds,
+        )
+        expect(
+            asked.commits == transport.frees_residual,
+            "frees_residual: asks once by COMMIT, and only if that is declared",
+            world=world,
+            asked=asked.commits,
+        )
+
+
+def commits_change_no_number(c: Compressor) -> None:
+    """Averages and states are the same whether a step is kept, committed or taken back.
+
+    Old state is whole when `COMMIT` is asked, and stays so if the answer is no. If it is yes, the average
+    takes the memory of the residual.
+    """
+    for world in (2, 4, 5):
+        transport = _transport(c, world)
+        states = [e.state for e in _run(c, transport.keeping(), data(world))]
+        xs = data(world, seed=1)
+        kept = _run(c, transport.keeping(), xs, _copies(states))
+        refused = _copies(states)
+        intact = _Intact(states[0], refused[0])
+        taken_back = _run(c, transport, xs, refused, refuse=True, watch=intact)
+        for rank, (old, new) in enumerate(zip(states, refused, strict=True)):
+            whole = same_states(old, new)
+            expect(
+                whole, "a step that is taken back leaves the given state as it was", world=world, rank=rank
+            )
+        given = _copies(states)
+        intact = _Intact(states[0], given[0])
+        committed = _run(c, transport, xs, given, watch=intact)
+        expect(intact.whole, "old state is whole until the step is committed", world=world)
+        for name, out in (("committed", committed), ("taken back", taken_back)):
+            equal = all(same(a.average, b.average) for a, b in zip(kept, out, strict=True))
+            equal = equal and all(same_states(a.state, b.state) for a, b in zip(kept, out, strict=True))
+            expect(equal, "a commit changes no number", world=world, step=name)
+        if transport.frees_residual and "residual" in given[0]:
+            freed = [_shares(e.average, s["residual"]) for e, s in zip(committed, given, strict=True)]
+            expect(all(freed), "frees_residual: the average takes the residual's memory", world=world)
+
+
+def bad_numbers_are_reported(c: Compressor) -> None:
+    """NaN and infinity on one rank raise nothing, and are told of or seen in the average on every rank."""
+    for world in (1, 2, 4, 5):
+        transport = _transport(c, world)
+        for bad in _BAD:
+            for where in (torch.tensor([5]), torch.tensor([NUMEL - 1]), torch.arange(NUMEL)):
+                xs = data(world)
+                xs[-1][where] = bad
+                asked = _Asked()
+                for e in _run(c, transport, xs, watch=asked):
+                    expect(e.average.shape == (NUMEL,), "a non-finite x still has an average", bad=bad)
+                    if transport.reports_finite:
+                        told = e.finite is not None and int(e.finite) == Finite.NO
+                        rule = "reports_finite: every rank hears of a non-finite x"
+                        expect(told, rule, world=world, bad=bad, got=e.finite)
+                    if transport.linear:
+                        rule = "linear: a non-finite x makes the average non-finite"
+                        expect(not e.average.isfinite().all(), rule, world=world, bad=bad)
+                rule = "a non-finite x is never committed"
+                expect(all(flag != Finite.BOUNDED for flag in asked.flags), rule, world=world, bad=bad)
+
+
+def large_numbers_are_told_from_bad_ones(c: Compressor) -> None:
+    """A finite x is never reported as bad, and what is reported as bounded has a finite average."""
+    for world in (1, 2, 4, 5):
+        transport = _transport(c, world)
+        if not transport.reports_finite:
+            continue
+        for large in (0.0, 1.0, *_LARGE):
+            xs = data(world)
+            xs[-1] = torch.full((NUMEL,), large)
+            asked = _Asked()
+            out = _run(c, transport, xs, watch=asked)
+            for e in out:
+                rule = "reports_finite: a finite x is not reported as NaN or infinity"
+                expect(e.finite is not None, "reports_finite: every exchange tells", world=world)
+                spoilt = large in _LARGE and not e.average.isfinite().all()
+                told = e.finite is not None and int(e.finite)
+                expect(told != Finite.NO or spoilt, rule, world=world, large=large)
+                bounded = told == Finite.BOUNDED or Finite.BOUNDED in asked.flags
+                rule = "what is reported as bounded has a finite average"
+                expect(not bounded or e.average.isfinite().all(), rule, world=world, large=large)
+
+
+def linear_codes_add_up(c: Compressor) -> None:
+    """A linear transport takes x that is divided already, may be cut anywhere, and leaves the state alone."""
+    for world in (1, 2, 3, 4):
+        transport = _transport(c, world)
+        if not transport.linear:
+            continue
+        xs = data(world)
+        plain = _run(c, transport, xs)
+        scaled = _run(c, transport.summing(), [x / world for x in xs])
+        for a, b in zip(plain, scaled, strict=True):
+            worst = float((a.average - b.average).abs().max())
+            limit = 2**-6 * max(1.0, float(mean_of(xs).abs().max()))
+            expect(worst <= limit, "linear: x may come divided by the world size", world=world, worst=worst)
+            expect(not a.state, "linear: no state that NaN could harm", got=sorted(a.state))
+        at = NUMEL // 3
+        parts = [_run(c, transport, [x[cut] for x in xs], cut=True) for cut in (slice(at), slice(at, None))]
+        joined = torch.cat([part[0].average for part in parts])
+        close(joined, plain[0].average, 1e-7, "linear: x may be cut anywhere")
+
+
+class _Asked:
+    """Counts what rank 0 asks for."""
+
+    def __init__(self) -> None:
+        self.rounds = self.commits = 0
+        self.flags: list[int] = []
+
+    def __call__(self, request: Request) -> None:
+        if request.op is Op.COMMIT:
+            self.commits += 1
+            self.flags += [int(flag) for flag in request.tensors]
+        else:
+            self.rounds += 1
+
+
+class _Intact:
+    """Compares a state with what it was when `COMMIT` is asked."""
+
+    def __init__(self, wanted: State, given: State) -> None:
+        self._wanted, self._given, self.whole = wanted, given, True
+
+    def __call__(self, request: Request) -> None:
+        if request.op is Op.COMMIT:
+            self.whole &= same_states(self._wanted, self._given)
+
+
+def _run(
+    c: Compressor,
+    transport: Transport,
+    xs: Sequence[Tensor],
+    states: Sequence[State] | None = None,
+    *,
+    refuse: bool = False,
+    watch: Callable[[Request], None] | None = None,
+    cut: bool = False,
+) -> list[Exchange]:
+    """Run one exchange by a given transport; rank 0 is watched."""
+    shapes = (xs[0].shape,) if cut else SHAPES
+    ranks: list[Rounds[Exchange]] = []
+    for rank, x in enumerate(xs):
+        site = Site(shapes=shapes, rank=rank, world_size=len(xs))
+        state = c.init(x, site) if states is None else states[rank]
+        rounds = transport.run(c, x.clone(), None, state, site, False)
+        ranks.append(_watched(rounds, watch) if watch is not None and not rank else rounds)
+    return run(ranks, refuse_commits=refuse)
+
+
+def _watched(rounds: Rounds[Exchange], watch: Callable[[Request], None]) -> Rounds[Exchange]:
+    reply = None
+    while True:
+        try:
+            request = rounds.send(reply)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        watch(request)
+        reply = yield request
+
+
+def _copies(states: Sequence[State]) -> list[State]:
+    return [{key: t.clone() for key, t in state.items()} for state in states]
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+TRANSPORT_RULES: tuple[Callable[[Compressor], None], ...] = (
+    declarations_are_equal,
+    rounds_are_as_declared,
+    commits_change_no_number,
+    bad_numbers_are_reported,
+    large_numbers_are_told_from_bad_ones,
+    linear_codes_add_up,
+)

@@ -1,0 +1,213 @@
+"""Averages of named tensors among simulated ranks: clipping, warm-up, small tensors, bad numbers, state."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import stenograd
+from stenograd.comm.tensor_exchange import TensorExchange
+from stenograd.errors import MethodError, PeerLost
+from stenograd.simulate import ranks
+
+
+def averages(how, mine, steps=1, **options):
+    """Each rank's averages and its exchange after some steps; `mine(rank, step)` are its tensors."""
+
+    def rank_of(driver):
+        exchange = TensorExchange(how, driver, **options)
+        found = []
+        for step in range(steps):
+            given = mine(driver.rank, step)
+            kept = {name: t.clone() for name, t in given.items()}
+            found.append({name: t.clone() for name, t in exchange.average(given).items()})
+            assert all(torch.equal(t, kept[name]) for name, t in given.items() if t.isfinite().all())
+        exchange.close()
+        return found, exchange
+
+    return lambda world: ranks(world, rank_of)
+
+
+def one(how, *values, **options):
+    """The average of one tensor, on every rank the same."""
+    tensors = [torch.as_tensor(v, dtype=torch.float32) for v in values]
+    done = averages(how, lambda rank, _: {"x": tensors[rank]}, **options)(len(values))
+    for found, _ in done:
+        assert torch.equal(found[0]["x"], done[0][0][0]["x"]) or found[0]["x"].isnan().any()
+    return done[0][0][0]["x"].tolist()
+
+
+def test_values_are_clipped_before_averaging():
+    """1000 and 0 at 100: the mean of the clipped is 50, not the clipped mean of 100."""
+    assert one("dense:clip_value=100", [1000.0], [0.0]) == [50]
+    assert one("dense:clip_value=100", [1000.0], [0.0], waits=True) == [50]
+
+
+def test_norms_are_clipped_tensor_by_tensor():
+    """[3, 4] has norm 5 and becomes [.6, .8]; [.5] is short enough and an empty tensor stays empty."""
+    mine = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5]), "c": torch.zeros(0)}
+    ((found, _),) = averages("dense:clip_norm=1", lambda *_: mine)(1)
+    got = {name: t.tolist() for name, t in found[0].items()}
+    assert got["a"] == pytest.approx([0.6, 0.8])
+    assert (got["b"], got["c"]) == ([0.5], [])
+
+
+def test_fifteen_equal_gradients():
+    """Norm of 15 twos is 2 sqrt(15), so each becomes 1 / sqrt(15)."""
+    assert one("dense:clip_norm=1", [2.0] * 15) == pytest.approx([1 / math.sqrt(15)] * 15)
+
+
+@pytest.mark.parametrize("key", ["clip_value", "clip_norm"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["dense", "topk:ratio=0.5", "sign", "fp16", "threshold:value=0.1"])
+def test_clipping_hides_neither_nan_nor_infinity(name, key, bad):
+    """A clamped infinity is finite, so it is looked for before; both ranks hear of it."""
+    how = f"{name}{',' if ':' in name else ':'}{key}=1"
+    done = averages(how, lambda rank, _: {"x": torch.tensor([bad if rank else 2.0, 1.0])})(2)
+    for found, exchange in done:
+        assert not found[0]["x"].isfinite().all()
+        assert (exchange.finite, exchange.skipped, exchange.step) == (False, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "bound"),
+    [("clip_value", 0.0), ("clip_norm", -1.0), ("clip_value", math.inf), ("clip_norm", math.nan)],
+)
+def test_senseless_bounds_are_refused(key, bound):
+    with pytest.raises(MethodError, match=f"{key} must be positive and finite"):
+        stenograd.Method(compressor=stenograd.method("dense").compressor, **{key: bound})
+
+
+@pytest.mark.parametrize("key", ["warmup_steps", "dense_below"])
+def test_counts_below_one_are_refused(key):
+    with pytest.raises(MethodError, match=f"{key} must be at least 1, got -1"):
+        stenograd.Method(compressor=stenograd.method("topk").compressor, **{key: -1})
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_warmup_is_dense_until_its_step(waits):
+    """Steps 0 and 1 send all; then the largest of four, and after it what is owed of the next: 3 + 3."""
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    run = averages("topk:ratio=0.25,warmup_steps=2", lambda *_: {"x": x}, steps=4, waits=waits)
+    ((found, exchange),) = run(1)
+    assert [step["x"].tolist() for step in found] == [[1, 2, 3, 4]] * 2 + [[0, 0, 0, 4], [0, 0, 6, 0]]
+    assert exchange.state_dict()["parameters"]["x"]["residual"].tolist() == [2, 4, 0, 4]
+
+
+def test_a_skipped_step_does_not_count_as_warmup():
+    def mine(rank, step):
+        return {"x": torch.tensor([math.nan if step == 0 else 1.0, 3.0])}
+
+    for found, exchange in averages("topk:ratio=0.5,warmup_steps=1", mine, steps=3)(2):
+        assert [step["x"].tolist() for step in found[1:]] == [[1, 3], [0, 3]]
+        assert (exchange.step, exchange.skipped) == (2, 1)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_small_tensors_travel_densely(waits):
+    """4 and 2 elements, below 3 dense: 4.5 is the mean of 9 and 0; the small ones are exact means."""
+    given = [
+        {"w": torch.tensor([1.0, 2, 9, 4]), "b": torch.tensor([0.5, 0.25])},
+        {"w": torch.tensor([1.0, 2, 3, 5]), "b": torch.tensor([0.5, 0.75])},
+    ]
+    for found, exchange in averages("topk:ratio=0.25,dense_below=3", lambda r, _: given[r], waits=waits)(2):
+        assert found[0]["w"].tolist() == [0, 0, 4.5, 2.5]
+        assert found[0]["b"].tolist() == [0.5, 0.5]
+        kept = exchange.state_dict()["parameters"]
+        assert kept["b"] == {}
+        assert kept["w"]["residual"].tolist() == ([1, 2, 0, 4] if exchange.driver.rank == 0 else [1, 2, 3, 0])
+        assert [b.dense for b in exchange.buckets] == [False, True]
+
+
+@pytest.mark.parametrize("name", [n for n in stenograd.methods() if n != "threshold"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_feedback_and_averages_add_up(name, world):
+    """Over five steps: sum of averages + mean residual = sum of the ranks' means, against NumPy, in buckets.
+
+    10,000 elements of `big` are more than a bucket of 8 kB; `odd` is empty in one dimension.
+    """
+    shapes = {"big": (100, 100), "w": (30, 20), "b": (7,), "odd": (0, 3)}
+    generator = np.random.default_rng(0)
+    data = {n: generator.normal(size=(5, world, *s)).astype(np.float32) for n, s in shapes.items()}
+    done = averages(
+        name,
+        lambda rank, step: {n: torch.from_numpy(values[step, rank]) for n, values in data.items()},
+        steps=5,
+        bucket_bytes=8192,
+    )(world)
+    assert len(done[0][1].buckets) >= 2
+    for n, values in data.items():
+        wanted = values.astype(np.float64).sum(0).mean(0)
+        applied = sum(step[n].double().numpy() for step in done[0][0])
+        for found, _ in done[1:]:
+            assert all(torch.equal(a[n], b[n]) for a, b in zip(found, done[0][0], strict=True))
+        states = [exchange.state_dict()["parameters"][n] for _, exchange in done]
+        if "residual" in states[0]:
+            applied = applied + np.mean([s["residual"].double().numpy() for s in states], axis=0)
+        if "residual" in states[0] or name == "dense":
+            np.testing.assert_allclose(applied, wanted, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", stenograd.methods())
+def test_one_bad_step_changes_no_state(name):
+    """A run with one NaN on one rank equals a run without that step, bit for bit."""
+
+    def mine(bad):
+        def tensors(rank, step):
+            generator = torch.Generator().manual_seed(100 * (step - (step > 1 and bad)) + rank)
+            made = {n: torch.randn(s, generator=generator) for n, s in (("w", (40, 30)), ("b", (9,)))}
+            if bad and step == 1 and rank == 1:
+                made["w"][3, 4] = math.nan
+            return made
+
+        return tensors
+
+    clean = averages(name, mine(False), steps=3, bucket_bytes=2048)(3)
+    hurt = averages(name, mine(True), steps=4, bucket_bytes=2048)(3)
+    for (found, exchange), (wanted, plain) in zip(hurt, clean, strict=True):
+        assert not found[1]["w"].isfinite().all()
+        del found[1]
+        for a, b in zip(found, wanted, strict=True):
+            assert all(torch.equal(a[n], b[n]) for n in a)
+        assert (exchange.skipped, exchange.step, plain.step) == (1, 3, 3)
+
+
+@pytest.mark.parametrize("name", ["topk:ratio=0.1", "powersgd:rank=2", "sign", "qsgd", "dense"])
+def test_saved_and_continued_equals_uninterrupted(name):
+    def mine(rank, step):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return {n: torch.randn(s, generator=generator) for n, s in (("w", (20, 30)), ("b", (9,)))}
+
+    def rank_of(driver, parts):
+        found, state = [], None
+        for start, stop in parts:
+            exchange = TensorExchange(name, driver.private())
+            if state is not None:
+                exchange.load_state_dict(state)
+            for step in range(start, stop):
+                found.append({n: t.clone() for n, t in exchange.average(mine(driver.rank, step)).items()})
+            state = exchange.state_dict()
+            exchange.close()
+        return found
+
+    whole, cut = (ranks(2, rank_of, parts) for parts in ([(0, 6)], [(0, 3), (3, 6)]))
+    for a, b in zip(whole[0], cut[0], strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_rank_that_stays_away_or_fails_is_named():
+    def absent(driver):
+        if driver.rank == 0:
+            TensorExchange("dense", driver).average({"x": torch.ones(1)})
+
+    with pytest.raises(PeerLost, match=r"simulated rank 0: rank\(s\) 1 did not come within 0.2 s"):
+        ranks(2, absent, timeout_s=0.2)
+
+    def failing(driver):
+        if driver.rank == 1:
+            raise ValueError("mine")
+        TensorExchange("dense", driver).average({"x": torch.ones(1)})
+
+    with pytest.raises(ValueError, match="mine"):
+        ranks(2, failing, timeout_s=30)
