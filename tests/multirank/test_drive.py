@@ -9,6 +9,7 @@ import torch
 
 from stenograd.catalog.method import method
 from stenograd.comm.driver import Driver
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Site
 from stenograd.data.requests import exchange as exchange_with
@@ -71,11 +72,12 @@ def test_gloo_gives_what_simulate_gives(pool):
 
 def _one_stretch(rank, text):
     """A bucket of which nothing is compressed: its only request is one tensor, averaged in place."""
-    compressor, driver = method(text).compressor, Driver(timeout_s=30)
-    site = Site(shapes=(torch.Size([3, 3]), torch.Size([3])), rank=rank, world_size=2)
-    state = compressor.init(torch.zeros(12), site)
-    out = driver.run(compressor.rounds(torch.full((12,), float(rank + 1)), state, site))
-    return out.average, out.state.get("residual", torch.zeros(12))
+    exchange = TensorExchange(text, Driver(timeout_s=30))
+    mine = {"w": torch.full((3, 3), float(rank + 1)), "b": torch.full((3,), float(rank + 1))}
+    averages = [t.reshape(-1) for t in exchange.average(mine).values()]
+    residuals = [t for state in exchange.state_dict()["parameters"].values() for t in state.values()]
+    exchange.close()
+    return torch.cat(averages), torch.cat([torch.zeros(1), *(r.reshape(-1) for r in residuals)])
 
 
 def test_a_bucket_with_nothing_to_compress_is_averaged(pool):

@@ -17,11 +17,11 @@ WORLD, EPOCHS, BATCH, SEEDS = 4, 12, 16, 2
 
 
 class GatheredSign(Sign):
-    exchange = Codec.exchange
+    transport = Codec.transport
 
 
 class GatheredQSGD(QSGD):
-    exchange = Codec.exchange
+    transport = Codec.transport
 
 
 PAIRS = [

@@ -194,5 +194,5 @@ def test_gathered_and_shared_averages_differ_by_the_second_encoding_only():
 
 def _gathering(codec):
     """The same codec with the all-gather of `Codec`."""
-    plain = type("Gathering", (type(codec),), {"exchange": Codec.exchange})
+    plain = type("Gathering", (type(codec),), {"transport": Codec.transport})
     return plain(block=codec.block)
