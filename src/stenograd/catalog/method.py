@@ -5,17 +5,20 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from stenograd.catalog.registry import Entry, entries
+from stenograd.catalog.registry import Entry, entries, schedules
 from stenograd.compression.contract import Compressor, Feedback, Site
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compressors.identity import Identity
 from stenograd.errors import MethodError, bad_value, check_count
+from stenograd.schedules.every_step import EveryStep
+from stenograd.schedules.schedule import Schedule
 
 __all__ = ["METHOD_KEYS", "Method", "method", "methods"]
 
@@ -27,6 +30,7 @@ METHOD_KEYS: dict[str, type] = {
     "clip_value": float,
     "clip_norm": float,
 }
+_EVERY_STEP = EveryStep()
 _WORD = 1 << 63  # a seed may have 64 bits; counts have narrower bounds of their own
 _TRUTH = {
     "true": True,
@@ -54,6 +58,7 @@ class Method:
             `x <- clamp(x, -value, value)`. What clipping takes away is not fed back. None for no limit.
         clip_norm: largest L2 norm of each tensor, after that: `x <- x * min(1, norm / ||x||)`. It is taken
             tensor by tensor, so that it does not depend on buckets. None for no limit.
+        schedule: what is averaged and when; gradients in every backward pass, unless a text says otherwise.
         text: canonical text, with every key that differs from its default; made up where it is empty.
 
     Raises:
@@ -67,6 +72,7 @@ class Method:
     warmup_steps: int = 0
     clip_value: float | None = None
     clip_norm: float | None = None
+    schedule: Schedule = _EVERY_STEP
     text: str = ""
 
     def __post_init__(self) -> None:
@@ -82,7 +88,9 @@ class Method:
         if not self.text:
             keys = {f.name: getattr(self, f.name) for f in fields(self) if f.name in METHOD_KEYS}
             shown = [f"{key}={value}" for key, value in keys.items() if value]
-            object.__setattr__(self, "text", ",".join([repr(self.compressor), *shown]))
+            text = ",".join([repr(self.compressor), *shown])
+            before = "" if isinstance(self.schedule, EveryStep) else f"{self.schedule!r}/"
+            object.__setattr__(self, "text", before + text)
 
     def __str__(self) -> str:
         return self.text
@@ -91,6 +99,28 @@ class Method:
     def clips(self) -> bool:
         """Whether this rank's tensors are clipped before they are compressed."""
         return self.clip_value is not None or self.clip_norm is not None
+
+    def each_round(self) -> Method:
+        """Return what is exchanged whenever the schedule says so: the same method for every step.
+
+        Example:
+            >>> print(method("local:every=4/topk").each_round())
+            topk
+        """
+        _, slash, codec = self.text.partition("/")
+        return replace(self, schedule=EveryStep(), text=codec if slash else "dense")
+
+    def require_every_step(self, what: str) -> None:
+        """Refuse a schedule where somebody else decides what is averaged and when.
+
+        Raises:
+            MethodError: the method has a schedule.
+        """
+        if not isinstance(self.schedule, EveryStep):
+            raise MethodError(
+                f"{what} takes a method without a schedule, got {self.text!r}: pass the model and its "
+                "optimizer to stenograd.distribute, or leave out what stands before the slash"
+            )
 
     def sends_all(self, world_size: int) -> bool:
         """Return whether every element travels, so that the last gradients are better sent by themselves.
@@ -136,7 +166,10 @@ def methods() -> list[str]:
 
 
 def method(text: str | Method | Compressor) -> Method:
-    r"""Make a method from text `NAME[:KEY=VALUE[,KEY=VALUE...]]`.
+    r"""Make a method from text `[SCHEDULE[:KEYS]/]NAME[:KEY=VALUE[,KEY=VALUE...]]`.
+
+    A schedule says what is averaged and when (`local:every=8/topk`); a schedule alone sends all of it, and
+    without one gradients are averaged in every backward pass.
 
     Besides a compressor's own keys (its fields) every method takes `feedback` (error feedback; on for
     biased compressors), `dense_below` (tensors with fewer elements travel densely; 1024 for sign, else 0),
@@ -164,12 +197,20 @@ def method(text: str | Method | Compressor) -> Method:
         raise MethodError(
             f"a method is text, a Method or a Compressor, got {text!r}: write 'topk:ratio=0.01'"
         )
+    first, slash, codec_text = text.partition("/")
+    schedule_name = first.partition(":")[0].strip()
+    if slash or schedule_name in schedules():
+        schedule, shown = _schedule(first)
+        inner = method(codec_text if slash else "dense")
+        inner.require_every_step(f"the part after the slash in {text!r}")
+        shown = shown if inner.text == "dense" else f"{shown}/{inner.text}"
+        return replace(inner, schedule=schedule, text=shown)
     name, _, rest = (part.strip() for part in text.partition(":"))
     table = entries()
     if name not in table:
         raise MethodError(f"unknown method {name!r}{_hint(name, table)} methods: {', '.join(sorted(table))}")
     entry = table[name]
-    given = _parse(entry, rest)
+    given = _parse(entry.name, entry.compressor, entry.preset, rest, METHOD_KEYS)
     own = {k: v for k, v in given.items() if k not in METHOD_KEYS}
     codec = entry.compressor(**{**entry.preset, **own})
     fed = ErrorFeedback(inner=codec) if given.get("feedback", _feeds(codec)) else codec
@@ -184,22 +225,37 @@ def _feeds(codec: Compressor) -> bool:
     return codec.feedback is Feedback.ON
 
 
-def _parse(entry: Entry, rest: str) -> dict[str, Any]:
-    hints = get_type_hints(entry.compressor)
-    kinds = {
-        f.name: hints[f.name] for f in fields(entry.compressor) if f.name not in entry.preset
-    } | METHOD_KEYS
+def _schedule(text: str) -> tuple[Schedule, str]:
+    """Make a schedule from what stands before the slash, with its canonical text."""
+    name, _, rest = (part.strip() for part in text.partition(":"))
+    table = schedules()
+    if name not in table:
+        raise MethodError(
+            f"unknown schedule {name!r}{_hint(name, table)} schedules: {', '.join(sorted(table))}"
+        )
+    cls, preset = table[name]
+    given = _parse(name, cls, preset, rest, {})
+    schedule = cls(**{**preset, **given})
+    own = {f.name: getattr(schedule, f.name) for f in fields(schedule) if f.name not in preset}
+    return schedule, _written(name, own, {f.name: f.default for f in fields(schedule)}, given)
+
+
+def _parse(
+    entry: str, cls: type, preset: Mapping[str, Any], rest: str, more: Mapping[str, type]
+) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    kinds = {f.name: hints[f.name] for f in fields(cls) if f.name not in preset} | dict(more)
     given: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if key not in kinds:
             keys = ", ".join(kinds)
-            raise MethodError(f"{entry.name} has no key {key!r}{_hint(key, kinds)} keys: {keys}")
+            raise MethodError(f"{entry} has no key {key!r}{_hint(key, kinds)} keys: {keys}")
         if not equals or not value:
-            raise MethodError(f"{entry.name}: key {key!r} has no value: write {key}=VALUE")
+            raise MethodError(f"{entry}: key {key!r} has no value: write {key}=VALUE")
         if key in given:
-            raise MethodError(f"{entry.name}: key {key!r} is given twice: keep one")
-        given[key] = _value(entry.name, key, kinds[key], value)
+            raise MethodError(f"{entry}: key {key!r} is given twice: keep one")
+        given[key] = _value(entry, key, kinds[key], value)
     return given
 
 
@@ -217,11 +273,22 @@ def _value(name: str, key: str, kind: type, value: str) -> Any:
 def _canonical(entry: Entry, codec: Compressor, given: Mapping[str, Any]) -> str:
     own = {f.name: getattr(codec, f.name) for f in fields(codec) if f.name not in entry.preset}
     defaults = {f.name: f.default for f in fields(codec)}
-    shown = {k: v for k, v in own.items() if v != defaults[k] or k in given}
     usual = {"feedback": _feeds(codec), "dense_below": codec.default_dense_below}
-    shown |= {k: given[k] for k in METHOD_KEYS if k in given and given[k] != usual.get(k)}
+    around = {k: given[k] for k in METHOD_KEYS if k in given and given[k] != usual.get(k)}
+    return _written(entry.name, own, defaults, given, around)
+
+
+def _written(
+    name: str,
+    own: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    given: Mapping[str, Any],
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """Write a name with the keys that are not what they usually are, or were given."""
+    shown = {k: v for k, v in own.items() if v != defaults[k] or k in given} | dict(more)
     items = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in shown.items())
-    return f"{entry.name}:{items}" if items else entry.name
+    return f"{name}:{items}" if items else name
 
 
 def _hint(word: str, known: Iterable[str]) -> str:

@@ -74,6 +74,7 @@ def exchange(
     *,
     shapes: Sequence[torch.Size] | None = None,
     step: int = 0,
+    key: int = 0,
     want_error: bool = False,
     commits: bool | None = None,
     spy: Callable[[Request], None] | None = None,
@@ -86,6 +87,7 @@ def exchange(
         states: as the last exchange left them; None starts afresh.
         shapes: the tensors inside each x, if it is a bucket of several; default: x itself.
         step: number of exchanges before this one.
+        key: number of the bucket, which random choices depend on.
         want_error: whether the exchanges must carry `error`.
         commits: None keeps `states` as they are. True commits the step as soon as all ranks know it to be
             finite, as in training: averages may then take the memory of old residuals, so `states` must not

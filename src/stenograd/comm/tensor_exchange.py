@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method, method
+from stenograd.comm.bucket_slots import Lane, Slot, Slots, same_memory
 from stenograd.comm.driver import Pipeline
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.piggyback import Flags
 from stenograd.comm.saved_state import check_state
 from stenograd.comm.step_end import End, Outcome, on, record, shows_finite, warn_of_overflow
 from stenograd.comm.traffic import CONTROL, Label
-from stenograd.compression.contract import Compressor, Exchange, Site, State, Transport
-from stenograd.data.buckets import Bucket, KeptState, assign, join_state, keep, put_back, split_state
+from stenograd.compression.contract import Compressor, Exchange
+from stenograd.data.buckets import Bucket, assign
 from stenograd.data.finite import Finite, not_finite
 from stenograd.data.requests import Rounds
 from stenograd.errors import StenogradError, first_line
@@ -35,33 +36,6 @@ _FORMAT = 1  # of state_dict(); a reader refuses others
 _PIGGYBACK_BYTES = 1 << 20
 
 _Filled: TypeAlias = tuple[int, Tensor, torch.cuda.Event | None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    """How one bucket travels.
-
-    guarded: this rank looks through x before, because neither messages nor average tell what is finite.
-    scale: what the caller multiplies by when it fills the bucket.
-    """
-
-    compressor: Compressor
-    transport: Transport
-    site: Site
-    guarded: bool
-    scale: float
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One bucket, its two lanes (while the method warms up, and after it), its state and its memory."""
-
-    bucket: Bucket
-    lanes: tuple[_Lane, _Lane]
-    state: State
-    flat: Tensor | None = None
-    lent: bool = False
-    average: Tensor | None = None
 
 
 class TensorExchange:
@@ -101,6 +75,7 @@ class TensorExchange:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         self.method = method(how)
+        self.method.require_every_step("one exchange")
         self.driver = driver
         self.step = self.skipped = 0
         self.finite = True
@@ -109,8 +84,7 @@ class TensorExchange:
         self._device = torch.device("cpu")  # for what travels besides the buckets
         self._want_errors, self._waits = want_errors, waits
         self._bucket_bytes = bucket_bytes
-        self._slots: list[_Slot] = []
-        self._homeless: dict[str, dict[str, Tensor]] = {}  # state of parameters that wait for their bucket
+        self._slots = Slots(self.method, driver, waits=waits, want_errors=want_errors)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stenograd")
         self._jobs: list[Future[None]] = []
@@ -120,7 +94,7 @@ class TensorExchange:
     @property
     def buckets(self) -> list[Bucket]:
         """What travels, in the order in which it is submitted."""
-        return [slot.bucket for slot in self._slots]
+        return self._slots.buckets
 
     def average(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Average named tensors over the ranks, and wait for it; see `start`."""
@@ -170,48 +144,30 @@ class TensorExchange:
         self._device = device or self._device
         for index, bucket in enumerate(buckets):
             self.place(index, bucket)
-        self._drop_from(len(buckets))
-        self._homeless = {}
+        self._slots.drop_from(len(buckets))
+        self._slots.forget()
 
     def place(self, index: int, bucket: Bucket) -> None:
         """Let bucket `index` of this step be `bucket`; state follows its parameters.
 
         Buckets are placed in order, each before it is submitted, so a layout need not be known in advance.
         """
-        if index < len(self._slots) and self._slots[index].bucket == bucket:
+        if not self._slots.place(index, bucket):
             return
-        self._drop_from(index)
-        site = Site(
-            shapes=bucket.shapes,
-            rank=self.driver.rank,
-            world_size=self.driver.world_size,
-            key=index,
-            dtype=bucket.dtype,
-            device=bucket.device,
-        )
-        first, later = (self._lane(c, site) for c in self.method.compressors(bucket.dense))
-        fresh = later.compressor.init(bucket.empty(), site)
-        known = {name: self._homeless.pop(name) for name in bucket.names if name in self._homeless}
-        known = {name: state for name, state in known.items() if fresh}  # a dense bucket keeps none
-        state = join_state(fresh, bucket, {**split_state(fresh, bucket), **known}) if known else fresh
         self._device = bucket.device if index == 0 else self._device
-        self._slots.append(_Slot(bucket, (first, later), state))
         if bucket.device.type == "cuda" and bucket.device not in self._streams:
             self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
 
     def scale(self, index: int) -> float:
         """Return what to multiply by when a bucket is filled for this step: 1 unless the exchange sums."""
-        return self._now(self._slots[index]).scale
+        return self._slots.lane(index, self.step).scale
 
     def flat(self, index: int) -> Tensor:
         """Return the memory to fill for a bucket; it belongs to the exchange once submitted.
 
         Ask again for each step: after a step, the memory may hold the bucket's new state.
         """
-        slot = self._slots[index]
-        if slot.flat is None:
-            slot.flat = slot.bucket.empty()
-        return slot.flat
+        return self._slots.flat(index)
 
     def lend(self, index: int, x: Tensor) -> bool:
         """Exchange a flat and filled tensor in place, instead of copying it into the bucket's memory.
@@ -222,7 +178,7 @@ class TensorExchange:
             False where it cannot be taken, since the bucket's average will be written to the same memory.
         """
         slot = self._slots[index]
-        if slot.average is not None and _same_memory(slot.average, x):
+        if slot.average is not None and same_memory(slot.average, x):
             return False
         slot.flat, slot.lent = x, True
         return True
@@ -273,7 +229,7 @@ class TensorExchange:
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the next exchange on this rank, keyed by parameter name."""
         counters = {"step": self.step, "skipped": self.skipped}
-        return {**self._identity(), **counters, "parameters": self._state_by_name()}
+        return {**self._identity(), **counters, "parameters": self._slots.by_name()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a saved `state_dict()`, of any bucketing of the same parameters.
@@ -281,15 +237,9 @@ class TensorExchange:
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
-        check_state(state, self._identity(), self._state_by_name())
+        check_state(state, self._identity(), self._slots.by_name())
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
-        buckets = self.buckets
-        self._drop_from(0)
-        self._homeless = {
-            name: {k: t.clone() for k, t in ts.items()} for name, ts in state["parameters"].items()
-        }
-        for index, bucket in enumerate(buckets):
-            self.place(index, bucket)
+        self._slots.load(state["parameters"])
 
     def abandon(self) -> None:
         """Forget a step that was begun and will not be finished; only one rank alone can do so."""
@@ -302,33 +252,12 @@ class TensorExchange:
         """Stop the thread."""
         self._thread.shutdown(wait=True)
 
-    def _lane(self, compressor: Compressor, site: Site) -> _Lane:
-        transport = compressor.transport(site)
-        if not self._waits or self._want_errors:
-            transport = transport.keeping()
-        sums = self._waits and transport.linear and not self.method.clips
-        guarded = not (transport.linear or transport.reports_finite) or self.method.clip_value is not None
-        scale = 1.0 / site.world_size if sums else 1.0
-        return _Lane(compressor, transport.summing() if sums else transport, site, guarded, scale)
-
-    def _now(self, slot: _Slot) -> _Lane:
-        return slot.lanes[self.step >= self.method.warmup_steps]
+    def _now(self, index: int) -> Lane:
+        return self._slots.lane(index, self.step)
 
     def _identity(self) -> dict[str, Any]:
         place = {"rank": self.driver.rank, "world_size": self.driver.world_size}
         return {"format": _FORMAT, "method": self.method.text, **place}
-
-    def _state_by_name(self) -> dict[str, dict[str, Tensor]]:
-        out = dict(self._homeless)
-        for slot in self._slots:
-            out |= split_state(slot.state, slot.bucket)
-        return out
-
-    def _drop_from(self, index: int) -> None:
-        """Take buckets from `index` on apart; their state waits by parameter name."""
-        for slot in self._slots[index:]:
-            self._homeless |= split_state(slot.state, slot.bucket)
-        del self._slots[index:]
 
     def _check_sound(self) -> None:
         """Refuse to go on after a step that failed on this rank, and maybe not on others."""
@@ -340,16 +269,16 @@ class TensorExchange:
 
     def _begin(self) -> None:
         self._jobs, self._held = [], None
-        for slot in self._slots:
-            if slot.lent:
-                slot.flat, slot.lent = None, False
+        self._slots.give_back()
         self._bad: dict[int, Tensor] = {}
         self._pipeline: Pipeline[Any] | None = None
 
     def _running(self) -> Pipeline[Any]:
         """Return this step's pipeline; where each bucket asks for one collective only, none waits."""
         if self._pipeline is None:
-            self._inline = self._waits and all(self._now(s).transport.rounds == 1 for s in self._slots)
+            self._inline = self._waits and all(
+                self._now(i).transport.rounds == 1 for i in range(len(self._slots))
+            )
             self._pipeline = Pipeline(self.driver, patient=self._inline)
         return self._pipeline
 
@@ -368,8 +297,7 @@ class TensorExchange:
         """Begin a bucket's exchange, with flags that it shall carry; nothing once another one has failed."""
         if self._failure is not None:
             return
-        slot = self._slots[index]
-        lane = self._now(slot)
+        slot, lane = self._slots[index], self._now(index)
         try:
             with on(self._streams.get(x.device), ready):
                 if lane.guarded:
@@ -387,7 +315,7 @@ class TensorExchange:
             self._failure = error
             raise
 
-    def _buffer(self, slot: _Slot, lane: _Lane, x: Tensor) -> Tensor | None:
+    def _buffer(self, slot: Slot, lane: Lane, x: Tensor) -> Tensor | None:
         """Return last step's memory for the average of a bucket, if the caller is done with it by now."""
         if not self._waits or lane.transport.linear or lane.transport.frees_residual:
             return None  # the average may still be in use, or takes x's own memory or the residual's
@@ -409,7 +337,7 @@ class TensorExchange:
             self._check_sound()
             pipeline, carries = self._running(), False
             if held is not None:
-                dense = self._now(self._slots[held[0]]).transport.linear
+                dense = self._now(held[0]).transport.linear
                 carries = not dense or held[1].nbytes <= _PIGGYBACK_BYTES
                 self._launch(*held, end.told if carries else None)
             with on(self._streams.get(self._device), None):
@@ -423,7 +351,7 @@ class TensorExchange:
             self._failure = error
             raise
         finally:
-            self._homeless = {}
+            self._slots.forget()
             self._begin()
 
     def _concluded(self, pipeline: Pipeline[Any], end: End) -> Outcome:
@@ -435,7 +363,7 @@ class TensorExchange:
         any_used, any_flags = told[: len(end.used)], told[len(end.used) :]
         sound = not (elsewhere or any(entered.values()))
         # Before anything is committed, because an average may then take the memory of the old residual.
-        kept = self._kept(any_used) if sound and not all(any_used) else {}
+        kept = self._slots.kept(any_used) if sound and not all(any_used) else {}
         fine = {i: shows_finite(e) for i, e in ended.items() if isinstance(e, Exchange)}
         done = pipeline.finish(sound and all(fine.values()))
         extra = done.pop() if end.extra is not None else None
@@ -445,36 +373,12 @@ class TensorExchange:
                 fine[i] = pipeline.committed or shows_finite(exchange)
         self.finite = sound and all(fine.values())
         if self.finite:
-            self._take(exchanges)
-            for i, parts in kept.items():
-                slot = self._slots[i]
-                slot.state = put_back(slot.state, slot.bucket, parts)
+            self._slots.take(exchanges, kept)
+            self.step += 1
         else:
             self._reject(exchanges, entered, fine)
         averages, errors = [e.average for e in exchanges], [e.error for e in exchanges]
         return Outcome(averages, any_used, any_flags, self.finite, errors, extra)
-
-    def _kept(self, any_used: Sequence[bool]) -> dict[int, KeptState]:
-        """Copy the state of the parameters that no rank used, by bucket."""
-        kept, start = {}, 0
-        for i, slot in enumerate(self._slots):
-            unused = [j for j in range(len(slot.bucket.names)) if not any_used[start + j]]
-            start += len(slot.bucket.names)
-            if unused:
-                kept[i] = keep(slot.state, slot.bucket, unused)
-        return kept
-
-    def _take(self, exchanges: Sequence[Exchange]) -> None:
-        """Take the new states; where one lives in a bucket's memory, the bucket gets the old one's."""
-        self.step += 1
-        for i, exchange in enumerate(exchanges):
-            slot = self._slots[i]
-            old, slot.state = slot.state, exchange.state
-            mine = self.flat(i)
-            for key, new in exchange.state.items():
-                if new is not old[key] and _same_memory(new, mine):
-                    same = old[key].dtype == mine.dtype and old[key].numel() == mine.numel()
-                    slot.flat = old[key] if same else torch.empty_like(mine)
 
     def _reject(
         self, exchanges: Sequence[Exchange], entered: Mapping[int, bool], fine: Mapping[int, bool]
@@ -483,7 +387,7 @@ class TensorExchange:
         self.skipped += 1
         overflowed = False
         for i, exchange in enumerate(exchanges):
-            lane, bad = self._now(self._slots[i]), entered.get(i, False)
+            lane, bad = self._now(i), entered.get(i, False)
             if bad or (not fine[i] and not lane.transport.linear):
                 exchange.average.fill_(torch.nan)
             reported = exchange.finite is not None and int(exchange.finite) != Finite.NO
@@ -492,7 +396,3 @@ class TensorExchange:
             self._reported = True
             if self.driver.rank == 0:
                 warn_of_overflow(self.method.text, self.step)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -60,6 +60,7 @@ def register(
         hook = stenograd.ddp.register(ddp_model, "topk:ratio=0.01")
     """
     chosen = method(how)
+    chosen.require_every_step("DistributedDataParallel, which averages gradients in every pass,")
     ddp: Any = unwrapped(ddp_model)
     if not hasattr(ddp, "register_comm_hook"):
         raise TypeError(

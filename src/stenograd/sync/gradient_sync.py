@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from stenograd.catalog.method import Method, method
+from stenograd.catalog.method import method as parse
 from stenograd.comm.driver import Driver
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.sparse_rows import sparse_parameters
 from stenograd.comm.step_end import Outcome
 from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES, TensorExchange
-from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
 from stenograd.data.buckets import assign
 from stenograd.errors import StenogradError
 from stenograd.launch.process_group import join
+from stenograd.schedules.schedule import What
+from stenograd.sync.attached import Attached
 from stenograd.sync.backward_passes import Passes, next_order
 from stenograd.sync.filling import Filler, Slot, SparseFiller
 from stenograd.sync.handshake import (
@@ -32,11 +32,10 @@ from stenograd.sync.handshake import (
     refuse_taken,
     synced_parameters,
     unwrapped,
-    versions,
 )
 from stenograd.sync.hooks import Hooked
+from stenograd.sync.parameter_rounds import ParameterSync
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
-from stenograd.sync.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "distribute"]
 
@@ -53,8 +52,11 @@ def distribute(
     repair: bool = False,
     check_buffers: bool = False,
     skip_bad_steps: bool = True,
-) -> GradientSync:
+) -> GradientSync | ParameterSync:
     """Make every `loss.backward()` leave gradients that are averaged over all ranks.
+
+    A method with a schedule, such as "local:every=8", lets ranks train by themselves and averages their
+    parameters from time to time instead; see `stenograd.schedules`.
 
     Model, optimizer and training loop stay yours: clipping, GradScaler, schedulers and accumulation work as
     before. Rank 0's parameters and buffers are broadcast here, so all ranks start equal.
@@ -96,10 +98,15 @@ def distribute(
     """
     kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
     guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
-    return GradientSync(model, optimizer, method, skip_bad_steps=skip_bad_steps, **kept, **guard)
+    chosen = parse(method)
+    kind = ParameterSync if chosen.schedule.what is What.PARAMETERS else GradientSync
+    return kind(model, optimizer, chosen, skip_bad_steps=skip_bad_steps, **kept, **guard)
 
 
-class GradientSync(Hooked):
+_SETTINGS = "check_every, repair, check_buffers, skip_bad_steps"
+
+
+class GradientSync(Hooked, Attached):
     """The running synchronisation of one model; made by `stenograd.distribute`, whose arguments it takes.
 
     Its collectives run on a process group of its own, so whatever else the program sends at the same time, in
@@ -132,6 +139,7 @@ class GradientSync(Hooked):
     ) -> None:
         super().__init__()
         self.method = method(how)
+        self.method.require_every_step("GradientSync")
         self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
         refuse_taken(self._model, self._optimizers)
         check_interval(check_every, repair)
@@ -161,11 +169,8 @@ class GradientSync(Hooked):
         self._passes = Passes(local=local, skip_bad_steps=skip_bad_steps)
         self._leave_uncompiled()
         self._watch({id(model): model, id(self._model): self._model}.values())
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes, collectives and seconds waited of this rank since attaching."""
-        return self._driver.traffic
+        check = torch.compiler.disable(self._check_step)
+        self._watches += [o.register_step_pre_hook(check) for o in self._optimizers]
 
     @property
     def step(self) -> int:
@@ -187,38 +192,11 @@ class GradientSync(Hooked):
         """Number of checks that found the ranks' parameters unequal, and repaired them."""
         return self._guard.repaired
 
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self._driver.rank
+    def _passes_made(self) -> int:
+        return self._passes.count
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._driver.world_size
-
-    @property
-    def enabled(self) -> bool:
-        """Whether backward passes exchange gradients; set it alike on all ranks, between passes."""
-        return self._enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._enabled = value
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: backward passes inside exchange nothing, the next one outside all.
-
-        Every rank must use it for the same passes.
-        """
-        before, self.enabled = self.enabled, False
-        passes = self._passes.count
-        try:
-            yield
-        finally:
-            self.enabled = before
-            self._passes.accumulated(passes)
+    def _accumulated(self, before: int) -> None:
+        self._passes.accumulated(before)
 
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
@@ -235,7 +213,8 @@ class GradientSync(Hooked):
             dense_below=self.method.dense_below,
         )
         device = next(iter(parameters.values())).device
-        compare(self._driver, self._description(parameters), device)
+        settings = {"bucket_bytes": self._bucket_bytes, _SETTINGS: self._checks}
+        compare(self._driver, self._description(parameters, settings), device)
         self._exchange.arrange(buckets, device)
         before = self._slots
         for slot in before.values():
@@ -252,13 +231,6 @@ class GradientSync(Hooked):
         self._filler = Filler(self._exchange, by_bucket, slots, self._shares_memory)
         self._hook(parameters.values())
         self._wrapping.watch(parameters.values())
-
-    def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
-        """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
-        return Tracing(path, self._driver, self._model, self._optimizers, max_events=max_events)
-
-    def flush(self) -> None:
-        """Finish what is under way. Gradient methods leave nothing under way between steps."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
@@ -277,18 +249,11 @@ class GradientSync(Hooked):
         if self._closed:
             return
         self._closed = True
-        for handle in [slot.handle for slot in self._slots.values()] + self._watches:
-            handle.remove()
-        for optimizer in self._optimizers:
-            optimizer.__dict__.pop("add_param_group", None)
+        for slot in self._slots.values():
+            slot.handle.remove()
+        self._unwatch()
         self._exchange.close()
         self._driver.close()
-
-    def __enter__(self) -> GradientSync:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def shadow(self) -> None:
         """Take part in one exchange of the others with zeros; see `join`."""
@@ -305,34 +270,9 @@ class GradientSync(Hooked):
         for p in self._parameters.values():
             p.grad = None  # they may lie in the memory that was just used
 
-    def _description(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        shapes = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}
-        buffers = {f"buffer {n}": f"{tuple(b.shape)} {b.dtype}" for n, b in self._model.named_buffers()}
-        return {
-            **versions(),
-            "method": self.method.text,
-            "bucket_bytes": self._bucket_bytes,
-            "check_every, repair, check_buffers, skip_bad_steps": self._checks,
-            "parameters": len(shapes),
-            **shapes,
-            **buffers,
-        }
-
-    def _watch(self, modules: Any) -> None:
-        """Hook the optimizers, and the forward passes of the model and of what it came wrapped in."""
-        for optimizer in self._optimizers:
-            optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
-        check = torch.compiler.disable(self._check_step)
-        self._watches: list[Any] = [o.register_step_pre_hook(check) for o in self._optimizers]
-        self._watches += [module.register_forward_pre_hook(self._wrapping) for module in modules]
-
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
         self._passes.check_step(optimizer, self._slots, self._pass_id != -1, self._finite)
-
-    def _add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        type(optimizer).add_param_group(optimizer, group)
-        self.refresh()
 
     @torch.no_grad()
     def _end_pass(self) -> None:

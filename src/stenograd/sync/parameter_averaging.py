@@ -20,6 +20,7 @@ from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Label
 from stenograd.compression.contract import Compressor, Feedback, Site
 from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.small_all_reduce import mean_in_order
 from stenograd.data.finite import is_finite
 from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.data.requests import mean
@@ -37,6 +38,7 @@ def difference_method(how: str | Method | Compressor) -> Method:
         MethodError: unknown; or it clips, votes or scales up, so what was sent is not near the difference.
     """
     chosen = method(how)
+    chosen.require_every_step("an average of parameters")
     compressor = chosen.compressor
     inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
     amplifies = inner.feedback is Feedback.NEVER and not inner.lossless
@@ -156,12 +158,18 @@ class ParameterAverager:
         self._arrived = False
 
     @torch.no_grad()
-    def replace(self) -> bool:
-        """Make the parameters the exact average if it is finite, and tell whether it is."""
+    def replace(self, *, in_order: bool = False) -> bool:
+        """Make the parameters the exact average if it is finite, and tell whether it is.
+
+        Args:
+            in_order: whether to add up in rank order, so that the result is that of a loop in one process.
+        """
         self.pack()
         pipeline: Pipeline[Tensor] = Pipeline(self.driver)
         for at, part, _ in self._cuts:
-            pipeline.add(mean(self._packed[at][part].mul_(self.weight)), Label(method="mean"))
+            mine = self._packed[at][part].mul_(self.weight)
+            rounds = mean_in_order(mine, self.driver.world_size) if in_order else mean(mine)
+            pipeline.add(rounds, Label(method="mean"))
         for (at, part, _), reply in zip(self._cuts, pipeline.finish(), strict=True):
             if reply.data_ptr() != self._packed[at][part].data_ptr():
                 self._packed[at][part].copy_(reply)
@@ -226,8 +234,16 @@ class ParameterAverager:
         self._arrived = True
 
 
-def average(tensors: Sequence[Tensor], driver: AnyDriver, weight: float = 1.0) -> None:
-    """Replace tensors by their exact mean over the ranks, one message a dtype.
+def average(
+    tensors: Sequence[Tensor], driver: AnyDriver, weight: float = 1.0, *, in_order: bool = False
+) -> None:
+    """Replace tensors by their exact mean over the ranks, one message per dtype.
+
+    Args:
+        tensors: floating, alike on all ranks.
+        driver: the way to the other ranks.
+        weight: this rank's weight; the ranks' weights have mean 1.
+        in_order: whether to add up in rank order; see `ParameterAverager.replace`.
 
     Raises:
         NonFiniteError: on every rank, if a mean is not finite; all tensors are kept then.
@@ -243,7 +259,9 @@ def average(tensors: Sequence[Tensor], driver: AnyDriver, weight: float = 1.0) -
     """
     with torch.no_grad():
         streams = [Stream(part) for part in by_kind({str(i): t for i, t in enumerate(tensors)})]
-        means = [driver.run(mean(stream.read(stream.empty()).mul_(weight))) for stream in streams]
+        mine = [stream.read(stream.empty()).mul_(weight) for stream in streams]
+        rounds = [mean_in_order(x, driver.world_size) if in_order else mean(x) for x in mine]
+        means = [driver.run(one) for one in rounds]
         if not all(map(is_finite, means)):
             raise _not_finite("tensors")
         for stream, values in zip(streams, means, strict=True):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.data.requests import gather
 from stenograd.errors import ReplicaDivergence, bad_value
 from stenograd.kernels.hash import hash_tensor
@@ -67,7 +68,7 @@ class ReplicaGuard:
         timeout_s: float = 300.0,
     ) -> None:
         self._model = model
-        self._driver = driver if isinstance(driver, Driver) else Driver(driver, timeout_s=timeout_s)
+        self._driver = driver if isinstance(driver, AnyDriver) else Driver(driver, timeout_s=timeout_s)
         self._repair, self._check_buffers, self._optimizers = repair, check_buffers, list(optimizers)
         self.checks = 0
         self.repaired = 0

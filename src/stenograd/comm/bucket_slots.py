@@ -1,0 +1,172 @@
+"""Buckets of an exchange: how each travels, the memory it is filled in, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stenograd.catalog.method import Method
+from stenograd.comm.drivers import AnyDriver
+from stenograd.compression.contract import Compressor, Exchange, Site, State, Transport
+from stenograd.data.buckets import Bucket, KeptState, join_state, keep, put_back, split_state
+
+__all__ = ["Lane", "Slot", "Slots", "same_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """How one bucket travels.
+
+    guarded: this rank looks through x before, because neither messages nor average tell what is finite.
+    scale: what the caller multiplies by when it fills the bucket.
+    """
+
+    compressor: Compressor
+    transport: Transport
+    site: Site
+    guarded: bool
+    scale: float
+
+
+@dataclass(slots=True)
+class Slot:
+    """One bucket, its two lanes (while the method warms up, and after it), its state and its memory."""
+
+    bucket: Bucket
+    lanes: tuple[Lane, Lane]
+    state: State
+    flat: Tensor | None = None
+    lent: bool = False
+    average: Tensor | None = None
+
+
+class Slots:
+    """The buckets of an exchange, in the order in which they are submitted; state follows its parameters.
+
+    Args:
+        method: what runs over them.
+        driver: the way to the other ranks.
+        waits: whether the caller is done with a step's averages when it fills the next.
+        want_errors: whether outcomes tell what compression lost.
+    """
+
+    def __init__(self, method: Method, driver: AnyDriver, *, waits: bool, want_errors: bool) -> None:
+        self._method, self._driver = method, driver
+        self._waits, self._want_errors = waits, want_errors
+        self._slots: list[Slot] = []
+        self._homeless: dict[str, dict[str, Tensor]] = {}  # state of parameters that wait for their bucket
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, index: int) -> Slot:
+        return self._slots[index]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What travels."""
+        return [slot.bucket for slot in self._slots]
+
+    def place(self, index: int, bucket: Bucket) -> bool:
+        """Let bucket `index` be `bucket`, and tell whether that is new; later ones are placed anew."""
+        if index < len(self._slots) and self._slots[index].bucket == bucket:
+            return False
+        self.drop_from(index)
+        site = Site(
+            shapes=bucket.shapes,
+            rank=self._driver.rank,
+            world_size=self._driver.world_size,
+            key=index,
+            dtype=bucket.dtype,
+            device=bucket.device,
+        )
+        first, later = (self._lane(c, site) for c in self._method.compressors(bucket.dense))
+        fresh = later.compressor.init(bucket.empty(), site)
+        known = {name: self._homeless.pop(name) for name in bucket.names if name in self._homeless}
+        state = fresh
+        if known and fresh:  # a dense bucket keeps none
+            state = join_state(fresh, bucket, {**split_state(fresh, bucket), **known})
+        self._slots.append(Slot(bucket, (first, later), state))
+        return True
+
+    def drop_from(self, index: int) -> None:
+        """Take buckets from `index` on apart; their state waits by parameter name."""
+        for slot in self._slots[index:]:
+            self._homeless |= split_state(slot.state, slot.bucket)
+        del self._slots[index:]
+
+    def forget(self) -> None:
+        """Drop the state of parameters that are in no bucket."""
+        self._homeless = {}
+
+    def by_name(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of all state by parameter name and key."""
+        out = dict(self._homeless)
+        for slot in self._slots:
+            out |= split_state(slot.state, slot.bucket)
+        return out
+
+    def load(self, parameters: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take state by parameter name in place of what there is."""
+        buckets = self.buckets
+        self.drop_from(0)
+        self._homeless = {name: {k: t.clone() for k, t in ts.items()} for name, ts in parameters.items()}
+        for index, bucket in enumerate(buckets):
+            self.place(index, bucket)
+
+    def lane(self, index: int, step: int) -> Lane:
+        """Return how a bucket travels in a step."""
+        return self._slots[index].lanes[step >= self._method.warmup_steps]
+
+    def flat(self, index: int) -> Tensor:
+        """Return the memory to fill for a bucket."""
+        slot = self._slots[index]
+        if slot.flat is None:
+            slot.flat = slot.bucket.empty()
+        return slot.flat
+
+    def give_back(self) -> None:
+        """Part with tensors that were exchanged in place."""
+        for slot in self._slots:
+            if slot.lent:
+                slot.flat, slot.lent = None, False
+
+    def kept(self, any_used: Sequence[bool]) -> dict[int, KeptState]:
+        """Copy the state of the parameters that no rank used, by bucket."""
+        kept, start = {}, 0
+        for i, slot in enumerate(self._slots):
+            unused = [j for j in range(len(slot.bucket.names)) if not any_used[start + j]]
+            start += len(slot.bucket.names)
+            if unused:
+                kept[i] = keep(slot.state, slot.bucket, unused)
+        return kept
+
+    def take(self, exchanges: Sequence[Exchange], kept: Mapping[int, KeptState]) -> None:
+        """Take the new states; where one lives in a bucket's memory, the bucket gets the old one's."""
+        for i, exchange in enumerate(exchanges):
+            slot = self._slots[i]
+            old, slot.state = slot.state, exchange.state
+            mine = self.flat(i)
+            for key, new in exchange.state.items():
+                if new is not old[key] and same_memory(new, mine):
+                    same = old[key].dtype == mine.dtype and old[key].numel() == mine.numel()
+                    slot.flat = old[key] if same else torch.empty_like(mine)
+            if i in kept:
+                slot.state = put_back(slot.state, slot.bucket, kept[i])
+
+    def _lane(self, compressor: Compressor, site: Site) -> Lane:
+        transport = compressor.transport(site)
+        if not self._waits or self._want_errors:
+            transport = transport.keeping()
+        sums = self._waits and transport.linear and not self._method.clips
+        guarded = not (transport.linear or transport.reports_finite) or self._method.clip_value is not None
+        scale = 1.0 / site.world_size if sums else 1.0
+        return Lane(compressor, transport.summing() if sums else transport, site, guarded, scale)
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors live in the same memory."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

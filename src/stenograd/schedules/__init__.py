@@ -1,0 +1,1 @@
+"""When ranks exchange, and what: one schedule per file, found by its name."""

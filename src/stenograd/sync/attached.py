@@ -1,0 +1,144 @@
+"""What everything that `stenograd.distribute` returns has in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from stenograd.catalog.method import Method
+from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.traffic import Traffic
+from stenograd.sync.handshake import Wrapping, versions
+from stenograd.sync.tracing import MAX_EVENTS, Tracing
+
+__all__ = ["Attached"]
+
+T = TypeVar("T", bound="Attached")
+
+
+class Attached:
+    """A model and its optimizers, synchronised over the ranks.
+
+    Its collectives run on a process group of its own, so whatever else the program sends at the same time, in
+    hooks, in its own backward functions or in threads, is not mixed up with them.
+
+    Attributes:
+        method: the `Method` in use.
+        traffic: this rank's totals (`payload_bytes`, `moved_bytes`, `collectives`, `wait_s`).
+    """
+
+    method: Method
+    _driver: AnyDriver
+    _model: nn.Module
+    _optimizers: Sequence[torch.optim.Optimizer]
+    _watches: list[Any]
+    _wrapping: Wrapping
+    _enabled: bool = True
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, collectives and seconds waited of this rank since attaching."""
+        return self._driver.traffic
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._driver.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self._driver.world_size
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is under way, or due, that `flush()` would finish."""
+        return False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes count; set it alike on all ranks, between passes."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: backward passes inside exchange nothing, the next one outside all.
+
+        Every rank must use it for the same passes.
+        """
+        before, self.enabled = self.enabled, False
+        passes = self._passes_made()
+        try:
+            yield
+        finally:
+            self.enabled = before
+            self._accumulated(passes)
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Put the parameters to evaluate or export in place for a `with` block, on all ranks.
+
+        Where every step averages gradients, they are in place already.
+        """
+        return nullcontext()
+
+    def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
+        """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
+        return Tracing(path, self._driver, self._model, self._optimizers, max_events=max_events)
+
+    def flush(self) -> None:
+        """Finish what is under way or due. Gradient methods leave nothing under way between steps."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Detach from model and optimizer; safe to call twice."""
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _passes_made(self) -> int:
+        return 0
+
+    def _accumulated(self, before: int) -> None:
+        """Note that passes since `before` were not exchanged."""
+
+    def _description(
+        self, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what must be equal on all ranks."""
+        shapes = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}
+        buffers = {f"buffer {n}": f"{tuple(b.shape)} {b.dtype}" for n, b in self._model.named_buffers()}
+        own = {**versions(), "method": self.method.text, **settings}
+        return {**own, "parameters": len(shapes), **shapes, **buffers}
+
+    def _watch(self, modules: Iterable[nn.Module]) -> None:
+        """Follow added parameter groups, and forward passes of the model and of what it came wrapped in."""
+        for optimizer in self._optimizers:
+            optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
+        self._watches = [module.register_forward_pre_hook(self._wrapping) for module in modules]
+
+    def _unwatch(self) -> None:
+        for handle in self._watches:
+            handle.remove()
+        for optimizer in self._optimizers:
+            optimizer.__dict__.pop("add_param_group", None)
+
+    def _add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        type(optimizer).add_param_group(optimizer, group)
+        self.refresh()
