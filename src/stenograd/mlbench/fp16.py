@@ -10,15 +10,93 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.errors import ConfigError, StenogradError, bad_value
-from stenograd.mlbench.aggregation import AllReduceAggregation, Denominator
-from stenograd.mlbench.arguments import averaging_mode, check_denominator, checked_clip, checked_model
-from stenograd.mlbench.arguments import fitting_parameters as fitting
-from stenograd.mlbench.exchange import flat_gradient, meet, trainable
-from stenograd.mlbench.scaler import DynamicLossScaler
+from stenograd.mlbench.aggregation import AllReduceAggregation
+from stenograd.mlbench.arguments import (
+    Denominator,
+    averaging_mode,
+    check_denominator,
+    checked_clip,
+    checked_model,
+    gradient,
+    trainable,
+)
 from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
 from stenograd.sync.handshake import broadcast_model
 
-__all__ = ["FP16Optimizer"]
+__all__ = ["DynamicLossScaler", "FP16Optimizer"]
+
+
+class DynamicLossScaler:
+    """Divides the scale by a factor at each overflow; multiplies after `scale_window` good steps in a row.
+
+    Args:
+        init_scale: first scale, above 0.
+        scale_factor: above 1.
+        scale_window: steps, at least 1.
+        max_scale: largest scale, at least init_scale; None is no limit.
+
+    Attributes:
+        loss_scale: the scale of the next step.
+
+    Raises:
+        ConfigError: a value is outside its range.
+
+    Example:
+        >>> scaler = DynamicLossScaler(init_scale=1024, scale_window=2)
+        >>> scales = []
+        >>> for overflow in (False, False, True, False, False):
+        ...     scaler.update_scale(overflow)
+        ...     scales.append(scaler.loss_scale)
+        >>> scales
+        [1024, 2048.0, 1024.0, 1024.0, 2048.0]
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**15,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        max_scale: float | None = None,
+    ) -> None:
+        if not 0 < init_scale < math.inf:
+            raise bad_value("init_scale", "must be finite and above 0", init_scale, "use 1024")
+        if not 1 < scale_factor < math.inf:
+            raise bad_value("scale_factor", "must be finite and above 1", scale_factor, "use 2")
+        if scale_window < 1:
+            raise bad_value("scale_window", "must be at least 1", scale_window, "use 128")
+        if max_scale is not None and not max_scale >= init_scale:
+            raise bad_value("max_scale", f"must be at least init_scale ({init_scale})", max_scale, "raise it")
+        self.loss_scale = init_scale
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+        self.max_scale = max_scale
+        self._iter = 0
+        self._last_overflow_iter = -1
+
+    def update_scale(self, overflow: bool) -> None:
+        """Take note of one step."""
+        if overflow:
+            self.loss_scale /= self.scale_factor
+            self._last_overflow_iter = self._iter
+        elif (self._iter - self._last_overflow_iter) % self.scale_window == 0:
+            self.loss_scale *= float(self.scale_factor)
+            if self.max_scale is not None:
+                self.loss_scale = min(self.loss_scale, self.max_scale)
+        self._iter += 1
+
+    @staticmethod
+    def has_overflow(grad_norm: Tensor | float) -> bool:
+        """Return whether a norm is infinite or NaN."""
+        return not bool(torch.isfinite(torch.as_tensor(grad_norm)).all())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and the counters."""
+        return {"scale": self.loss_scale, "iter": self._iter, "last_overflow_iter": self._last_overflow_iter}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a saved state."""
+        self.loss_scale = state["scale"]
+        self._iter, self._last_overflow_iter = int(state["iter"]), int(state["last_overflow_iter"])
 
 
 class FP16Optimizer(Wrapper):
@@ -93,7 +171,7 @@ class FP16Optimizer(Wrapper):
         self.aggregation = AllReduceAggregation(world_size, divide_before, use_cuda)
         self.world_size, self.applied = self.aggregation.world_size, False
         if self.world_size > 1:
-            meet(self.aggregation.driver, trainable(fp16_model), {"by_layer": self.by_layer})
+            self.aggregation.averaging.meet(trainable(fp16_model), {"by_layer": self.by_layer})
             broadcast_model(self.aggregation.driver, fp16_model)
         self.fp32_params = self.initialize_flat_fp32_weight()
         super().__init__([self.fp32_params])
@@ -111,14 +189,14 @@ class FP16Optimizer(Wrapper):
     @torch.no_grad()
     def fp16_to_fp32_flat_grad(fp32_params: Tensor, fp16_model: nn.Module) -> None:
         """Make the model's gradients, flat and in float32, the gradient of the master weights."""
-        parameters = fitting(fp16_model, fp32_params)
-        fp32_params.grad = torch.cat([flat_gradient(p, torch.float32) for p in parameters])
+        parameters = _fitting(fp16_model, fp32_params)
+        fp32_params.grad = torch.cat([gradient(p, torch.float32).reshape(-1) for p in parameters])
 
     @staticmethod
     @torch.no_grad()
     def fp32_to_fp16_weights(fp16_model: nn.Module, fp32_params: Tensor) -> None:
         """Copy the master weights, rounded, into the model."""
-        parameters = fitting(fp16_model, fp32_params)
+        parameters = _fitting(fp16_model, fp32_params)
         for p, w in zip(parameters, fp32_params.split([p.numel() for p in parameters]), strict=True):
             p.copy_(w.view(p.shape))
 
@@ -197,3 +275,15 @@ class FP16Optimizer(Wrapper):
         with torch.no_grad():
             self.fp32_params.copy_(state["fp32_params"])
         self.fp32_to_fp16_weights(self.fp16_model, self.fp32_params)
+
+
+def _fitting(model: nn.Module, flat: Tensor) -> list[nn.Parameter]:
+    """Return the trainable parameters that lie one after another in a flat tensor."""
+    parameters = list(trainable(model).values())
+    total = sum(p.numel() for p in parameters)
+    if total != flat.numel():
+        raise ConfigError(
+            f"fp32_params must have as many elements as the model's trainable parameters, got {flat.numel()} "
+            f"and {total}: after freezing or unfreezing, make a new FP16Optimizer"
+        )
+    return parameters
