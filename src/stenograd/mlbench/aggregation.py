@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -87,13 +86,17 @@ class Aggregation(ABC):
         Args:
             by_layer: one collective per parameter, instead of one for all parameters of a dtype.
         """
-        return partial(self._agg_gradients, by_layer=by_layer)
+
+        def average(model: nn.Module, op: str, denom: Denominator = None) -> bool:
+            return self._average_gradients(model, op, denom, by_layer)
+
+        return average
 
     def agg_model(self, by_layer: bool = False) -> Aggregate:
         """Return a function that averages a model's parameters in place; by_layer as in `agg_grad`."""
 
         def average(model: nn.Module, op: str, denom: Denominator = None) -> bool:
-            self.average_weights(model.parameters(), op, denom, by_layer=by_layer)
+            self.average_weights(model.parameters(), op, denom, by_layer)
             return True
 
         return average
@@ -107,15 +110,11 @@ class Aggregation(ABC):
         return
 
     @abstractmethod
-    def average_weights(
-        self, parameters: Iterable[Tensor], op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> None:
+    def average_weights(self, weights: Iterable[Tensor], op: str, denom: Denominator, by_layer: bool) -> None:
         """Average parameters in place, whatever model they are of; integer ones are left alone."""
 
     @abstractmethod
-    def _agg_gradients(
-        self, model: nn.Module, op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> bool: ...
+    def _average_gradients(self, model: nn.Module, op: str, denom: Denominator, by_layer: bool) -> bool: ...
 
 
 class AllReduceAggregation(Aggregation):
@@ -129,10 +128,6 @@ class AllReduceAggregation(Aggregation):
         world_size: number of ranks; None is the group's.
         divide_before: see above.
         use_cuda: as in `Aggregation`.
-
-    Raises:
-        ConfigError: as in `Aggregation`; in use, op is neither of the two, or denom is missing or not
-            above 0.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -150,53 +145,38 @@ class AllReduceAggregation(Aggregation):
         self.divide_before = divide_before
 
     @torch.no_grad()
-    def average_weights(
-        self, parameters: Iterable[Tensor], op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> None:
-        """Average parameters in place, whatever model they are of; integer ones are left alone."""
-        named = {str(i): p for i, p in enumerate(p for p in parameters if p.is_floating_point())}
-        for name, average in self._averages(named, (), op, denom, by_layer).items():
+    def average_weights(self, weights: Iterable[Tensor], op: str, denom: Denominator, by_layer: bool) -> None:
+        """See `Aggregation.average_weights`."""
+        named = {str(i): p for i, p in enumerate(p for p in weights if p.is_floating_point())}
+        for name, average in self._averages(named, (), self._divisor(op, denom), by_layer).items():
             named[name].copy_(average)
 
     @torch.no_grad()
-    def _agg_gradients(
-        self, model: nn.Module, op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> bool:
+    def _average_gradients(self, model: nn.Module, op: str, denom: Denominator, by_layer: bool) -> bool:
         named = trainable(model)
-        gradients = {name: gradient(p) for name, p in named.items()}
-        for name, average in self._averages(gradients, unused_names(named), op, denom, by_layer).items():
+        gradients, divisor = {name: gradient(p) for name, p in named.items()}, self._divisor(op, denom)
+        for name, average in self._averages(gradients, unused_names(named), divisor, by_layer).items():
             put_gradient(named[name], average)
         return True
 
     def _averages(
-        self,
-        values: Mapping[str, Tensor],
-        unused: Collection[str],
-        op: str,
-        denom: Denominator,
-        by_layer: bool,
+        self, values: Mapping[str, Tensor], unused: Collection[str], divisor: float, by_layer: bool
     ) -> dict[str, Tensor]:
-        """Return what was asked of those that some rank used."""
-        divisor = self._divisor(op, denom)
-        if self.divide_before and op == AVG_CUSTOM:
+        """Return `sum_r x_r / divisor` of those that some rank used."""
+        exact = divisor == self.world_size  # Stenograd's drivers always divide by N before they add
+        if self.divide_before and not exact:
             values = {name: x / divisor for name, x in values.items()}
         if self.world_size > 1:
             means = self.averaging.average(values, unused, by_layer=by_layer)
         else:
             means = {name: x.clone() for name, x in values.items() if name not in unused}
         for mean in means.values():
-            self._finish(mean, op, divisor)
+            if not self.divide_before and mean.element_size() < 4:
+                # The sum exists, and overflows where it does not fit.
+                mean.mul_(self.world_size).div_(divisor)
+            elif not exact:
+                mean.mul_(self.world_size if self.divide_before else self.world_size / divisor)
         return means
-
-    def _finish(self, mean: Tensor, op: str, divisor: float) -> None:
-        """Turn the mean into what was asked: Stenograd's drivers always divide by N before they add."""
-        if self.divide_before:
-            if op == AVG_CUSTOM:
-                mean.mul_(self.world_size)
-        elif mean.element_size() < 4:
-            mean.mul_(self.world_size).div_(divisor)  # the sum exists, and overflows where it does not fit
-        elif op == AVG_CUSTOM:
-            mean.mul_(self.world_size / divisor)
 
     def _divisor(self, op: str, denom: Denominator) -> float:
         if op == AVG_WORLD:
@@ -222,9 +202,6 @@ class RememberingAggregation(Aggregation):
         model: its trainable parameters get memories.
         compressor: how gradients travel, with error feedback.
         use_cuda, world_size: as in `Aggregation`.
-
-    Raises:
-        ConfigError: an argument is out of range, or world_size is not the group's.
     """
 
     def __init__(
@@ -256,17 +233,13 @@ class RememberingAggregation(Aggregation):
         """
         self.averaging.load_state_dict(state)
 
-    def average_weights(
-        self, parameters: Iterable[Tensor], op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> None:
+    def average_weights(self, weights: Iterable[Tensor], op: str, denom: Denominator, by_layer: bool) -> None:
         """Raise: errors are fed back to gradients only."""
         kind = type(self).__name__
         raise ConfigError(f"{kind} averages gradients, got weights: use AllReduceAggregation for weights")
 
     @torch.no_grad()
-    def _agg_gradients(
-        self, model: nn.Module, op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> bool:
+    def _average_gradients(self, model: nn.Module, op: str, denom: Denominator, by_layer: bool) -> bool:
         if op != AVG_WORLD or denom is not None:
             got = op if denom is None else f"denom {float(denom)}"
             raise bad_value("op", f"must be {AVG_WORLD!r}, without denom", got, "use AllReduceAggregation")
@@ -305,9 +278,7 @@ class PowerAggregation(RememberingAggregation):
         compressor = ErrorFeedback(inner=PowerSGD(rank=rank, warm_start=reuse_query))
         super().__init__(model, compressor, use_cuda, world_size)
 
-    def _agg_gradients(
-        self, model: nn.Module, op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> bool:
+    def _average_gradients(self, model: nn.Module, op: str, denom: Denominator, by_layer: bool) -> bool:
         if self.world_size == 1 and op == AVG_WORLD and denom is None:
             return True  # every gradient is its own average
-        return super()._agg_gradients(model, op, denom, by_layer=by_layer)
+        return super()._average_gradients(model, op, denom, by_layer)

@@ -32,11 +32,7 @@ Denominator: TypeAlias = Tensor | float | None
 
 
 def check_lr(lr: float | None) -> float:
-    """Return a learning rate that was given.
-
-    Raises:
-        ConfigError: it was not, or is negative or not finite.
-    """
+    """Return a learning rate that was given, and is finite and not negative."""
     if lr is None or not 0 <= lr < float("inf"):
         raise bad_value("lr", "must be given, finite and at least 0", lr, "try 0.1 with SGD, 0.001 with Adam")
     return lr
@@ -51,20 +47,14 @@ def checked_model(model: nn.Module | None) -> nn.Module:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require a gradient, by name; tied ones once.
-
-    Raises:
-        ConfigError: there is none.
-        TensorTypeError: one is complex.
-    """
+    """Return the parameters that require a gradient, at least one, by name; tied ones once."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError("model must have trainable parameters, got none: call requires_grad_() on some")
     for name, p in named.items():
         if not p.is_floating_point():
-            raise TensorTypeError(
-                f"parameter {name} must be real, got {p.dtype}: keep real and imaginary parts"
-            )
+            advice = "keep real and imaginary parts"
+            raise TensorTypeError(f"parameter {name} must be real, got {p.dtype}: {advice}")
     return named
 
 
@@ -80,11 +70,7 @@ def check_held(inner: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def averaging_mode(average_world: bool, average_custom: bool) -> str:
-    """Return the aggregation's op.
-
-    Raises:
-        ConfigError: neither or both are chosen.
-    """
+    """Return the aggregation's op; exactly one of the two must be chosen."""
     if bool(average_world) == bool(average_custom):
         got = (average_world, average_custom)
         raise bad_value("average_world, average_custom", "must be one True, one False", got, "choose one")
@@ -107,18 +93,13 @@ def checked_clip(grad_clip: float) -> float:
 
 
 def gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a gradient to read, of its own or another dtype; zeros where it is None.
-
-    Raises:
-        TensorTypeError: it is sparse.
-    """
+    """Return a dense gradient to read, of its own or another dtype; zeros where it is None."""
     grad = parameter.grad
     if grad is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if grad.layout is not torch.strided:
-        raise TensorTypeError(
-            f"gradients must be dense, got {grad.layout}: use sparse=False in the embedding"
-        )
+        advice = "use sparse=False in the embedding"
+        raise TensorTypeError(f"gradients must be dense, got {grad.layout}: {advice}")
     return grad.detach().to(dtype or grad.dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -115,11 +116,8 @@ class Averaging:
         exchanger.join_streams()
         self.finite = outcome.applied and not any(outcome.any_flags)
         self.skipped += not self.finite
-        views = [
-            view
-            for bucket, flat in zip(exchanger.buckets, outcome.averages, strict=True)
-            for view in bucket.views(flat)
-        ]
+        averages = zip(exchanger.buckets, outcome.averages, strict=True)
+        views = chain.from_iterable(bucket.views(flat) for bucket, flat in averages)
         return {n: v for n, v, used in zip(names, views, outcome.any_used, strict=True) if used}
 
     def state_dict(self) -> dict[str, Any]:

@@ -84,8 +84,7 @@ def initialize_backends(
     """Join the ranks, and leave them at the end of the block.
 
     Args:
-        comm_backend: "gloo", "nccl", or "mpi" for gloo, and NCCL for CUDA tensors, whichever launcher started
-            the ranks (torchrun, `mpiexec`, `srun`, or none).
+        comm_backend: "gloo", "nccl", or "mpi", which is gloo, and NCCL for CUDA tensors.
         hosts: host of each rank, a list or separated by commas; the ranks meet on rank 0's, at MASTER_PORT or
             29500. None asks the launcher.
         rank: this rank, where hosts is given.
@@ -130,12 +129,7 @@ def initialize_backends(
 def global_average(sum: float | Tensor, count: float | Tensor) -> Tensor:
     """Return `sum over ranks of sum / sum over ranks of count`, equal on all ranks, a float64 tensor.
 
-    Args:
-        sum: of this rank's values.
-        count: number of this rank's values, >= 0.
-
-    Raises:
-        ConfigError: on all ranks: no rank has values.
+    sum and count are those of this rank's values. On all ranks a ConfigError, where no rank has values.
 
     Example:
         >>> with initialize_backends("gloo"):
@@ -150,9 +144,8 @@ def global_average(sum: float | Tensor, count: float | Tensor) -> Tensor:
 
 def _seed(seed: int | None, cudnn_deterministic: bool) -> None:
     if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        for start in (random.seed, np.random.seed, torch.manual_seed):
+            start(seed)
     if cudnn_deterministic:
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False

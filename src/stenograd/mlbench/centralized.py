@@ -52,8 +52,9 @@ class GenericCentralizedOptimizer(Wrapper):
         aggregation: how averages come about. traffic: this rank's bytes.
 
     Raises:
-        ConfigError: world_size is not the group's, model is no module with trainable parameters, or the
-            optimizer inside holds others.
+        ConfigError: world_size is not the group's, model is no module with trainable parameters, the
+            optimizer inside holds others, or an argument is outside its range.
+        ValueError: an argument of torch's optimizer is outside its range.
         MismatchError: the ranks' models or options differ.
 
     Example:
@@ -124,7 +125,7 @@ class GenericCentralizedOptimizer(Wrapper):
             tracker.record_batch_opt_step()
         # Frozen weights are equal already, and averaging them again would round them again.
         moving = [p for p in self.model.parameters() if p.requires_grad]
-        self.aggregation.average_weights(moving, self.agg_mode, denom, by_layer=self.by_layer)
+        self.aggregation.average_weights(moving, self.agg_mode, denom, self.by_layer)
         if tracker is not None:
             tracker.record_batch_agg()
         return loss
@@ -152,10 +153,6 @@ class CentralizedSGD(GenericCentralizedOptimizer):
     Args:
         lr: learning rate, at least 0; must be given.
         momentum, dampening, weight_decay, nesterov: as for `torch.optim.SGD`.
-
-    Raises:
-        ConfigError: as in `GenericCentralizedOptimizer`, or lr is not given.
-        ValueError: a value is outside the range that torch gives.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -195,10 +192,6 @@ class CentralizedAdam(GenericCentralizedOptimizer):
     Args:
         lr: learning rate, at least 0; must be given (MLBench's text says 1e-3, its signature required).
         betas, eps, weight_decay, amsgrad: as for `torch.optim.Adam`.
-
-    Raises:
-        ConfigError: as in `GenericCentralizedOptimizer`, or lr is not given.
-        ValueError: a value is outside the range that torch gives.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -241,10 +234,6 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         average_world: divide by the world size.
         average_custom: divide by the `denom` given to each step; exactly one of the two is wanted.
 
-    Raises:
-        ConfigError: as in `GenericCentralizedOptimizer`; neither or both averages are chosen; grad_clip is
-            not above 0.
-
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = nn.init.ones_(model.weight)
@@ -282,15 +271,9 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
     def step(
         self, closure: Closure | None = None, tracker: Marks | None = None, denom: Denominator = None
     ) -> Any:
-        """Average, clip and step, as `GenericCentralizedOptimizer.step`.
+        """Average, clip and step as in `GenericCentralizedOptimizer.step`.
 
-        Args:
-            closure: re-evaluates the model, computes gradients and returns the loss.
-            tracker: is told when aggregation has ended, and when the parameters have moved.
-            denom: with average_custom: what to divide the sum by, above 0, equal on all ranks.
-
-        Raises:
-            ConfigError: denom is missing, out of range, or given without average_custom.
+        denom, with average_custom and only then, is what to divide the sum by: above 0, equal on all ranks.
         """
         check_denominator(self.agg_mode, denom)
         return self._step(closure, tracker, denom)
@@ -315,10 +298,6 @@ class PowerSGD(GenericCentralizedOptimizer):
         average_world: must be True.
         reuse_query: start from the last step's Q (warm start), instead of a random one; better at no cost.
         rank: largest rank of an approximation, at least 1.
-
-    Raises:
-        ConfigError: an argument is out of range, or world_size is not the group's.
-        CheckpointError: a loaded state is of another rank, world size, method or model.
 
     Example:
         >>> optimizer = PowerSGD(nn.Linear(4, 4), lr=0.1, rank=2, reuse_query=True)

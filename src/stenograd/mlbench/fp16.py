@@ -38,9 +38,6 @@ class DynamicLossScaler:
     Attributes:
         loss_scale: the scale of the next step.
 
-    Raises:
-        ConfigError: a value is outside its range.
-
     Example:
         >>> scaler = DynamicLossScaler(init_scale=1024, scale_window=2)
         >>> scales = []
@@ -66,12 +63,9 @@ class DynamicLossScaler:
             raise bad_value("scale_window", "must be at least 1", scale_window, "use 128")
         if max_scale is not None and not max_scale >= init_scale:
             raise bad_value("max_scale", f"must be at least init_scale ({init_scale})", max_scale, "raise it")
-        self.loss_scale = init_scale
-        self.scale_factor = scale_factor
-        self.scale_window = scale_window
-        self.max_scale = max_scale
-        self._iter = 0
-        self._last_overflow_iter = -1
+        self.loss_scale, self.max_scale = init_scale, max_scale
+        self.scale_factor, self.scale_window = scale_factor, scale_window
+        self._iter, self._last_overflow_iter = 0, -1
 
     def update_scale(self, overflow: bool) -> None:
         """Take note of one step."""
@@ -108,15 +102,12 @@ class FP16Optimizer(Wrapper):
 
     Args:
         fp16_model: the model, cast to float16 or bfloat16; some parameters may be float32.
-        world_size: number of ranks; None is the group's.
-        use_cuda, use_horovod: taken for compatibility; the latter must be False.
-        by_layer: one collective a parameter.
+        world_size, use_cuda, by_layer: as for `GenericCentralizedOptimizer`.
+        use_horovod: taken for compatibility; must be False.
         grad_clip: largest L2 norm of the averaged, unscaled gradients, above 0.
-        init_scale: first loss scale, above 0.
-        scale_factor, scale_window, max_scale: as in `DynamicLossScaler`.
+        init_scale, scale_factor, scale_window, max_scale: as for `DynamicLossScaler`.
         min_scale: smallest scale, above 0; one below it is an error.
-        average_world: divide by the world size.
-        average_custom: divide by the `denom` given to each step; exactly one of the two is wanted.
+        average_world, average_custom: as for `CustomCentralizedOptimizer`.
         divide_before: divide before adding, so that the 16-bit sum cannot overflow; recommended.
 
     Attributes:
@@ -217,13 +208,12 @@ class FP16Optimizer(Wrapper):
             closure: re-evaluates the model, calls `backward_loss` and returns the loss.
             tracker: is told when gradients are averaged, and when parameters have moved.
             multiplier: divides the gradients, above 0: the number of batches accumulated.
-            denom: with average_custom: what to divide the sum by, above 0, equal on all ranks.
+            denom: as in `CustomCentralizedOptimizer.step`.
 
         Returns:
             The closure's loss, of this rank; without a closure, whether the step was applied.
 
         Raises:
-            ConfigError: an argument is out of range, no optimizer was set, or parameters were frozen.
             StenogradError: the loss scale fell below min_scale.
         """
         check_denominator(self.agg_mode, denom)
@@ -241,10 +231,9 @@ class FP16Optimizer(Wrapper):
             self.fp32_to_fp16_weights(self.fp16_model, self.fp32_params)
         if tracker is not None:
             tracker.record_batch_opt_step()
-        if self.loss_scaler.loss_scale < self.min_scale:
-            scale, floor = self.loss_scaler.loss_scale, self.min_scale
+        if (scale := self.loss_scaler.loss_scale) < self.min_scale:
             advice = "lower the learning rate, or use divide_before"
-            raise StenogradError(f"the loss scale is {scale:g}, below min_scale={floor:g}: {advice}")
+            raise StenogradError(f"the loss scale is {scale:g}, below min_scale={self.min_scale:g}: {advice}")
         return self.applied if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

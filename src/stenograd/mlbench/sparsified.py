@@ -106,7 +106,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         skipped: number of steps that changed nothing. `state[p]` has `memory` (m), `estimated_w` and `step`.
 
     Raises:
-        ConfigError: a value is outside its range.
+        ConfigError: an argument is outside its range.
         TensorTypeError: a parameter is not real.
 
     Example:
@@ -164,12 +164,9 @@ class SparsifiedSGD(torch.optim.Optimizer):
             memory = torch.zeros(p.shape, dtype=_wide(p), device=p.device)
             self.state[p] = {"step": 0, "memory": memory, "estimated_w": p.detach().clone()}
 
-    @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Send, move, remember; return the closure's loss, None without one."""
-        loss = evaluate(closure)
-        self._move(self._exchange())
-        return loss
+        return self._step(closure, None)
 
     def sparsify_gradients(self, param: Tensor, lr: float) -> tuple[Tensor, Tensor]:
         """Take k coordinates out of `memory + lr g`: those that the next step would send.
@@ -217,6 +214,20 @@ class SparsifiedSGD(torch.optim.Optimizer):
         for number, (_, p) in zip(numbers, self._all(), strict=True):
             self.state[p]["memory"] = state_dict["state"][number]["memory"].clone().to(p.device)
 
+    @torch.no_grad()
+    def _step(self, closure: Closure | None, tracker: Marks | None) -> Any:
+        loss = evaluate(closure)
+        exchanged = self._exchange()
+        if tracker is not None:
+            tracker.record_batch_agg()
+        for group, p, share, average in exchanged:
+            self._remember(p, share)
+            update = share.spread(average).view(p.shape)
+            p.sub_(update.add_(p, alpha=group["lr"] * group["weight_decay"]).to(p.dtype))
+        if tracker is not None:
+            tracker.record_batch_opt_step()
+        return loss
+
     def _all(self) -> list[tuple[dict[str, Any], Tensor]]:
         return [(group, p) for group in self.param_groups for p in group["params"]]
 
@@ -249,12 +260,6 @@ class SparsifiedSGD(torch.optim.Optimizer):
         drawn = _Coordinates(count=group["sparse_grad_size"], scattered=group["random_sparse"])
         return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"], key=at))
 
-    def _move(self, exchanged: list[tuple[dict[str, Any], Tensor, _Share, Tensor]]) -> None:
-        for group, p, share, average in exchanged:
-            self._remember(p, share)
-            update = share.spread(average).view(p.shape)
-            p.sub_(update.add_(p, alpha=group["lr"] * group["weight_decay"]).to(p.dtype))
-
     def _remember(self, p: Tensor, share: _Share) -> None:
         self.state[p]["memory"] = share.memory.view(p.shape)
         self.state[p]["step"] += 1
@@ -268,20 +273,15 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
 
     S are drawn as in `SparsifiedSGD`, the same on all ranks. So exactly k coordinates of a tensor change,
     `4 k` bytes travel by one all-reduce, and no places do. Rank 0's weights are broadcast at construction.
-    A step whose gradients are not finite on some rank changes nothing on any. Arguments that are not listed
-    are `SparsifiedSGD`'s.
+    A step whose gradients are not finite on some rank changes nothing on any. Arguments, attributes and
+    departures that are not listed are `SparsifiedSGD`'s.
 
     Args:
         random_sparse: scattered coordinates instead of neighbours.
         world_size: number of ranks; must be the group's.
         average_world: divide by the world size; else updates are added.
 
-    Attributes:
-        traffic: this rank's bytes.
-
     Raises:
-        ConfigError: a value is outside its range, or world_size is not the group's.
-        TensorTypeError: a parameter is not real.
         MismatchError: the ranks' parameters or options differ.
 
     Example:
@@ -293,7 +293,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         [0.5, 0.5, 1.0, 1.0, 1.0]
 
     Departures: in MLBench each rank draws its own S, so that up to N k coordinates change, and a block never
-    holds the last d mod k (D-M4). See `SparsifiedSGD` for the others.
+    holds the last d mod k (D-M4).
     """
 
     def __init__(
@@ -318,25 +318,9 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         """This rank's bytes."""
         return self._averaging.traffic
 
-    @torch.no_grad()
     def step(self, closure: Closure | None = None, tracker: Marks | None = None) -> Any:
-        """Send, move, remember.
-
-        Args:
-            closure: re-evaluates the model, computes gradients and returns the loss.
-            tracker: is told when aggregation has ended, and when the parameters have moved.
-
-        Returns:
-            The closure's loss, of this rank; None without a closure.
-        """
-        loss = evaluate(closure)
-        exchanged = self._exchange()
-        if tracker is not None:
-            tracker.record_batch_agg()
-        self._move(exchanged)
-        if tracker is not None:
-            tracker.record_batch_opt_step()
-        return loss
+        """Send, move, remember; arguments and result are those of `GenericCentralizedOptimizer.step`."""
+        return self._step(closure, tracker)
 
     def _meet(self, added: list[Tensor]) -> None:
         options = {"optimizer": type(self).__name__, "average_world": self.average_world}

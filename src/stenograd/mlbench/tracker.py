@@ -61,13 +61,10 @@ class Tracker:
 
     Args:
         metrics: objects with a `name`; the first decides which epoch is best.
-        run_id: number or name of the run, for `history`.
-        rank: of this process.
+        run_id, rank: of the run and of this process, for `history`.
         goal: called with every statistic as `goal(name, value, tracker)`; returns a text once it is reached.
-        communication_steps: names of marks that count as communication.
-        compute_steps: names that count as computation.
-        metrics_steps: names that count as computing metrics.
-        preprocess_steps: names that count as loading data.
+        communication_steps, compute_steps, metrics_steps, preprocess_steps: names of the marks that count as
+            each kind of work.
         minimize: whether a smaller primary metric is better.
         clock: returns the time in seconds.
 
@@ -211,13 +208,9 @@ class Tracker:
         self.epoch_stats = {f"{p}_{name}": AverageMeter() for p in ("train", "val") for name in names}
 
     def record_stat(self, name: str, value: float, n: float = 1, log_to_api: bool = False) -> None:
-        """Add a value to this epoch's average of a statistic, and ask the goal.
+        """Add a value, an average over n samples, to this epoch's average of a statistic, and ask the goal.
 
-        Args:
-            name: of the statistic; "train_" or "val_" is put before it.
-            value: the value, an average over n samples.
-            n: number of samples.
-            log_to_api: ignored; MLBench posts the value to its dashboard.
+        The statistic is called "train_" or "val_" and the name. log_to_api is ignored: there is no dashboard.
         """
         name = ("train_" if self.is_training else "val_") + name
         self.epoch_stats.setdefault(name, AverageMeter()).update(value, n)
