@@ -27,7 +27,7 @@ __all__ = ["Averaging"]
 class Averaging:
     """Averages named tensors over the ranks; what the compressor remembers is kept by name.
 
-    A copy, pickled or not, keeps that memory, and finds the ranks again by itself.
+    A copy, pickled or not, keeps that memory, which is this rank's, and finds the ranks again by itself.
 
     Args:
         world_size: number of ranks; None is the group's.
@@ -145,7 +145,7 @@ class Averaging:
 
     def __getstate__(self) -> dict[str, Any]:
         saved = self._saved
-        if self._exchanger is not None:
+        if self._exchanger is not None and not self.compressor.lossless:  # else there is no memory
             saved = (list(self._exchanger.buckets), self._exchanger.state_dict())
         return {**self.__dict__, "_driver": None, "_exchanger": None, "_saved": saved}
 
