@@ -1,6 +1,7 @@
 """MLBench's optimizers on today's PyTorch: change the import, and every class of its documents is here.
 
-`optimizer = CentralizedSGD(world_size=4, model=model, lr=0.1)`, then `optimizer.step()` in the loop.
+`optimizer = CentralizedSGD(world_size=4, model=model, lr=0.1)`, then `optimizer.step()` in the loop. Where it
+does something else than MLBench, docs/mlbench.md says so under "Departures".
 """
 
 from __future__ import annotations

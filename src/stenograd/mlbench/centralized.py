@@ -64,9 +64,8 @@ class GenericCentralizedOptimizer(Wrapper):
         >>> optimizer.step(lambda: model(torch.ones(1)).sum() * 0 + 3)
         tensor(3., grad_fn=<AddBackward0>)
 
-    Departures: with a closure, the gradients that it computes are averaged (D-M2). Rank 0's weights are
-    broadcast at construction with agg_grad=True, where MLBench trusts in equal seeds. Copies and pickles
-    work (D-M7), and hold a copy of the model.
+    Departures from MLBench: D-M2 and D-M7 in docs/mlbench.md. Rank 0's weights are broadcast at construction
+    with agg_grad=True. Copies and pickles hold a copy of the model.
     """
 
     agg_mode = AVG_WORLD
@@ -244,8 +243,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         >>> model.weight.item()
         0.5
 
-    Departures: `step` returns the closure's loss, not True; `denom` counts with weights and with one worker,
-    too, and clipping works with agg_grad=False (D-M2, D-M3).
+    Departures from MLBench: D-M2 and D-M3 in docs/mlbench.md.
     """
 
     def __init__(
@@ -304,9 +302,8 @@ class PowerSGD(GenericCentralizedOptimizer):
         >>> optimizer.param_groups[0]["lr"]
         0.1
 
-    Departures: `e` is this rank's own projection error, whose sum over the ranks is the documents' (there
-    `e_r = M_r - P Q^T`, which also gathers the differences between the ranks). Random Q come from a
-    generator of their own, by_layer works, and memories are in `state_dict()` (D-M5).
+    Departures from MLBench: D-M5 in docs/mlbench.md. There `e_r = M_r - P Q^T`, which has the same sum over
+    the ranks and also gathers the differences between them.
 
     Reference: Vogels et al., "PowerSGD", NeurIPS 2019.
     """

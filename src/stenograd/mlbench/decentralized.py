@@ -107,8 +107,8 @@ class DecentralizedSGD(torch.optim.Optimizer):
         ConfigError: an argument breaks its rule; for rank and neighbors on all ranks.
         MismatchError: on all ranks: their parameters or settings differ.
 
-    Departs from MLBench: rank 0 may use it, the neighbours are checked, Metropolis weights are offered, and a
-    gradient that is not finite costs this rank's own step and nothing else.
+    Departures from MLBench: rank 0 may use it, the neighbours are checked, Metropolis weights are offered,
+    and a gradient that is not finite costs this rank's own step and nothing else.
 
     Example:
         >>> from stenograd.launch.process_group import init, shutdown

@@ -126,9 +126,8 @@ class FP16Optimizer(Wrapper):
         >>> fp.step()
         True
 
-    Departures: the caller's loss stays as it was; gradients that are None count as zeros and frozen
-    parameters stay out; `denom` counts with one worker, too; a scale equal to min_scale is legitimate;
-    `state_dict` holds master weights and scaler (D-M6). Rank 0's weights are broadcast at construction.
+    Departures from MLBench: D-M6 in docs/mlbench.md. Gradients that are None count as zeros, frozen
+    parameters stay out, and rank 0's weights are broadcast at construction.
 
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """

@@ -58,8 +58,8 @@ class DataPartitioner:
         sizes: relative sizes, each above 0, summing to 1.
         seed: of the order, equal on all ranks, at least 0.
 
-    Departs from MLBench: the order comes from the seed and not from rank 0's global random state, so nothing
-    is sent; rounding loses no sample.
+    Departures from MLBench: the order comes from the seed and not from rank 0's global random state, so
+    nothing is sent; rounding loses no sample.
 
     Example:
         >>> parts = DataPartitioner(range(100), 0, shuffle=False, sizes=[1 / 7] * 7)

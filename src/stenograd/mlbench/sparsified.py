@@ -117,8 +117,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         >>> sorted(w.tolist())
         [0.5, 0.5, 1.0, 1.0, 1.0]
 
-    Departures: weights keep the user's values, any shape works, lr counts, weight decay is multiplied by lr,
-    memories are in at least float32 (D-M4).
+    Departures from MLBench: D-M4 in docs/mlbench.md. Memories are in at least float32.
 
     Reference: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
     """
@@ -292,8 +291,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         >>> sorted(w.tolist())
         [0.5, 0.5, 1.0, 1.0, 1.0]
 
-    Departures: in MLBench each rank draws its own S, so that up to N k coordinates change, and a block never
-    holds the last d mod k (D-M4).
+    Departures from MLBench: D-M4 in docs/mlbench.md; there each rank draws its own S.
     """
 
     def __init__(

@@ -74,9 +74,9 @@ class Tracker:
         epoch_metrics: seconds by name of the mark and epoch.
         epoch_stats: averages of this epoch by statistic. goal_result: the goal's text, once reached.
 
-    Departs from MLBench: time spent in validation is measured, an epoch may be the best with a metric of 0 or
-    less, the goal's text is kept in `goal_result` instead of printed, and statistics go to `history` instead
-    of a dashboard; whoever wants to keep all of them gives a `goal` that passes them on and returns None.
+    Departures from MLBench: time spent in validation is measured, an epoch may be the best with a metric of 0
+    or less, the goal's text is kept in `goal_result` instead of printed, and statistics go to `history`, not
+    to a dashboard; whoever wants to keep all of them gives a `goal` that passes them on and returns None.
 
     Example:
         >>> ticks = iter([0.0, 2.0, 5.0, 6.0])
