@@ -344,6 +344,23 @@ def test_deepcopy_pickle_and_state_dict_continue_alike_d_m7(pool):
         assert marks == ["agg", "opt_step"]
 
 
+def _pickled_elsewhere(rank):
+    """Every rank goes on with rank 0's pickle; dense averages remember nothing of the rank that made it."""
+    model = mlp(0)
+    optimizer = CentralizedSGD(2, model, **SGD)
+    _train(optimizer, model, rank, 1, world_size=2)
+    box = [pickle.dumps(optimizer)]
+    torch.distributed.broadcast_object_list(box, 0)
+    other = pickle.loads(box[0])
+    theirs = _train(other, other.model, rank, 2, first=1, world_size=2)
+    return theirs, _train(optimizer, model, rank, 2, first=1, world_size=2)
+
+
+def test_another_ranks_pickle_continues_alike(pool):
+    for theirs, mine in pool.run(2, _pickled_elsewhere):
+        assert torch.equal(theirs, mine)
+
+
 def _refused(rank):
     """What is said about a wrong world size, and about models that differ."""
     with pytest.raises(ConfigError) as size:

@@ -70,12 +70,12 @@ def _feedback(rank, shapes, by_layer, reuse_query):
     out = []
     for step in range(4):
         old = flat(model)
-        wanted = torch.cat([s["residual"] for s in optimizer.aggregation.memory.values()])
+        wanted = torch.cat([s["residual"].reshape(-1) for s in optimizer.aggregation.memory.values()])
         for p in model.p:
             p.grad = _gradient(p.shape, rank, step)
         wanted += torch.cat([p.grad.reshape(-1) for p in model.p])
         optimizer.step()
-        left = torch.cat([s["residual"] for s in optimizer.aggregation.memory.values()])
+        left = torch.cat([s["residual"].reshape(-1) for s in optimizer.aggregation.memory.values()])
         out.append((wanted, left, old - flat(model)))
     one_d = {
         n: s["residual"]
@@ -109,8 +109,9 @@ def _fixed_matrix(rank):
     errors = []
     for _ in range(60):
         layer.p[0].grad = m.clone()
-        memory = aggregation.memory["p.0"]
-        aggregation.memory["p.0"] = {**memory, "residual": torch.zeros(600)}
+        state = aggregation.state_dict()
+        state["parameters"]["p.0"]["residual"].zero_()
+        aggregation.load_state_dict(state)
         aggregation.agg_grad()(layer, "avg_world")
         errors.append(float((layer.p[0].grad - m).norm()))
     return errors

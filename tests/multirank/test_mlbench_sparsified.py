@@ -161,7 +161,7 @@ def _aggregated(rank):
         applied += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
     with pytest.raises(ConfigError, match="averages gradients, got weights"):
         aggregation.agg_model()(model, "avg_world")
-    return applied, total - torch.cat([s["residual"] for s in aggregation.memory.values()])
+    return applied, total - torch.cat([s["residual"].reshape(-1) for s in aggregation.memory.values()])
 
 
 def test_what_is_applied_and_what_is_remembered_add_up(pool):

@@ -117,6 +117,18 @@ def test_a_long_run_keeps_the_newest_statistics_and_averages_all():
     assert passed_on == list(range(25_000))
 
 
+def test_marks_of_a_batch_that_nobody_starts_are_bounded():
+    """An optimizer marks two per step, though the loop calls no batch_start: 12,000 marks, 10,000 kept."""
+    tracker = Tracker([], 0, 0, clock=Clock())
+    for _ in range(6_000):
+        tracker.record_batch_agg()
+        tracker.record_batch_opt_step()
+    assert len(tracker.batch_times) == 10_000
+    assert tracker.batch_times[-1] == ("opt_step", 6_000.0)
+    _batch(tracker)
+    assert _totals(tracker) == [4.0, 0.5, 0.5, 2.0, 0.5, 0.0]
+
+
 @pytest.mark.parametrize(
     ("minimize", "values", "best"),
     [(False, [3, 5, 4], 1), (True, [3, 1, 2], 1), (False, [-3, -5, -1], 2), (True, [0, 4, 4], 0)],

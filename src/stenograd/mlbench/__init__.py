@@ -1,18 +1,22 @@
 """MLBench's optimizers on today's PyTorch: change the import, and every class of its documents is here.
 
-`optimizer = CentralizedSGD(world_size=4, model=model, lr=0.1)`, then `optimizer.step()` in the loop.
+`optimizer = CentralizedSGD(world_size=4, model=model, lr=0.1)`, then `optimizer.step()` in the loop. Where it
+does something else than MLBench, docs/mlbench.md says so under "Departures".
 """
 
 from __future__ import annotations
 
-from stenograd.mlbench.aggregation import Aggregation, AllReduceAggregation
+from stenograd.mlbench.aggregation import Aggregation, AllReduceAggregation, PowerAggregation
 from stenograd.mlbench.backends import FCGraph, global_average, initialize_backends
-from stenograd.mlbench.centralized import CentralizedAdam, CentralizedSGD
-from stenograd.mlbench.compressed import PowerAggregation, SparsifiedAggregation
-from stenograd.mlbench.custom import CustomCentralizedOptimizer
+from stenograd.mlbench.centralized import (
+    CentralizedAdam,
+    CentralizedSGD,
+    CustomCentralizedOptimizer,
+    GenericCentralizedOptimizer,
+    PowerSGD,
+)
 from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
-from stenograd.mlbench.fp16 import FP16Optimizer
-from stenograd.mlbench.generic import GenericCentralizedOptimizer
+from stenograd.mlbench.fp16 import DynamicLossScaler, FP16Optimizer
 from stenograd.mlbench.goals import (
     task1_time_to_accuracy_goal,
     task1_time_to_accuracy_light_goal,
@@ -23,9 +27,7 @@ from stenograd.mlbench.goals import (
     time_to_accuracy_goal,
 )
 from stenograd.mlbench.partition import DataPartitioner, Partition, partition_dataset_by_rank
-from stenograd.mlbench.powersgd import PowerSGD
 from stenograd.mlbench.registry import get_optimizer
-from stenograd.mlbench.scaler import DynamicLossScaler
 from stenograd.mlbench.schedulers import (
     ExponentialWarmupMultiStepLR,
     LRLinearWarmUp,
@@ -38,8 +40,7 @@ from stenograd.mlbench.schedulers import (
     TimeDecayLR,
 )
 from stenograd.mlbench.signsgd import SignSGD
-from stenograd.mlbench.sparsified import SparsifiedSGD
-from stenograd.mlbench.sparsified_centralized import CentralizedSparsifiedSGD
+from stenograd.mlbench.sparsified import CentralizedSparsifiedSGD, SparsifiedAggregation, SparsifiedSGD
 from stenograd.mlbench.tracker import AverageMeter, Tracker
 
 __all__ = [

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,16 +11,28 @@ from torch import Tensor, nn
 
 from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.contract import Site
-from stenograd.compressors.identity import Identity
+from stenograd.compression.contract import Compressor
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compressors.powersgd import PowerSGD
 from stenograd.errors import ConfigError, bad_value
-from stenograd.mlbench.exchange import Part, exchange, flat_gradient, join, put_gradient, trainable
+from stenograd.mlbench.arguments import (
+    AVG_CUSTOM,
+    AVG_WORLD,
+    Denominator,
+    gradient,
+    put_gradient,
+    trainable,
+    unused_names,
+)
+from stenograd.mlbench.averaging import Averaging
 
-__all__ = ["AVG_CUSTOM", "AVG_WORLD", "Aggregate", "Aggregation", "AllReduceAggregation", "Denominator"]
-
-AVG_WORLD = "avg_world"
-AVG_CUSTOM = "avg_custom"
-Denominator = Tensor | float | None
+__all__ = [
+    "Aggregate",
+    "Aggregation",
+    "AllReduceAggregation",
+    "PowerAggregation",
+    "RememberingAggregation",
+]
 
 
 class Aggregate(Protocol):
@@ -37,41 +48,58 @@ class Aggregation(ABC):
     Args:
         use_cuda: taken for compatibility: tensors travel on the device where they are.
         world_size: number of ranks; None is the group's.
+        compressor: how gradients travel; None sends them as they are.
+
+    Attributes:
+        averaging: what exchanges, with `traffic`, this rank's bytes.
 
     Raises:
         ConfigError: world_size is not the group's, or use_cuda is given where there is no CUDA device.
     """
 
-    def __init__(self, use_cuda: bool = False, world_size: int | None = None) -> None:
+    def __init__(
+        self,
+        use_cuda: bool = False,
+        world_size: int | None = None,
+        *,
+        compressor: Compressor | None = None,
+    ) -> None:
         if use_cuda and not torch.cuda.is_available():
             raise bad_value("use_cuda", "needs a CUDA device", use_cuda, "leave it out to train on the CPU")
         self.use_cuda = use_cuda
-        self._driver: Driver | None = join(world_size)
-        self.world_size = self._driver.world_size
+        self.averaging = Averaging(world_size, compressor)
+        self.world_size = self.averaging.world_size
 
     @property
     def driver(self) -> Driver:
         """The way to the other ranks."""
-        if self._driver is None:
-            self._driver = join(self.world_size)
-        return self._driver
+        return self.averaging.driver
 
     @property
     def traffic(self) -> Traffic:
-        """This rank's bytes; a copy has sent none before it finds the ranks again."""
-        return self._driver.traffic if self._driver is not None else Traffic()
+        """This rank's bytes."""
+        return self.averaging.traffic
 
     def agg_grad(self, by_layer: bool = False) -> Aggregate:
         """Return a function that averages a model's gradients in place.
 
         Args:
-            by_layer: one collective a parameter, instead of one for all parameters of a dtype.
+            by_layer: one collective per parameter, instead of one for all parameters of a dtype.
         """
-        return partial(self._agg_gradients, by_layer=by_layer)
+
+        def average(model: nn.Module, op: str, denom: Denominator = None) -> bool:
+            return self._average_gradients(model, op, denom, by_layer)
+
+        return average
 
     def agg_model(self, by_layer: bool = False) -> Aggregate:
         """Return a function that averages a model's parameters in place; by_layer as in `agg_grad`."""
-        return partial(self._agg_weights, by_layer=by_layer)
+
+        def average(model: nn.Module, op: str, denom: Denominator = None) -> bool:
+            self.average_weights(model.parameters(), op, denom, by_layer)
+            return True
+
+        return average
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides this rank's next exchange; empty if nothing does."""
@@ -82,17 +110,11 @@ class Aggregation(ABC):
         return
 
     @abstractmethod
-    def _agg_gradients(
-        self, model: nn.Module, op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> bool: ...
+    def average_weights(self, weights: Iterable[Tensor], op: str, denom: Denominator, by_layer: bool) -> None:
+        """Average parameters in place, whatever model they are of; integer ones are left alone."""
 
     @abstractmethod
-    def _agg_weights(
-        self, model: nn.Module, op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> bool: ...
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_driver": None}
+    def _average_gradients(self, model: nn.Module, op: str, denom: Denominator, by_layer: bool) -> bool: ...
 
 
 class AllReduceAggregation(Aggregation):
@@ -106,10 +128,6 @@ class AllReduceAggregation(Aggregation):
         world_size: number of ranks; None is the group's.
         divide_before: see above.
         use_cuda: as in `Aggregation`.
-
-    Raises:
-        ConfigError: as in `Aggregation`; in use, op is neither of the two, or denom is missing or not
-            above 0.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -126,62 +144,39 @@ class AllReduceAggregation(Aggregation):
         super().__init__(use_cuda, world_size)
         self.divide_before = divide_before
 
-    def average_weights(
-        self, parameters: list[nn.Parameter], op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> None:
-        """Average parameters in place, whatever model they are of; integer ones are left alone."""
-        parameters = [p for p in parameters if p.is_floating_point()]
-        flats = [p.detach().reshape(-1).clone() for p in parameters]
-        averages, _ = self._averages(flats, [True] * len(flats), op, denom, by_layer)
-        with torch.no_grad():
-            for p, average in zip(parameters, averages, strict=True):
-                p.copy_(average.view(p.shape))
+    @torch.no_grad()
+    def average_weights(self, weights: Iterable[Tensor], op: str, denom: Denominator, by_layer: bool) -> None:
+        """See `Aggregation.average_weights`."""
+        named = {str(i): p for i, p in enumerate(p for p in weights if p.is_floating_point())}
+        for name, average in self._averages(named, (), self._divisor(op, denom), by_layer).items():
+            named[name].copy_(average)
 
-    def _agg_weights(
-        self, model: nn.Module, op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> bool:
-        self.average_weights(list(model.parameters()), op, denom, by_layer=by_layer)
-        return True
-
-    def _agg_gradients(
-        self, model: nn.Module, op: str, denom: Denominator = None, *, by_layer: bool = False
-    ) -> bool:
-        parameters = list(trainable(model).values())
-        has = [p.grad is not None for p in parameters]
-        averages, used = self._averages([flat_gradient(p) for p in parameters], has, op, denom, by_layer)
-        with torch.no_grad():
-            for p, average, kept in zip(parameters, averages, used, strict=True):
-                if kept:
-                    put_gradient(p, average)
+    @torch.no_grad()
+    def _average_gradients(self, model: nn.Module, op: str, denom: Denominator, by_layer: bool) -> bool:
+        named = trainable(model)
+        gradients, divisor = {name: gradient(p) for name, p in named.items()}, self._divisor(op, denom)
+        for name, average in self._averages(gradients, unused_names(named), divisor, by_layer).items():
+            put_gradient(named[name], average)
         return True
 
     def _averages(
-        self, flats: list[Tensor], has: list[bool], op: str, denom: Denominator, by_layer: bool
-    ) -> tuple[list[Tensor], list[bool]]:
-        """Return averages, and which of them any rank had something to say about."""
-        divisor = self._divisor(op, denom)
-        if self.divide_before and op == AVG_CUSTOM:
-            flats = [x.div_(divisor) for x in flats]
-        used = has
+        self, values: Mapping[str, Tensor], unused: Collection[str], divisor: float, by_layer: bool
+    ) -> dict[str, Tensor]:
+        """Return `sum_r x_r / divisor` of those that some rank used."""
+        exact = divisor == self.world_size  # Stenograd's drivers always divide by N before they add
+        if self.divide_before and not exact:
+            values = {name: x / divisor for name, x in values.items()}
         if self.world_size > 1:
-            rank, size = self.driver.rank, self.world_size
-            sites = [Site(shapes=(x.shape,), rank=rank, world_size=size, key=i) for i, x in enumerate(flats)]
-            parts = [Part(Identity(), x, {}, s, h) for x, s, h in zip(flats, sites, has, strict=True)]
-            settled = exchange(parts, self.driver, by_layer=by_layer)
-            flats, used = [e.average for e in settled.exchanges], settled.used
-        for x in flats:
-            self._finish(x, op, divisor)
-        return flats, used
-
-    def _finish(self, mean: Tensor, op: str, divisor: float) -> None:
-        """Turn the mean into what was asked: Stenograd's drivers always divide by N before they add."""
-        if self.divide_before:
-            if op == AVG_CUSTOM:
-                mean.mul_(self.world_size)
-        elif mean.element_size() < 4:
-            mean.mul_(self.world_size).div_(divisor)  # the sum exists, and overflows where it does not fit
-        elif op == AVG_CUSTOM:
-            mean.mul_(self.world_size / divisor)
+            means = self.averaging.average(values, unused, by_layer=by_layer)
+        else:
+            means = {name: x.clone() for name, x in values.items() if name not in unused}
+        for mean in means.values():
+            if not self.divide_before and mean.element_size() < 4:
+                # The sum exists, and overflows where it does not fit.
+                mean.mul_(self.world_size).div_(divisor)
+            elif not exact:
+                mean.mul_(self.world_size if self.divide_before else self.world_size / divisor)
+        return means
 
     def _divisor(self, op: str, denom: Denominator) -> float:
         if op == AVG_WORLD:
@@ -196,3 +191,94 @@ class AllReduceAggregation(Aggregation):
         if not 0 < value < float("inf"):
             raise bad_value("denom", "must be finite and above 0", value, "count the samples of all ranks")
         return value
+
+
+class RememberingAggregation(Aggregation):
+    """Averages gradients with error feedback; what it remembers is kept by parameter name.
+
+    A step whose gradients are not finite on some rank changes nothing on any: `skipped` counts these.
+
+    Args:
+        model: its trainable parameters get memories.
+        compressor: how gradients travel, with error feedback.
+        use_cuda, world_size: as in `Aggregation`.
+    """
+
+    def __init__(
+        self, model: nn.Module, compressor: Compressor, use_cuda: bool, world_size: int | None
+    ) -> None:
+        super().__init__(use_cuda, world_size, compressor=compressor)
+        self.averaging.arrange({name: p for name, p in model.named_parameters() if p.requires_grad})
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps that changed nothing."""
+        return self.averaging.skipped
+
+    @property
+    def memory(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of what each parameter still has to send (`residual`), and of what else is remembered."""
+        parameters: dict[str, dict[str, Tensor]] = self.state_dict()["parameters"]
+        return parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all that decides this rank's next exchange."""
+        return self.averaging.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a saved state.
+
+        Raises:
+            CheckpointError: it is of another rank, world size, method or model; nothing is changed.
+        """
+        self.averaging.load_state_dict(state)
+
+    def average_weights(self, weights: Iterable[Tensor], op: str, denom: Denominator, by_layer: bool) -> None:
+        """Raise: errors are fed back to gradients only."""
+        kind = type(self).__name__
+        raise ConfigError(f"{kind} averages gradients, got weights: use AllReduceAggregation for weights")
+
+    @torch.no_grad()
+    def _average_gradients(self, model: nn.Module, op: str, denom: Denominator, by_layer: bool) -> bool:
+        if op != AVG_WORLD or denom is not None:
+            got = op if denom is None else f"denom {float(denom)}"
+            raise bad_value("op", f"must be {AVG_WORLD!r}, without denom", got, "use AllReduceAggregation")
+        named = trainable(model)
+        gradients = {name: gradient(p) for name, p in named.items()}
+        averages = self.averaging.average(gradients, unused_names(named), by_layer=by_layer)
+        if self.averaging.finite:
+            for name, average in averages.items():
+                put_gradient(named[name], average)
+        return self.averaging.finite
+
+
+class PowerAggregation(RememberingAggregation):
+    """Low-rank factors of each gradient matrix, with error feedback; see `stenograd.mlbench.PowerSGD`.
+
+    Args:
+        reuse_query: whether the power iteration starts from the last step's Q.
+        world_size: number of ranks; in a world of one nothing is compressed.
+        rank: largest rank of an approximation, at least 1.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> layer.weight.grad = torch.tensor([[4.0, 8.0]])
+        >>> PowerAggregation(layer).agg_grad()(layer, "avg_world")
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        use_cuda: bool = False,
+        reuse_query: bool = False,
+        world_size: int | None = 1,
+        rank: int = 1,
+    ) -> None:
+        compressor = ErrorFeedback(inner=PowerSGD(rank=rank, warm_start=reuse_query))
+        super().__init__(model, compressor, use_cuda, world_size)
+
+    def _average_gradients(self, model: nn.Module, op: str, denom: Denominator, by_layer: bool) -> bool:
+        if self.world_size == 1 and op == AVG_WORLD and denom is None:
+            return True  # every gradient is its own average
+        return super()._average_gradients(model, op, denom, by_layer)

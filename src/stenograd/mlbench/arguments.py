@@ -1,31 +1,38 @@
-"""What the optimizers of MLBench require of their arguments."""
+"""What the optimizers of MLBench require of their arguments, and how they read and write gradients."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from stenograd.errors import ConfigError, bad_value
-from stenograd.mlbench.aggregation import AVG_CUSTOM, AVG_WORLD, Denominator
-from stenograd.mlbench.exchange import trainable
+from stenograd.errors import ConfigError, TensorTypeError, bad_value
 
 __all__ = [
+    "AVG_CUSTOM",
+    "AVG_WORLD",
+    "Denominator",
     "averaging_mode",
     "check_denominator",
     "check_held",
     "check_lr",
     "checked_clip",
     "checked_model",
-    "fitting_parameters",
+    "gradient",
+    "put_gradient",
+    "trainable",
+    "unused_names",
 ]
+
+AVG_WORLD = "avg_world"
+AVG_CUSTOM = "avg_custom"
+Denominator: TypeAlias = Tensor | float | None
 
 
 def check_lr(lr: float | None) -> float:
-    """Return a learning rate that was given.
-
-    Raises:
-        ConfigError: it was not, or is negative or not finite.
-    """
+    """Return a learning rate that was given, and is finite and not negative."""
     if lr is None or not 0 <= lr < float("inf"):
         raise bad_value("lr", "must be given, finite and at least 0", lr, "try 0.1 with SGD, 0.001 with Adam")
     return lr
@@ -37,6 +44,18 @@ def checked_model(model: nn.Module | None) -> nn.Module:
         raise bad_value("model", "must be a torch.nn.Module", model, "pass the model to train")
     trainable(model)
     return model
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, at least one, by name; tied ones once."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ConfigError("model must have trainable parameters, got none: call requires_grad_() on some")
+    for name, p in named.items():
+        if not p.is_floating_point():
+            advice = "keep real and imaginary parts"
+            raise TensorTypeError(f"parameter {name} must be real, got {p.dtype}: {advice}")
+    return named
 
 
 def check_held(inner: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -51,11 +70,7 @@ def check_held(inner: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def averaging_mode(average_world: bool, average_custom: bool) -> str:
-    """Return the aggregation's op.
-
-    Raises:
-        ConfigError: neither or both are chosen.
-    """
+    """Return the aggregation's op; exactly one of the two must be chosen."""
     if bool(average_world) == bool(average_custom):
         got = (average_world, average_custom)
         raise bad_value("average_world, average_custom", "must be one True, one False", got, "choose one")
@@ -77,13 +92,24 @@ def checked_clip(grad_clip: float) -> float:
     return grad_clip
 
 
-def fitting_parameters(model: nn.Module, flat: Tensor) -> list[nn.Parameter]:
-    """Return the trainable parameters that lie one after another in a flat tensor."""
-    parameters = list(trainable(model).values())
-    total = sum(p.numel() for p in parameters)
-    if total != flat.numel():
-        raise ConfigError(
-            f"fp32_params must have as many elements as the model's trainable parameters, got {flat.numel()} "
-            f"and {total}: after freezing or unfreezing, make a new FP16Optimizer"
-        )
-    return parameters
+def gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a dense gradient to read, of its own or another dtype; zeros where it is None."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if grad.layout is not torch.strided:
+        advice = "use sparse=False in the embedding"
+        raise TensorTypeError(f"gradients must be dense, got {grad.layout}: {advice}")
+    return grad.detach().to(dtype or grad.dtype)
+
+
+def put_gradient(parameter: Tensor, average: Tensor) -> None:
+    """Copy an average into the parameter's gradient, which is made where it is None."""
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter)
+    parameter.grad.copy_(average)
+
+
+def unused_names(named: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of parameters without a gradient."""
+    return {name for name, p in named.items() if p.grad is None}

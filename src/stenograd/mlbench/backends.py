@@ -1,12 +1,14 @@
-"""Start and end a distributed run as MLBench does, and average a number over the ranks."""
+"""Start and end a distributed run as MLBench does; the graph of all ranks; a number's average over them."""
 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,53 @@ from stenograd.comm.agreement import agree, sum_over_ranks
 from stenograd.comm.driver import Driver, joined
 from stenograd.errors import bad_value
 from stenograd.launch.process_group import World, init, shutdown
-from stenograd.mlbench.hosts import FCGraph, environment, place
 
 __all__ = ["FCGraph", "global_average", "initialize_backends"]
+
+
+_PORT = "29500"  # MLBench's
+
+
+@dataclass(frozen=True)
+class FCGraph:
+    """The complete graph of all ranks, and this rank's device.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        use_cuda: whether this rank computes on a CUDA device.
+        local_rank: this rank among those of its host; it decides which device.
+
+    Example:
+        >>> graph = FCGraph(0, 3)
+        >>> graph.neighbors, str(graph)
+        ([1, 2], 'cpu')
+    """
+
+    rank: int
+    world_size: int
+    use_cuda: bool = False
+    local_rank: int = 0
+
+    @property
+    def neighbors(self) -> list[int]:
+        """All other ranks, ascending."""
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    @property
+    def current_device(self) -> torch.device:
+        """Where this rank computes."""
+        if not self.use_cuda:
+            return torch.device("cpu")
+        return torch.device("cuda", self.local_rank % max(1, torch.cuda.device_count()))
+
+    @property
+    def current_device_name(self) -> str:
+        """The device's name, such as "cpu" or "cuda:0"."""
+        return str(self.current_device)
+
+    def __str__(self) -> str:
+        return self.current_device_name
 
 
 @contextmanager
@@ -38,8 +84,7 @@ def initialize_backends(
     """Join the ranks, and leave them at the end of the block.
 
     Args:
-        comm_backend: "gloo", "nccl", or "mpi" for gloo, and NCCL for CUDA tensors, whichever launcher started
-            the ranks (torchrun, `mpiexec`, `srun`, or none).
+        comm_backend: "gloo", "nccl", or "mpi", which is gloo, and NCCL for CUDA tensors.
         hosts: host of each rank, a list or separated by commas; the ranks meet on rank 0's, at MASTER_PORT or
             29500. None asks the launcher.
         rank: this rank, where hosts is given.
@@ -68,17 +113,14 @@ def initialize_backends(
     if use_cuda and not torch.cuda.is_available():
         raise bad_value("use_cuda", "needs a CUDA device", use_cuda, "leave it out to compute on the CPU")
     mine = not joined()
-    with environment(place(hosts, rank)):
+    with environment(_place(hosts, rank)):
         world = init(backend=None if comm_backend == "mpi" else comm_backend)
         try:
             _seed(seed, cudnn_deterministic)
             agree(Driver(), lambda: _make_folder(world, ckpt_run_dir, delete_existing_ckpts))
             with _logging(world, logging_level, logging_file):
-                yield (
-                    world.rank,
-                    world.world_size,
-                    FCGraph(world.rank, world.world_size, use_cuda, world.local_rank),
-                )
+                graph = FCGraph(world.rank, world.world_size, use_cuda, world.local_rank)
+                yield world.rank, world.world_size, graph
         finally:
             if mine:
                 shutdown()
@@ -87,12 +129,7 @@ def initialize_backends(
 def global_average(sum: float | Tensor, count: float | Tensor) -> Tensor:
     """Return `sum over ranks of sum / sum over ranks of count`, equal on all ranks, a float64 tensor.
 
-    Args:
-        sum: of this rank's values.
-        count: number of this rank's values, >= 0.
-
-    Raises:
-        ConfigError: on all ranks: no rank has values.
+    sum and count are those of this rank's values. On all ranks a ConfigError, where no rank has values.
 
     Example:
         >>> with initialize_backends("gloo"):
@@ -107,9 +144,8 @@ def global_average(sum: float | Tensor, count: float | Tensor) -> Tensor:
 
 def _seed(seed: int | None, cudnn_deterministic: bool) -> None:
     if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        for start in (random.seed, np.random.seed, torch.manual_seed):
+            start(seed)
     if cudnn_deterministic:
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
@@ -123,19 +159,52 @@ def _make_folder(world: World, folder: str | Path | None, delete: bool) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
 
 
+def _place(hosts: Sequence[str] | str | None, rank: int) -> dict[str, str]:
+    """Return the variables that a launcher would set for these hosts."""
+    if hosts is None:
+        return {}
+    names = hosts.split(",") if isinstance(hosts, str) else list(hosts)
+    if not 0 <= rank < len(names):
+        raise bad_value(
+            "rank", f"must be in 0..{len(names) - 1} for {len(names)} hosts", rank, "give each its own"
+        )
+    on_host = [r for r, name in enumerate(names) if name == names[rank]]
+    return {
+        "MASTER_ADDR": names[0].strip(),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", _PORT),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(names)),
+        "LOCAL_RANK": str(on_host.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(on_host)),
+    }
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the length of a block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = old
+
+
 @contextmanager
 def _logging(world: World, level: int | str, file: str | Path | None) -> Iterator[None]:
     logger = logging.getLogger("mlbench")
     before = logger.level
     logger.setLevel(level)
-    handlers: list[logging.Handler] = [logging.FileHandler(file)] if file is not None else []
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(message)s"))
-        logger.addHandler(handler)
+    handler = logging.FileHandler(file) if file is not None else logging.NullHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(message)s"))
+    logger.addHandler(handler)
     try:
         yield
     finally:
         logger.setLevel(before)
-        for handler in handlers:
-            logger.removeHandler(handler)
-            handler.close()
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,34 +1,157 @@
-"""MLBench's CentralizedSGD and CentralizedAdam: torch's SGD and Adam on the ranks' mean gradient."""
+"""MLBench's centralized optimizers: average over the ranks, then step, or the other way round."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from stenograd.mlbench.arguments import check_lr
-from stenograd.mlbench.generic import GenericCentralizedOptimizer
+from stenograd.errors import bad_value
+from stenograd.mlbench.aggregation import Aggregation, AllReduceAggregation, PowerAggregation
+from stenograd.mlbench.arguments import (
+    AVG_WORLD,
+    Denominator,
+    averaging_mode,
+    check_denominator,
+    check_held,
+    check_lr,
+    checked_clip,
+    checked_model,
+)
+from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
+from stenograd.sync.handshake import broadcast_model
 
-__all__ = ["CentralizedAdam", "CentralizedSGD"]
+__all__ = [
+    "CentralizedAdam",
+    "CentralizedSGD",
+    "CustomCentralizedOptimizer",
+    "GenericCentralizedOptimizer",
+    "PowerSGD",
+]
+
+
+class GenericCentralizedOptimizer(Wrapper):
+    """Steps with the ranks' mean gradient, or steps alone and takes the ranks' mean weights.
+
+    `agg_grad=True`: `g <- sum_r g_r / N`, then the optimizer inside steps. `agg_grad=False`: it steps with
+    this rank's gradient, then `p <- sum_r p_r / N`; the weights are averaged once at construction, too.
+    Momentum and the like are never averaged. A subclass sets `self.optimizer`.
+
+    Args:
+        world_size: number of ranks; None is the group's.
+        model: the model to train; its trainable parameters are averaged.
+        use_cuda: taken for compatibility: tensors travel on the device where they are.
+        by_layer: one collective per parameter, instead of one for all of a dtype.
+        divide_before: divide before adding, so that 16-bit sums cannot overflow.
+        agg_grad: average gradients; else weights.
+
+    Attributes:
+        aggregation: how averages come about. traffic: this rank's bytes.
+
+    Raises:
+        ConfigError: world_size is not the group's, model is no module with trainable parameters, the
+            optimizer inside holds others, or an argument is outside its range.
+        ValueError: an argument of torch's optimizer is outside its range.
+        MismatchError: the ranks' models or options differ.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> optimizer = GenericCentralizedOptimizer(1, model)
+        >>> optimizer.optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> optimizer.step(lambda: model(torch.ones(1)).sum() * 0 + 3)
+        tensor(3., grad_fn=<AddBackward0>)
+
+    Departures from MLBench: D-M2 and D-M7 in docs/mlbench.md. Rank 0's weights are broadcast at construction
+    with agg_grad=True. Copies and pickles hold a copy of the model.
+    """
+
+    agg_mode = AVG_WORLD
+
+    def __init__(
+        self,
+        world_size: int | None,
+        model: nn.Module | None,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        divide_before: bool = False,
+        agg_grad: bool = True,
+    ) -> None:
+        self._set_up(model, AllReduceAggregation(world_size, divide_before, use_cuda), by_layer, agg_grad)
+
+    def _set_up(
+        self, model: nn.Module | None, aggregation: Aggregation, by_layer: bool, agg_grad: bool
+    ) -> None:
+        self.model, self.aggregation = checked_model(model), aggregation
+        self.world_size = aggregation.world_size
+        self.by_layer, self.agg_grad = bool(by_layer), bool(agg_grad)
+        super().__init__(self.model.parameters())
+        if self.world_size > 1:
+            options = {"optimizer": type(self).__name__, "by_layer": self.by_layer, "agg_grad": self.agg_grad}
+            aggregation.averaging.meet(dict(self.model.named_parameters()), options)
+            if self.agg_grad:
+                broadcast_model(aggregation.driver, self.model)
+            else:
+                aggregation.agg_model(self.by_layer)(self.model, AVG_WORLD)
+
+    def step(self, closure: Closure | None = None, tracker: Marks | None = None) -> Any:
+        """Average and step.
+
+        Args:
+            closure: re-evaluates the model, computes gradients and returns the loss.
+            tracker: is told when aggregation has ended, and when the parameters have moved.
+
+        Returns:
+            The closure's loss, of this rank; None without a closure.
+        """
+        return self._step(closure, tracker, None)
+
+    def _step(self, closure: Closure | None, tracker: Marks | None, denom: Denominator) -> Any:
+        loss = evaluate(closure)
+        if self.agg_grad:
+            applied = self.aggregation.agg_grad(self.by_layer)(self.model, self.agg_mode, denom)
+            if tracker is not None:
+                tracker.record_batch_agg()
+            if applied:
+                self._move()
+            if tracker is not None:
+                tracker.record_batch_opt_step()
+            return loss
+        self._move()
+        if tracker is not None:
+            tracker.record_batch_opt_step()
+        # Frozen weights are equal already, and averaging them again would round them again.
+        moving = [p for p in self.model.parameters() if p.requires_grad]
+        self.aggregation.average_weights(moving, self.agg_mode, denom, self.by_layer)
+        if tracker is not None:
+            tracker.record_batch_agg()
+        return loss
+
+    def _move(self) -> None:
+        self.optimizer.step()
+
+    def _check_inner(self, inner: torch.optim.Optimizer) -> None:
+        check_held(inner, self.model)
+
+    def _extra_state(self) -> dict[str, Any]:
+        state = self.aggregation.state_dict()
+        return {"aggregation": state} if state else {}
+
+    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self.aggregation.load_state_dict(state["aggregation"])
 
 
 class CentralizedSGD(GenericCentralizedOptimizer):
     """`torch.optim.SGD` on `g = sum_r g_r / N`; with agg_grad=False `p <- sum_r p_r / N` after its step.
 
-    Args:
-        world_size: number of ranks; None is the group's.
-        model: the model to train; all its parameters form one group.
-        lr: learning rate, at least 0; must be given.
-        momentum: at least 0.
-        dampening: of the momentum; 0 with nesterov.
-        weight_decay: L2 penalty, at least 0.
-        nesterov: Nesterov's momentum; needs momentum above 0.
-        use_cuda: taken for compatibility.
-        by_layer: one collective a parameter.
-        agg_grad: average gradients; else weights.
+    All parameters form one group. Arguments that are not listed are `GenericCentralizedOptimizer`'s.
 
-    Raises:
-        ConfigError: as in `GenericCentralizedOptimizer`, or lr is not given.
-        ValueError: a value is outside the range that torch gives.
+    Args:
+        lr: learning rate, at least 0; must be given.
+        momentum, dampening, weight_decay, nesterov: as for `torch.optim.SGD`.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -63,21 +186,11 @@ class CentralizedSGD(GenericCentralizedOptimizer):
 class CentralizedAdam(GenericCentralizedOptimizer):
     """`torch.optim.Adam` on `g = sum_r g_r / N`; with agg_grad=False `p <- sum_r p_r / N` after its step.
 
-    Args:
-        world_size: number of ranks; None is the group's.
-        model: the model to train; all its parameters form one group.
-        lr: learning rate, at least 0; must be given (the text says 1e-3, the signature required).
-        betas: averaging factors of the gradient and of its square, each in [0, 1).
-        eps: added to the denominator, at least 0.
-        weight_decay: L2 penalty, at least 0.
-        amsgrad: the variant of Reddi et al., ICLR 2018.
-        use_cuda: taken for compatibility.
-        by_layer: one collective a parameter.
-        agg_grad: average gradients; else weights.
+    All parameters form one group. Arguments that are not listed are `GenericCentralizedOptimizer`'s.
 
-    Raises:
-        ConfigError: as in `GenericCentralizedOptimizer`, or lr is not given.
-        ValueError: a value is outside the range that torch gives.
+    Args:
+        lr: learning rate, at least 0; must be given (MLBench's text says 1e-3, its signature required).
+        betas, eps, weight_decay, amsgrad: as for `torch.optim.Adam`.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -105,3 +218,116 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         rate = check_lr(lr)
         super().__init__(world_size, model, use_cuda, by_layer, agg_grad=agg_grad)
         self.optimizer = torch.optim.Adam(self.model.parameters(), rate, betas, eps, weight_decay, amsgrad)
+
+
+class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
+    """Any optimizer on `g = sum_r g_r / d`, d the world size or `denom`, after `g <- g min(1, c / ||g||)`.
+
+    With agg_grad=False the optimizer steps with this rank's (clipped) gradient, then `p <- sum_r p_r / d`.
+    At construction weights are averaged over the world size in either case. Arguments that are not listed
+    are `GenericCentralizedOptimizer`'s.
+
+    Args:
+        optimizer: over the model's parameters; any that uses its gradients once per step.
+        grad_clip: largest L2 norm of all gradients together, above 0.
+        average_world: divide by the world size.
+        average_custom: divide by the `denom` given to each step; exactly one of the two is wanted.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.ones_(model.weight)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> optimizer = CustomCentralizedOptimizer(model, 1, sgd, average_custom=True)
+        >>> model(torch.ones(4, 1)).sum().backward()
+        >>> optimizer.step(denom=8)
+        >>> model.weight.item()
+        0.5
+
+    Departures from MLBench: D-M2 and D-M3 in docs/mlbench.md.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int | None,
+        optimizer: torch.optim.Optimizer,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        grad_clip: float = math.inf,
+        average_world: bool = False,
+        average_custom: bool = False,
+        divide_before: bool = False,
+    ) -> None:
+        self.agg_mode = averaging_mode(average_world, average_custom)
+        self.grad_clip = checked_clip(grad_clip)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            check_held(optimizer, checked_model(model))  # before any rank waits for another
+        super().__init__(world_size, model, use_cuda, by_layer, divide_before, agg_grad)
+        self.optimizer = optimizer
+
+    def step(
+        self, closure: Closure | None = None, tracker: Marks | None = None, denom: Denominator = None
+    ) -> Any:
+        """Average, clip and step as in `GenericCentralizedOptimizer.step`.
+
+        denom, with average_custom and only then, is what to divide the sum by: above 0, equal on all ranks.
+        """
+        check_denominator(self.agg_mode, denom)
+        return self._step(closure, tracker, denom)
+
+    def _move(self) -> None:
+        if self.grad_clip < math.inf:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
+        super()._move()
+
+
+class PowerSGD(GenericCentralizedOptimizer):
+    """SGD on `P Q^T`, where `P = orthonormal(mean(M Q0))`, `Q = mean(M^T P)`, `M_r = g_r + e_r`.
+
+    Then `e_r <- M_r - P (M_r^T P)^T`. Tensors that two factors would not make smaller (1-D ones, small
+    matrices) are averaged exactly, with `e = 0`. In a world of one this is `torch.optim.SGD`. A step whose
+    gradients are not finite on some rank changes nothing on any; `aggregation.skipped` counts these.
+    Arguments that are not listed are `GenericCentralizedOptimizer`'s.
+
+    Args:
+        lr: learning rate, at least 0; must be given.
+        momentum, weight_decay, dampening, nesterov: as for `torch.optim.SGD`, on what was decompressed.
+        average_world: must be True.
+        reuse_query: start from the last step's Q (warm start), instead of a random one; better at no cost.
+        rank: largest rank of an approximation, at least 1.
+
+    Example:
+        >>> optimizer = PowerSGD(nn.Linear(4, 4), lr=0.1, rank=2, reuse_query=True)
+        >>> optimizer.param_groups[0]["lr"]
+        0.1
+
+    Departures from MLBench: D-M5 in docs/mlbench.md. There `e_r = M_r - P Q^T`, which has the same sum over
+    the ranks and also gathers the differences between them.
+
+    Reference: Vogels et al., "PowerSGD", NeurIPS 2019.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        lr: float | None = None,
+        momentum: float = 0,
+        weight_decay: float = 0,
+        dampening: float = 0,
+        nesterov: bool = False,
+        average_world: bool = True,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        reuse_query: bool = False,
+        world_size: int | None = 1,
+        rank: int = 1,
+    ) -> None:
+        if not average_world:
+            raise bad_value("average_world", "must be True", average_world, "sums are not implemented")
+        rate = check_lr(lr)
+        aggregation = PowerAggregation(checked_model(model), use_cuda, reuse_query, world_size, rank)
+        self._set_up(model, aggregation, by_layer, agg_grad=True)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), rate, momentum, dampening, weight_decay, nesterov
+        )

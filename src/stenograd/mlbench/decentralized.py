@@ -1,8 +1,9 @@
-"""MLBench's decentralized SGD: a local step, then the weights are averaged with those of the neighbours."""
+"""MLBench's decentralized training: SGD on each rank, and averages with the neighbours on a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,37 +13,92 @@ from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import Traffic
 from stenograd.data.finite import is_finite
 from stenograd.errors import bad_value
-from stenograd.mlbench.neighbors import DecentralizedAggregation
-from stenograd.mlbench.tracker import Tracker
+from stenograd.mlbench.wrapper import Closure, Marks, evaluate, kept_attributes
 from stenograd.sync.gossip import Gossip
 from stenograd.sync.handshake import compare, versions
+from stenograd.topology.mixing import Graph
 
 __all__ = ["DecentralizedAggregation", "DecentralizedSGD"]
 
-_CPU = torch.device("cpu")
+
+class DecentralizedAggregation:
+    """Averages a model's weights or gradients with the neighbours': `x_i <- sum_j W_ij x_j`.
+
+    Args:
+        rank: this process's rank; None asks the process group.
+        neighbors: ranks of the neighbours; whoever is one has this rank among its own. May be empty.
+        use_cuda: whether the ranks agree on the graph through CUDA, as groups with NCCL alone need. Weights
+            are exchanged from where they are.
+        weights: "uniform", `W_ij = 1 / (1 + degree_i)` as in MLBench, or "metropolis", which keeps the mean
+            over the ranks on every graph.
+        timeout_s: seconds to wait for a neighbour, above 0.
+
+    Raises:
+        ConfigError: on all ranks: a rank's number or neighbours are not what they should be, or the relation
+            is not symmetric.
+
+    Example:
+        >>> from stenograd.launch.process_group import init, shutdown
+        >>> _ = init()
+        >>> average = DecentralizedAggregation(rank=0, neighbors=[]).agg_model(by_layer=False)
+        >>> average(nn.Linear(2, 1), "avg_world")  # alone, so nothing changes
+        >>> shutdown()
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        neighbors: Iterable[int] | None,
+        use_cuda: bool = False,
+        *,
+        weights: str = "uniform",
+        timeout_s: float = 300.0,
+    ) -> None:
+        driver = Driver.own(timeout_s=timeout_s)
+        self.gossip = Gossip(driver, _agree_on_graph(driver, rank, neighbors, weights, _device(use_cuda)))
+
+    def agg_model(self, by_layer: bool = False) -> Callable[..., None]:
+        """Return `f(model, op)` that averages a model's parameters; by_layer: one message per parameter."""
+
+        def average(model: nn.Module, op: str = "avg_world", denom: Any = None) -> None:
+            _check_op(op, denom)
+            self.gossip.mix(list(model.parameters()), separately=by_layer)
+
+        return average
+
+    def agg_grad(self, by_layer: bool = False) -> Callable[..., None]:
+        """Return `f(model, op)` that averages a model's gradients; by_layer: one message per parameter.
+
+        A gradient that is None counts as zeros, and stays None where no neighbour has one either.
+        """
+
+        def average(model: nn.Module, op: str = "avg_world", denom: Any = None) -> None:
+            _check_op(op, denom)
+            params = [p for p in model.parameters() if p.requires_grad]
+            if not params:
+                return
+            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in params]
+            used = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+            self.gossip.mix([*grads, used], separately=by_layer)
+            for p, grad, share in zip(params, grads, used.tolist(), strict=True):
+                p.grad = grad if share > 0 else None
+
+        return average
 
 
 class DecentralizedSGD(torch.optim.Optimizer):
     """SGD on this rank's own gradients, then averaging with neighbours: `p_i <- sum_j W_ij (p_j - lr d_j)`.
 
-    d is torch's SGD direction (momentum, dampening, weight decay, Nesterov); momentum stays on its rank. All
-    parameters that the optimizer holds are averaged, buffers are not. Ranks do not start from equal weights
-    unless the caller sees to it.
+    d is torch's SGD direction; momentum stays on its rank. All parameters that the optimizer holds are
+    averaged, buffers are not. Ranks start from equal weights only if the caller sees to it. Arguments that
+    are not listed are `DecentralizedAggregation`'s.
 
     Args:
-        rank: this process's rank; None asks the process group.
-        neighbors: ranks of the neighbours; whoever is one has this rank among its own. May be empty.
         model: whose parameters to move, or parameters or parameter groups as for `torch.optim.SGD`.
-        lr: learning rate, >= 0; required.
-        momentum: factor of the velocity, >= 0.
-        dampening: of what enters the velocity.
-        weight_decay: L2 penalty, >= 0.
-        nesterov: whether to look ahead; needs momentum > 0 and dampening 0.
+        lr: learning rate, at least 0; must be given.
+        momentum, dampening, weight_decay, nesterov: as for `torch.optim.SGD`.
         average_world: must be True.
-        use_cuda: as for `DecentralizedAggregation`.
         by_layer: whether each parameter travels alone: less memory, more latency.
-        weights: "uniform" or "metropolis"; see `DecentralizedAggregation`.
-        timeout_s: seconds to wait for a neighbour, above 0.
 
     Attributes:
         skipped: number of this rank's steps that did not move it, because a gradient was not finite.
@@ -51,8 +107,8 @@ class DecentralizedSGD(torch.optim.Optimizer):
         ConfigError: an argument breaks its rule; for rank and neighbors on all ranks.
         MismatchError: on all ranks: their parameters or settings differ.
 
-    Departs from MLBench: rank 0 may use it, the neighbours are checked, Metropolis weights are offered, and a
-    gradient that is not finite costs this rank's own step and nothing else.
+    Departures from MLBench: rank 0 may use it, the neighbours are checked, Metropolis weights are offered,
+    and a gradient that is not finite costs this rank's own step and nothing else.
 
     Example:
         >>> from stenograd.launch.process_group import init, shutdown
@@ -98,7 +154,10 @@ class DecentralizedSGD(torch.optim.Optimizer):
         self._aggregation = DecentralizedAggregation(
             rank, neighbors, use_cuda, weights=weights, timeout_s=timeout_s
         )
-        _compare_settings(self._gossip.driver, self._parameters(), by_layer, use_cuda)
+        settings = {**versions(), "by_layer": bool(by_layer)}
+        forms = [f"{p.dtype} of shape {tuple(p.shape)}" for p in self._parameters()]
+        settings |= {f"parameter {i}": form for i, form in enumerate(forms)}
+        compare(self._gossip.driver, settings, _device(use_cuda))
 
     @property
     def traffic(self) -> Traffic:
@@ -106,7 +165,7 @@ class DecentralizedSGD(torch.optim.Optimizer):
         return self._gossip.driver.traffic
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, tracker: Tracker | None = None) -> Any:
+    def step(self, closure: Closure | None = None, tracker: Marks | None = None) -> Any:
         """Move this rank's parameters, then average them with the neighbours'.
 
         Where a gradient of this rank is not finite, its parameters and momenta do not move, and are averaged.
@@ -121,10 +180,7 @@ class DecentralizedSGD(torch.optim.Optimizer):
         Raises:
             PeerLost: a neighbour did not answer in time; this rank's own step is done.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         # load_state_dict and unpickling replace them, so they are handed over anew each time.
         self._inner.param_groups, self._inner.state = self.param_groups, self.state
         if all(p.grad is None or is_finite(p.grad) for p in self._parameters()):
@@ -139,9 +195,7 @@ class DecentralizedSGD(torch.optim.Optimizer):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep what torch's own method, which knows three attributes, would drop from copies and pickles."""
-        mine = {name: self.__dict__[name] for name in ("_inner", "by_layer", "_aggregation", "skipped")}
-        return {**super().__getstate__(), **mine}
+        return kept_attributes(self)
 
     @property
     def _gossip(self) -> Gossip:
@@ -151,7 +205,34 @@ class DecentralizedSGD(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
 
-def _compare_settings(driver: Driver, params: Sequence[Tensor], by_layer: bool, use_cuda: bool) -> None:
-    settings: dict[str, Any] = {**versions(), "by_layer": bool(by_layer)}
-    forms = {f"parameter {i}": f"{p.dtype} of shape {tuple(p.shape)}" for i, p in enumerate(params)}
-    compare(driver, settings | forms, torch.device("cuda") if use_cuda else _CPU)
+def _agree_on_graph(
+    driver: Driver, rank: int | None, neighbors: Iterable[int] | None, weights: str, device: torch.device
+) -> Graph:
+    """Learn every rank's neighbours, so that a mistake of one rank is an error on all and not a deadlock."""
+    try:
+        mine: Any = None if neighbors is None else [int(other) for other in neighbors]
+    except (TypeError, ValueError):
+        mine = repr(neighbors)
+    told = driver.gather_bytes(json.dumps([rank, mine, weights], default=repr).encode(), device)
+    answers = [json.loads(message) for message in told]
+    for place, (claimed, theirs, rule) in enumerate(answers):
+        if claimed not in (None, place):
+            advice = "pass init().rank, or None"
+            raise bad_value(f"rank on rank {place}", f"must be {place} as in the group", claimed, advice)
+        if not isinstance(theirs, list):
+            advice = "pass the ranks it is connected with, [] for none"
+            raise bad_value(f"neighbors of rank {place}", "must be a list of ranks", theirs, advice)
+        if rule != (first := answers[0][2]):
+            advice = "make it equal on all ranks"
+            raise bad_value(f"weights on rank {place}", f"must be {first!r} as on rank 0", rule, advice)
+    return Graph([theirs for _, theirs, _ in answers], weights)
+
+
+def _check_op(op: str, denom: Any) -> None:
+    if op != "avg_world" or denom is not None:
+        got = op if denom is None else f"{op} with a denom"
+        raise bad_value("op", "must be 'avg_world' without denom", got, "weights are those of the graph")
+
+
+def _device(use_cuda: bool) -> torch.device:
+    return torch.device("cuda" if use_cuda else "cpu")

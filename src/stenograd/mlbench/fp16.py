@@ -10,15 +10,87 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.errors import ConfigError, StenogradError, bad_value
-from stenograd.mlbench.aggregation import AllReduceAggregation, Denominator
-from stenograd.mlbench.arguments import averaging_mode, check_denominator, checked_clip, checked_model
-from stenograd.mlbench.arguments import fitting_parameters as fitting
-from stenograd.mlbench.exchange import flat_gradient, meet, trainable
-from stenograd.mlbench.scaler import DynamicLossScaler
+from stenograd.mlbench.aggregation import AllReduceAggregation
+from stenograd.mlbench.arguments import (
+    Denominator,
+    averaging_mode,
+    check_denominator,
+    checked_clip,
+    checked_model,
+    gradient,
+    trainable,
+)
 from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
 from stenograd.sync.handshake import broadcast_model
 
-__all__ = ["FP16Optimizer"]
+__all__ = ["DynamicLossScaler", "FP16Optimizer"]
+
+
+class DynamicLossScaler:
+    """Divides the scale by a factor at each overflow; multiplies after `scale_window` good steps in a row.
+
+    Args:
+        init_scale: first scale, above 0.
+        scale_factor: above 1.
+        scale_window: steps, at least 1.
+        max_scale: largest scale, at least init_scale; None is no limit.
+
+    Attributes:
+        loss_scale: the scale of the next step.
+
+    Example:
+        >>> scaler = DynamicLossScaler(init_scale=1024, scale_window=2)
+        >>> scales = []
+        >>> for overflow in (False, False, True, False, False):
+        ...     scaler.update_scale(overflow)
+        ...     scales.append(scaler.loss_scale)
+        >>> scales
+        [1024, 2048.0, 1024.0, 1024.0, 2048.0]
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**15,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        max_scale: float | None = None,
+    ) -> None:
+        if not 0 < init_scale < math.inf:
+            raise bad_value("init_scale", "must be finite and above 0", init_scale, "use 1024")
+        if not 1 < scale_factor < math.inf:
+            raise bad_value("scale_factor", "must be finite and above 1", scale_factor, "use 2")
+        if scale_window < 1:
+            raise bad_value("scale_window", "must be at least 1", scale_window, "use 128")
+        if max_scale is not None and not max_scale >= init_scale:
+            raise bad_value("max_scale", f"must be at least init_scale ({init_scale})", max_scale, "raise it")
+        self.loss_scale, self.max_scale = init_scale, max_scale
+        self.scale_factor, self.scale_window = scale_factor, scale_window
+        self._iter, self._last_overflow_iter = 0, -1
+
+    def update_scale(self, overflow: bool) -> None:
+        """Take note of one step."""
+        if overflow:
+            self.loss_scale /= self.scale_factor
+            self._last_overflow_iter = self._iter
+        elif (self._iter - self._last_overflow_iter) % self.scale_window == 0:
+            self.loss_scale *= float(self.scale_factor)
+            if self.max_scale is not None:
+                self.loss_scale = min(self.loss_scale, self.max_scale)
+        self._iter += 1
+
+    @staticmethod
+    def has_overflow(grad_norm: Tensor | float) -> bool:
+        """Return whether a norm is infinite or NaN."""
+        return not bool(torch.isfinite(torch.as_tensor(grad_norm)).all())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and the counters."""
+        return {"scale": self.loss_scale, "iter": self._iter, "last_overflow_iter": self._last_overflow_iter}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a saved state."""
+        self.loss_scale = state["scale"]
+        self._iter, self._last_overflow_iter = int(state["iter"]), int(state["last_overflow_iter"])
 
 
 class FP16Optimizer(Wrapper):
@@ -30,15 +102,12 @@ class FP16Optimizer(Wrapper):
 
     Args:
         fp16_model: the model, cast to float16 or bfloat16; some parameters may be float32.
-        world_size: number of ranks; None is the group's.
-        use_cuda, use_horovod: taken for compatibility; the latter must be False.
-        by_layer: one collective a parameter.
+        world_size, use_cuda, by_layer: as for `GenericCentralizedOptimizer`.
+        use_horovod: taken for compatibility; must be False.
         grad_clip: largest L2 norm of the averaged, unscaled gradients, above 0.
-        init_scale: first loss scale, above 0.
-        scale_factor, scale_window, max_scale: as in `DynamicLossScaler`.
+        init_scale, scale_factor, scale_window, max_scale: as for `DynamicLossScaler`.
         min_scale: smallest scale, above 0; one below it is an error.
-        average_world: divide by the world size.
-        average_custom: divide by the `denom` given to each step; exactly one of the two is wanted.
+        average_world, average_custom: as for `CustomCentralizedOptimizer`.
         divide_before: divide before adding, so that the 16-bit sum cannot overflow; recommended.
 
     Attributes:
@@ -57,9 +126,8 @@ class FP16Optimizer(Wrapper):
         >>> fp.step()
         True
 
-    Departures: the caller's loss stays as it was; gradients that are None count as zeros and frozen
-    parameters stay out; `denom` counts with one worker, too; a scale equal to min_scale is legitimate;
-    `state_dict` holds master weights and scaler (D-M6). Rank 0's weights are broadcast at construction.
+    Departures from MLBench: D-M6 in docs/mlbench.md. Gradients that are None count as zeros, frozen
+    parameters stay out, and rank 0's weights are broadcast at construction.
 
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """
@@ -93,7 +161,7 @@ class FP16Optimizer(Wrapper):
         self.aggregation = AllReduceAggregation(world_size, divide_before, use_cuda)
         self.world_size, self.applied = self.aggregation.world_size, False
         if self.world_size > 1:
-            meet(self.aggregation.driver, trainable(fp16_model), {"by_layer": self.by_layer})
+            self.aggregation.averaging.meet(trainable(fp16_model), {"by_layer": self.by_layer})
             broadcast_model(self.aggregation.driver, fp16_model)
         self.fp32_params = self.initialize_flat_fp32_weight()
         super().__init__([self.fp32_params])
@@ -111,14 +179,14 @@ class FP16Optimizer(Wrapper):
     @torch.no_grad()
     def fp16_to_fp32_flat_grad(fp32_params: Tensor, fp16_model: nn.Module) -> None:
         """Make the model's gradients, flat and in float32, the gradient of the master weights."""
-        parameters = fitting(fp16_model, fp32_params)
-        fp32_params.grad = torch.cat([flat_gradient(p, torch.float32) for p in parameters])
+        parameters = _fitting(fp16_model, fp32_params)
+        fp32_params.grad = torch.cat([gradient(p, torch.float32).reshape(-1) for p in parameters])
 
     @staticmethod
     @torch.no_grad()
     def fp32_to_fp16_weights(fp16_model: nn.Module, fp32_params: Tensor) -> None:
         """Copy the master weights, rounded, into the model."""
-        parameters = fitting(fp16_model, fp32_params)
+        parameters = _fitting(fp16_model, fp32_params)
         for p, w in zip(parameters, fp32_params.split([p.numel() for p in parameters]), strict=True):
             p.copy_(w.view(p.shape))
 
@@ -139,13 +207,12 @@ class FP16Optimizer(Wrapper):
             closure: re-evaluates the model, calls `backward_loss` and returns the loss.
             tracker: is told when gradients are averaged, and when parameters have moved.
             multiplier: divides the gradients, above 0: the number of batches accumulated.
-            denom: with average_custom: what to divide the sum by, above 0, equal on all ranks.
+            denom: as in `CustomCentralizedOptimizer.step`.
 
         Returns:
             The closure's loss, of this rank; without a closure, whether the step was applied.
 
         Raises:
-            ConfigError: an argument is out of range, no optimizer was set, or parameters were frozen.
             StenogradError: the loss scale fell below min_scale.
         """
         check_denominator(self.agg_mode, denom)
@@ -163,10 +230,9 @@ class FP16Optimizer(Wrapper):
             self.fp32_to_fp16_weights(self.fp16_model, self.fp32_params)
         if tracker is not None:
             tracker.record_batch_opt_step()
-        if self.loss_scaler.loss_scale < self.min_scale:
-            scale, floor = self.loss_scaler.loss_scale, self.min_scale
+        if (scale := self.loss_scaler.loss_scale) < self.min_scale:
             advice = "lower the learning rate, or use divide_before"
-            raise StenogradError(f"the loss scale is {scale:g}, below min_scale={floor:g}: {advice}")
+            raise StenogradError(f"the loss scale is {scale:g}, below min_scale={self.min_scale:g}: {advice}")
         return self.applied if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -197,3 +263,15 @@ class FP16Optimizer(Wrapper):
         with torch.no_grad():
             self.fp32_params.copy_(state["fp32_params"])
         self.fp32_to_fp16_weights(self.fp16_model, self.fp32_params)
+
+
+def _fitting(model: nn.Module, flat: Tensor) -> list[nn.Parameter]:
+    """Return the trainable parameters that lie one after another in a flat tensor."""
+    parameters = list(trainable(model).values())
+    total = sum(p.numel() for p in parameters)
+    if total != flat.numel():
+        raise ConfigError(
+            f"fp32_params must have as many elements as the model's trainable parameters, got {flat.numel()} "
+            f"and {total}: after freezing or unfreezing, make a new FP16Optimizer"
+        )
+    return parameters

@@ -16,10 +16,7 @@ __all__ = [
 
 
 def time_to_accuracy_goal(threshold: float) -> Goal:
-    """Return the goal `val_global_Prec@1 >= threshold`.
-
-    Args:
-        threshold: top-1 accuracy in percent, in [0, 100].
+    """Return the goal `val_global_Prec@1 >= threshold`, a top-1 accuracy in percent.
 
     Example:
         >>> tracker = Tracker([], 1, 0, goal=time_to_accuracy_goal(70))
@@ -65,16 +62,14 @@ def _goal(statistic: str, threshold: float, what: str, *, below: bool = False) -
     def goal(name: str, value: float, tracker: Tracker) -> str | None:
         if name != statistic or not (value <= threshold if below else value >= threshold):
             return None
-        return f"{what} reached in {tracker.get_total_train_time():.3f} seconds{_breakdown(tracker)}"
+        seconds = {
+            f"{what} reached in": tracker.get_total_train_time(),
+            "Compute:": tracker.get_total_compute_time(),
+            "Communication:": tracker.get_total_communication_time(),
+            "Metrics Computation:": tracker.get_total_metrics_time(),
+            "Pre-processing:": tracker.get_total_preprocess_time(),
+        }
+        shown = (f"{k} {s:.3f} seconds" for at, (k, s) in enumerate(seconds.items()) if s or not at)
+        return ", ".join(shown)
 
     return goal
-
-
-def _breakdown(tracker: Tracker) -> str:
-    parts = {
-        "Compute": tracker.get_total_compute_time(),
-        "Communication": tracker.get_total_communication_time(),
-        "Metrics Computation": tracker.get_total_metrics_time(),
-        "Pre-processing": tracker.get_total_preprocess_time(),
-    }
-    return "".join(f", {name}: {seconds:.3f} seconds" for name, seconds in parts.items() if seconds)

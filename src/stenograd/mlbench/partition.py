@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,13 +56,10 @@ class DataPartitioner:
         rank: this rank; the parts do not depend on it.
         shuffle: whether to shuffle the samples first.
         sizes: relative sizes, each above 0, summing to 1.
-        seed: of the order, equal on all ranks, >= 0.
+        seed: of the order, equal on all ranks, at least 0.
 
-    Raises:
-        ConfigError: a size is not above 0, they do not sum to 1, or the seed is negative.
-
-    Departs from MLBench: the order comes from the seed and not from rank 0's global random state, so nothing
-    is sent; rounding loses no sample.
+    Departures from MLBench: the order comes from the seed and not from rank 0's global random state, so
+    nothing is sent; rounding loses no sample.
 
     Example:
         >>> parts = DataPartitioner(range(100), 0, shuffle=False, sizes=[1 / 7] * 7)
@@ -78,13 +76,10 @@ class DataPartitioner:
             raise bad_value("seed", "must be >= 0", seed, "use 0, 1, 2, ...")
         self.data = data
         count = len(data)
-        order = torch.arange(count)
-        if shuffle:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        ends = [round(math.fsum(sizes[: i + 1]) * count) for i in range(len(sizes) - 1)] + [count]
-        starts = [0, *ends[:-1]]
-        samples = order.tolist()
-        self.partitions = [samples[start:end] for start, end in zip(starts, ends, strict=True)]
+        generator = torch.Generator().manual_seed(seed)
+        samples = torch.randperm(count, generator=generator).tolist() if shuffle else list(range(count))
+        ends = [round(math.fsum(sizes[:i]) * count) for i in range(len(sizes))] + [count]
+        self.partitions = [samples[start:end] for start, end in pairwise(ends)]
 
     def use(self, partition_ind: int) -> Partition:
         """Return a part, numbered from 0."""
@@ -103,12 +98,12 @@ def partition_dataset_by_rank(
     """Return this rank's samples: each is on one rank, and the numbers differ by at most one.
 
     Args:
-        dataset: anything with `len` and numbered entries, the same on all ranks.
+        dataset: as `DataPartitioner`'s data, the same on all ranks.
         rank: this rank, in 0..world_size-1.
         world_size: number of ranks.
         distribution: "uniform".
         shuffle: whether to deal out samples in a random order.
-        seed: of that order, equal on all ranks, >= 0.
+        seed: of that order, equal on all ranks, at least 0.
 
     Raises:
         ConfigError: an argument is outside its range.

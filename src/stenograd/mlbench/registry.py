@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from stenograd.errors import bad_value
-from stenograd.mlbench.centralized import CentralizedAdam, CentralizedSGD
+from stenograd.mlbench.centralized import CentralizedAdam, CentralizedSGD, PowerSGD
 from stenograd.mlbench.decentralized import DecentralizedSGD
-from stenograd.mlbench.powersgd import PowerSGD
 from stenograd.mlbench.signsgd import SignSGD
-from stenograd.mlbench.sparsified import SparsifiedSGD
-from stenograd.mlbench.sparsified_centralized import CentralizedSparsifiedSGD
+from stenograd.mlbench.sparsified import CentralizedSparsifiedSGD, SparsifiedSGD
 
 __all__ = ["get_optimizer"]
 

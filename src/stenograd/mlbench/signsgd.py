@@ -24,14 +24,9 @@ class SignSGD(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them.
-        lr: learning rate, at least 0.
-        momentum: mu, at least 0.
-        weight_decay: wd, at least 0.
-        dampening: at most 1; 0 with nesterov.
-        nesterov: needs momentum above 0.
-
-    Raises:
-        ConfigError: a value is outside its range.
+        lr: learning rate, at least 0; must be given. A value outside its range is a ConfigError.
+        momentum, weight_decay: mu and wd, at least 0.
+        dampening, nesterov: as for `torch.optim.SGD`.
 
     Example:
         >>> w = torch.zeros(3, requires_grad=True)
@@ -76,10 +71,9 @@ class SignSGD(torch.optim.Optimizer):
         mu = group["momentum"]
         if not mu:
             return d
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = d.clone()
+        buffer: Tensor | None = self.state[p].get("momentum_buffer")
+        if buffer is None:
+            buffer = self.state[p]["momentum_buffer"] = d.clone()
         else:
-            state["momentum_buffer"].mul_(mu).add_(d, alpha=1 - group["dampening"])
-        buffer: Tensor = state["momentum_buffer"]
+            buffer.mul_(mu).add_(d, alpha=1 - group["dampening"])
         return d.add_(buffer, alpha=mu) if group["nesterov"] else buffer.clone()

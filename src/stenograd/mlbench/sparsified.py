@@ -1,23 +1,92 @@
-"""MLBench's sparsified SGD with memory: a few coordinates of each tensor a step, the others later."""
+"""MLBench's sparsified SGD with memory: a few coordinates of each tensor per step, the others later."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stenograd.comm.driver import Driver
-from stenograd.compression.contract import Site
+from stenograd.comm.traffic import Traffic
+from stenograd.compression.contract import Compressor, Exchange, Site, State
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.data.flat_parameters import is_finite
+from stenograd.data.requests import Rounds, mean
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
-from stenograd.mlbench.arguments import check_lr
-from stenograd.mlbench.compressed import sparsifier
-from stenograd.mlbench.estimates import share_of_newest
-from stenograd.mlbench.exchange import Part, Settled, exchange, flat_gradient
-from stenograd.mlbench.wrapper import Closure, evaluate, kept_attributes
+from stenograd.mlbench.aggregation import RememberingAggregation
+from stenograd.mlbench.arguments import check_lr, gradient, unused_names
+from stenograd.mlbench.averaging import Averaging
+from stenograd.mlbench.wrapper import Closure, Marks, evaluate, kept_attributes
 
-__all__ = ["SparsifiedSGD"]
+__all__ = ["CentralizedSparsifiedSGD", "SparsifiedAggregation", "SparsifiedSGD"]
+
+
+class _Share(NamedTuple):
+    """A flat tensor cut in two: the values to send, at these places, and what stays."""
+
+    places: Tensor
+    values: Tensor
+    memory: Tensor
+
+    def spread(self, average: Tensor) -> Tensor:
+        """Return a tensor like the memory with the average on the places, and 0 elsewhere."""
+        return torch.zeros_like(self.memory).index_copy_(0, self.places, average)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Coordinates(Compressor):
+    """Send `min(count, d)` of each tensor's d elements, the same on all ranks, every one equally likely.
+
+    Args:
+        count: number of elements, at least 1.
+        scattered: scattered elements instead of neighbours (round the end).
+    """
+
+    count: int
+    scattered: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+            rule = "must be a whole number of at least 1"
+            raise bad_value("sparse_grad_size", rule, self.count, "10 is the default")
+
+    @property
+    def biased(self) -> bool:
+        """What is not drawn is lost."""
+        return True
+
+    def cut(self, x: Tensor, site: Site) -> _Share:
+        """Take elements out of flat x, which becomes the memory; all ranks draw from (step, key) alike."""
+        generator = site.generator(0, shared=True)
+        starts = accumulate(site.numels, initial=0)
+        drawn = [self._draw(n, generator) + start for n, start in zip(site.numels, starts, strict=False)]
+        places = torch.cat(drawn).to(x.device)
+        values = x[places]
+        return _Share(places, values, x.index_fill_(0, places, 0))
+
+    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
+        """Average the drawn elements; see `Compressor.rounds`."""
+        share = self.cut(x, site)
+        average = yield from mean(share.values)
+        return Exchange(share.spread(average), state, share.memory if want_error else None)
+
+    def _draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """Return the places of `min(count, n)` of n elements, ascending."""
+        k = min(self.count, n)
+        if not self.scattered:
+            start = int(torch.randint(max(n, 1), (), generator=generator))
+            return ((torch.arange(k) + start) % max(n, 1)).sort().values
+        if 4 * k > n:
+            return torch.randperm(n, generator=generator)[:k].sort().values
+        # Drawing with repetition until k are distinct, and dropping a random surplus, costs O(k log k); a
+        # permutation costs O(n).
+        found = torch.empty(0, dtype=torch.int64)
+        while found.numel() < k:
+            found = torch.cat([found, torch.randint(n, (2 * k,), generator=generator)]).unique()
+        return found[torch.randperm(found.numel(), generator=generator)[:k]].sort().values
 
 
 class SparsifiedSGD(torch.optim.Optimizer):
@@ -37,7 +106,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         skipped: number of steps that changed nothing. `state[p]` has `memory` (m), `estimated_w` and `step`.
 
     Raises:
-        ConfigError: a value is outside its range.
+        ConfigError: an argument is outside its range.
         TensorTypeError: a parameter is not real.
 
     Example:
@@ -48,8 +117,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         >>> sorted(w.tolist())
         [0.5, 0.5, 1.0, 1.0, 1.0]
 
-    Departures: weights keep the user's values, any shape works, lr counts, weight decay is multiplied by lr,
-    memories are in at least float32 (D-M4).
+    Departures from MLBench: D-M4 in docs/mlbench.md. Memories are in at least float32.
 
     Reference: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
     """
@@ -74,12 +142,11 @@ class SparsifiedSGD(torch.optim.Optimizer):
         check_lr(lr)
         if not 0 <= weight_decay < float("inf"):
             raise bad_value("weight_decay", "must be finite and at least 0", weight_decay, "use 0 for none")
-        sparsifier(sparse_grad_size, 1, random_sparse)  # checks
         self.skipped = 0
         defaults = {"lr": lr, "weight_decay": weight_decay}
-        super().__init__(
-            params, {**defaults, "sparse_grad_size": sparse_grad_size, "random_sparse": random_sparse}
-        )
+        _Coordinates(count=sparse_grad_size, scattered=random_sparse)  # checks
+        sparse = {"sparse_grad_size": sparse_grad_size, "random_sparse": random_sparse}
+        super().__init__(params, {**defaults, **sparse})
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -96,12 +163,9 @@ class SparsifiedSGD(torch.optim.Optimizer):
             memory = torch.zeros(p.shape, dtype=_wide(p), device=p.device)
             self.state[p] = {"step": 0, "memory": memory, "estimated_w": p.detach().clone()}
 
-    @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Send, move, remember; return the closure's loss, None without one."""
-        loss = evaluate(closure)
-        self._move(self._exchange())
-        return loss
+        return self._step(closure, None)
 
     def sparsify_gradients(self, param: Tensor, lr: float) -> tuple[Tensor, Tensor]:
         """Take k coordinates out of `memory + lr g`: those that the next step would send.
@@ -114,13 +178,9 @@ class SparsifiedSGD(torch.optim.Optimizer):
             The coordinates in the flattened tensor, ascending, int64 (MLBench: float32), and their values.
         """
         at, group = next((i, g) for i, (g, p) in enumerate(self._all()) if p is param)
-        part = self._part(at, {**group, "lr": lr}, param)
-        numbers = torch.arange(1, param.numel() + 1, dtype=torch.float64, device=param.device)
-        drawn = Part(part.compressor.inner, numbers, {}, part.site)  # type: ignore[attr-defined]
-        places = exchange([drawn], None).exchanges[0].average.nonzero().view(-1)
-        (done,) = exchange([part], None).exchanges
-        self._remember(param, done.state["residual"])
-        return places, done.average[places]
+        share = self._share(at, {**group, "lr": lr}, param)
+        self._remember(param, share)
+        return share.places, share.values
 
     @torch.no_grad()
     def update_estimated_weights(self, iteration: int, sparse_vector_size: int) -> None:
@@ -129,10 +189,18 @@ class SparsifiedSGD(torch.optim.Optimizer):
         Args:
             iteration: t, from 0; call it once for each.
             sparse_vector_size: s, at least 1: what sparse_grad_size is; d is the parameter's size.
+
+        Raises:
+            ConfigError: an argument is out of range.
         """
+        if iteration < 0:
+            raise bad_value("iteration", "must be at least 0", iteration, "count from 0")
+        if sparse_vector_size < 1:
+            advice = "pass sparse_grad_size"
+            raise bad_value("sparse_vector_size", "must be at least 1", sparse_vector_size, advice)
         for _, p in self._all():
-            rho = share_of_newest(iteration, p.numel(), sparse_vector_size)
-            self.state[p]["estimated_w"].lerp_(p.detach(), rho)
+            newest = _share_of_newest(iteration, p.numel() / sparse_vector_size)
+            self.state[p]["estimated_w"].lerp_(p.detach(), newest)
 
     def get_estimated_weights(self) -> list[Tensor]:
         """Return the weighted averages of all parameters."""
@@ -145,53 +213,171 @@ class SparsifiedSGD(torch.optim.Optimizer):
         for number, (_, p) in zip(numbers, self._all(), strict=True):
             self.state[p]["memory"] = state_dict["state"][number]["memory"].clone().to(p.device)
 
+    @torch.no_grad()
+    def _step(self, closure: Closure | None, tracker: Marks | None) -> Any:
+        loss = evaluate(closure)
+        exchanged = self._exchange()
+        if tracker is not None:
+            tracker.record_batch_agg()
+        for group, p, share, average in exchanged:
+            self._remember(p, share)
+            update = share.spread(average).view(p.shape)
+            p.sub_(update.add_(p, alpha=group["lr"] * group["weight_decay"]).to(p.dtype))
+        if tracker is not None:
+            tracker.record_batch_opt_step()
+        return loss
+
     def _all(self) -> list[tuple[dict[str, Any], Tensor]]:
         return [(group, p) for group in self.param_groups for p in group["params"]]
 
     def _meet(self, added: list[Tensor]) -> None:
         """Do what must be done when parameters join."""
 
-    def _way(self) -> Driver | None:
-        """Return the way to the other ranks; None: stay alone."""
-        return None
+    def _average(
+        self, values: Mapping[str, Tensor], unused: Collection[str], bad: bool
+    ) -> Mapping[str, Tensor] | None:
+        """Return the averages of what some rank used; None where something was not finite on some rank."""
+        return None if bad else {name: v for name, v in values.items() if name not in unused}
 
-    def _exchange(self) -> Settled | None:
-        moving = [(i, g, p) for i, (g, p) in enumerate(self._all()) if p.requires_grad]
+    def _exchange(self) -> list[tuple[dict[str, Any], Tensor, _Share, Tensor]]:
+        """Return group, parameter, share and average of all that shall move; nothing after a bad gradient."""
+        moving = {str(i): (g, p) for i, (g, p) in enumerate(self._all()) if p.requires_grad}
         if not moving:
             raise ConfigError("a step needs parameters that require a gradient, got none: unfreeze some")
-        settled = exchange([self._part(i, g, p) for i, g, p in moving], self._way(), guarded=True)
-        if settled.applied:
-            return settled
-        self.skipped += 1
-        return None
+        shares = {name: self._share(int(name), group, p) for name, (group, p) in moving.items()}
+        unused = unused_names({name: p for name, (_, p) in moving.items()})
+        bad = not all(is_finite(s.values) and is_finite(s.memory) for s in shares.values())
+        averages = self._average({name: share.values for name, share in shares.items()}, unused, bad)
+        if averages is None:
+            self.skipped += 1
+            return []
+        return [(*moving[name], shares[name], average) for name, average in averages.items()]
 
-    def _part(self, at: int, group: dict[str, Any], p: Tensor) -> Part:
-        state, way = self.state[p], self._way()
-        rank, size = (way.rank, way.world_size) if way is not None else (0, 1)
-        site = Site(shapes=(p.shape,), rank=rank, world_size=size, step=state["step"], key=at)
-        codec = sparsifier(group["sparse_grad_size"], p.numel(), group["random_sparse"])
-        x = flat_gradient(p, _wide(p)).mul_(group["lr"])
-        return Part(codec, x, {"residual": state["memory"].view(-1)}, site, p.grad is not None)
+    def _share(self, at: int, group: dict[str, Any], p: Tensor) -> _Share:
+        state = self.state[p]
+        x = torch.add(state["memory"], gradient(p, _wide(p)), alpha=group["lr"]).reshape(-1)
+        drawn = _Coordinates(count=group["sparse_grad_size"], scattered=group["random_sparse"])
+        return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"], key=at))
 
-    def _move(self, settled: Settled | None) -> None:
-        if settled is None:
-            return
-        moving = [(g, p) for g, p in self._all() if p.requires_grad]
-        for (group, p), done, used in zip(moving, settled.exchanges, settled.used, strict=True):
-            self._remember(p, done.state["residual"])
-            if used:
-                update = self._scaled(done.average).view(p.shape)
-                p.sub_(update.add_(p, alpha=group["lr"] * group["weight_decay"]).to(p.dtype))
-
-    def _scaled(self, average: Tensor) -> Tensor:
-        return average
-
-    def _remember(self, p: Tensor, memory: Tensor) -> None:
-        self.state[p]["memory"] = memory.view(p.shape)
+    def _remember(self, p: Tensor, share: _Share) -> None:
+        self.state[p]["memory"] = share.memory.view(p.shape)
         self.state[p]["step"] += 1
 
     def __getstate__(self) -> dict[str, Any]:
         return kept_attributes(self)
+
+
+class CentralizedSparsifiedSGD(SparsifiedSGD):
+    """`m_r <- m_r + lr g_r`, `p <- p - sum_r m_r / N - lr wd p` on S, `m_r <- 0` on S.
+
+    S are drawn as in `SparsifiedSGD`, the same on all ranks. So exactly k coordinates of a tensor change,
+    `4 k` bytes travel by one all-reduce, and no places do. Rank 0's weights are broadcast at construction.
+    A step whose gradients are not finite on some rank changes nothing on any. Arguments, attributes and
+    departures that are not listed are `SparsifiedSGD`'s.
+
+    Args:
+        random_sparse: scattered coordinates instead of neighbours.
+        world_size: number of ranks; must be the group's.
+        average_world: divide by the world size; else updates are added.
+
+    Raises:
+        MismatchError: the ranks' parameters or options differ.
+
+    Example:
+        >>> w = torch.ones(5, requires_grad=True)
+        >>> optimizer = CentralizedSparsifiedSGD([w], lr=0.5, sparse_grad_size=2, random_sparse=True)
+        >>> w.sum().backward()
+        >>> optimizer.step()
+        >>> sorted(w.tolist())
+        [0.5, 0.5, 1.0, 1.0, 1.0]
+
+    Departures from MLBench: D-M4 in docs/mlbench.md; there each rank draws its own S.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any] | None = None,
+        lr: float | None = None,
+        weight_decay: float = 0,
+        sparse_grad_size: int = 10,
+        random_sparse: bool = False,
+        world_size: int | None = 1,
+        average_world: bool = True,
+    ) -> None:
+        if params is None:
+            raise ConfigError("params must be given, got None: pass model.parameters()")
+        self._averaging = Averaging(world_size)
+        self.world_size = self._averaging.world_size
+        self.average_world = bool(average_world)
+        self._set_up(params, lr, weight_decay, sparse_grad_size, bool(random_sparse))
+
+    @property
+    def traffic(self) -> Traffic:
+        """This rank's bytes."""
+        return self._averaging.traffic
+
+    def step(self, closure: Closure | None = None, tracker: Marks | None = None) -> Any:
+        """Send, move, remember; arguments and result are those of `GenericCentralizedOptimizer.step`."""
+        return self._step(closure, tracker)
+
+    def _meet(self, added: list[Tensor]) -> None:
+        options = {"optimizer": type(self).__name__, "average_world": self.average_world}
+        group = {key: value for key, value in self.param_groups[-1].items() if key != "params"}
+        self._averaging.meet({str(i): p for i, p in enumerate(added)}, {**options, **group})
+        for p in added:
+            self._averaging.driver.broadcast(p.detach())
+
+    def _average(
+        self, values: Mapping[str, Tensor], unused: Collection[str], bad: bool
+    ) -> Mapping[str, Tensor] | None:
+        averages = self._averaging.average(values, unused, bad=bad)
+        if not self._averaging.finite:
+            return None
+        factor = 1 if self.average_world else self.world_size
+        return {name: average * factor for name, average in averages.items()}
+
+
+class SparsifiedAggregation(RememberingAggregation):
+    """The same few random coordinates of each gradient on all ranks, with error feedback.
+
+    In MLBench this class is empty. The learning rate does not enter its memory; in
+    `CentralizedSparsifiedSGD` it does.
+
+    Args:
+        model: its trainable parameters get memories.
+        use_cuda: as in `Aggregation`.
+        world_size: number of ranks; None is the group's.
+        sparse_grad_size: number of coordinates of each tensor to send, at least 1.
+        random_sparse: scattered coordinates instead of a block of neighbours.
+
+    Example:
+        >>> layer = nn.Linear(3, 1, bias=False)
+        >>> layer.weight.grad = torch.ones(1, 3)
+        >>> SparsifiedAggregation(layer, sparse_grad_size=2).agg_grad()(layer, "avg_world")
+        True
+        >>> layer.weight.grad.sum()
+        tensor(2.)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        use_cuda: bool = False,
+        world_size: int | None = None,
+        sparse_grad_size: int = 10,
+        random_sparse: bool = False,
+    ) -> None:
+        drawn = _Coordinates(count=sparse_grad_size, scattered=bool(random_sparse))
+        super().__init__(model, ErrorFeedback(inner=drawn), use_cuda, world_size)
+
+
+def _share_of_newest(t: int, tau: float) -> float:
+    """Return `rho = (t + tau)^2 / sum_{i=0..t} (i + tau)^2` in closed form; `rho = 1` at t = 0.
+
+    So `mean <- (1 - rho) mean + rho p` is the average with weights `(i + tau)^2`: Stich et al., theorem 2.4.
+    """
+    total = (1 + t) * (6 * tau * tau + t + 6 * tau * t + 2 * t * t) / 6
+    return (t + tau) ** 2 / total if total else 1.0
 
 
 def _wide(p: Tensor) -> torch.dtype:

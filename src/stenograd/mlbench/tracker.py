@@ -3,47 +3,80 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, partialmethod
 from itertools import pairwise
 from typing import Any
 
 from stenograd.errors import bad_value
-from stenograd.mlbench.meter import AverageMeter
-from stenograd.mlbench.timing import BatchTimes
 
 __all__ = ["AverageMeter", "Goal", "Tracker"]
 
 # goal(name of the statistic, its value, tracker): a text once the goal is reached, else None
 Goal = Callable[[str, float, "Tracker"], "str | None"]
 
-_HISTORY = 10_000  # statistics kept: about 2 MB; averages, totals and goals take in all of them
+# Statistics and marks kept, about 2 MB: averages, totals and goals take in all statistics, and marks pile up
+# only where an optimizer is given a tracker whose batches nobody starts.
+_KEPT = 10_000
 
 
-class Tracker(BatchTimes):
+@dataclass(slots=True)
+class AverageMeter:
+    """A running average: `avg = sum of val * n / sum of n`.
+
+    Example:
+        >>> meter = AverageMeter()
+        >>> meter.update(1.0, n=3)
+        >>> meter.update(5.0)
+        >>> meter.val, meter.avg, meter.count
+        (5.0, 2.0, 4)
+    """
+
+    val: float = 0.0
+    sum: float = 0.0
+    count: float = 0
+
+    @property
+    def avg(self) -> float:
+        """The average so far; 0 before the first value."""
+        return self.sum / self.count if self.count else 0.0
+
+    def update(self, val: float, n: float = 1) -> None:
+        """Add a value that stands for n samples."""
+        self.val = float(val)
+        self.sum += self.val * n
+        self.count += n
+
+
+class Tracker:
     """Follows a training run.
 
     A batch is a row of marks: `batch_start()`, then `record_batch_...()` after each piece of work, then
-    `batch_end()`. The time between two marks belongs to the later one's name.
+    `batch_end()`. The time between two marks belongs to the later one's name. There is a mark for preparing
+    (`init`, which counts towards no total) and loading the batch, the forward pass, the loss, the backward
+    pass, aggregation, the optimizer's step and metrics; `record_batch_step(name)` makes any other. The
+    `get_total_..._time()` return the seconds that all batches spent in each kind of work.
 
     Args:
         metrics: objects with a `name`; the first decides which epoch is best.
-        run_id: of the run.
-        rank: of this process.
+        run_id, rank: of the run and of this process, for `history`.
         goal: called with every statistic as `goal(name, value, tracker)`; returns a text once it is reached.
-        communication_steps: names that count as communication.
-        compute_steps: names that count as computation.
-        metrics_steps: names that count as computing metrics.
-        preprocess_steps: names that count as loading data.
+        communication_steps, compute_steps, metrics_steps, preprocess_steps: names of the marks that count as
+            each kind of work.
         minimize: whether a smaller primary metric is better.
         clock: returns the time in seconds.
 
     Attributes:
         history: the newest 10,000 statistics, as (run_id, rank, name, value, time).
+        batch_times: the marks of the present batch as (name, time), at most the newest 10,000.
+        epoch_metrics: seconds by name of the mark and epoch.
+        epoch_stats: averages of this epoch by statistic. goal_result: the goal's text, once reached.
 
-    Departs from MLBench: time spent in validation is measured, an epoch may be the best with a metric of 0 or
-    less, the goal's text is kept in `goal_result` instead of printed, and statistics go to `history` instead
-    of a dashboard; whoever wants to keep all of them gives a `goal` that passes them on and returns None.
+    Departures from MLBench: time spent in validation is measured, an epoch may be the best with a metric of 0
+    or less, the goal's text is kept in `goal_result` instead of printed, and statistics go to `history`, not
+    to a dashboard; whoever wants to keep all of them gives a `goal` that passes them on and returns None.
 
     Example:
         >>> ticks = iter([0.0, 2.0, 5.0, 6.0])
@@ -72,13 +105,22 @@ class Tracker(BatchTimes):
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        steps = {
+        kinds = {
             "compute": compute_steps,
             "communication": communication_steps,
             "metrics": metrics_steps,
             "preprocess": preprocess_steps,
         }
-        super().__init__(steps, clock)
+        self._kind_of = {
+            name: kind
+            for kind, names in kinds.items()
+            for name in ([names] if isinstance(names, str) else names)
+        }
+        self._clock = clock
+        self._total_s: defaultdict[str, float] = defaultdict(float)
+        self.batch_times: deque[tuple[str, float]] = deque(maxlen=_KEPT)
+        self.epoch_metrics: defaultdict[str, dict[int, float]] = defaultdict(partial(defaultdict, float))
+        self.current_epoch = 0
         self.metrics, self.run_id, self.rank = list(metrics), run_id, rank
         self.goal, self.goal_reached = goal, False
         self.goal_result: str | None = None
@@ -87,10 +129,48 @@ class Tracker(BatchTimes):
         self.best_metric_value = float("inf" if minimize else "-inf")
         self.is_training = True
         self.start_time: float | None = None
-        self.history: deque[tuple[Any, int, str, float, float]] = deque(maxlen=_HISTORY)
+        self.history: deque[tuple[Any, int, str, float, float]] = deque(maxlen=_KEPT)
         self._validation_start: float | None = None
-        self._val_s = 0.0
         self.reset_epoch_stats()
+
+    def batch_start(self) -> None:
+        """Start a batch."""
+        self.batch_times.clear()
+        self.record_batch_step("start")
+
+    def batch_end(self) -> None:
+        """End a batch and add up its times."""
+        self.record_batch_step("end")
+        (_, first), (_, last) = self.batch_times[0], self.batch_times[-1]
+        self._total_s["train"] += last - first
+        self.epoch_metrics["CumulativeTrainTimeEpoch"][self.current_epoch] += last - first
+        for (_, before), (name, after) in pairwise(self.batch_times):
+            self.epoch_metrics[name][self.current_epoch] += after - before
+            if name in self._kind_of:
+                self._total_s[self._kind_of[name]] += after - before
+
+    def record_batch_step(self, name: str) -> None:
+        """Mark the end of a piece of work of this batch."""
+        self.batch_times.append((name, self._clock()))
+
+    record_batch_init = partialmethod(record_batch_step, "init")
+    record_batch_load = partialmethod(record_batch_step, "batch_load")
+    record_batch_fwd_pass = partialmethod(record_batch_step, "fwd_pass")
+    record_batch_comp_loss = partialmethod(record_batch_step, "comp_loss")
+    record_batch_backprop = partialmethod(record_batch_step, "backprop")
+    record_batch_agg = partialmethod(record_batch_step, "agg")
+    record_batch_opt_step = partialmethod(record_batch_step, "opt_step")
+    record_batch_comp_metrics = partialmethod(record_batch_step, "comp_metrics")
+
+    def _total_time(self, kind: str) -> float:
+        return self._total_s[kind]
+
+    get_total_train_time = partialmethod(_total_time, "train")
+    get_total_compute_time = partialmethod(_total_time, "compute")
+    get_total_communication_time = partialmethod(_total_time, "communication")
+    get_total_metrics_time = partialmethod(_total_time, "metrics")
+    get_total_preprocess_time = partialmethod(_total_time, "preprocess")
+    get_total_val_time = partialmethod(_total_time, "validation")
 
     def start(self) -> None:
         """Mark the start of the run, once."""
@@ -99,11 +179,11 @@ class Tracker(BatchTimes):
         self.start_time = self._clock()
 
     def train(self) -> None:
-        """Record statistics as training's from now on."""
+        """Count statistics as training's from now on."""
         self.is_training = True
 
     def validation(self) -> None:
-        """Record statistics as validation's from now on."""
+        """Count statistics as validation's from now on."""
         self.is_training = False
 
     def validation_start(self) -> None:
@@ -114,7 +194,7 @@ class Tracker(BatchTimes):
         """Stop the validation timer and add what it shows."""
         if self._validation_start is None:
             raise bad_value("validation_end", "must follow validation_start", None, "start the timer first")
-        self._val_s += self._clock() - self._validation_start
+        self._total_s["validation"] += self._clock() - self._validation_start
         self._validation_start = None
 
     def epoch_end(self) -> None:
@@ -128,13 +208,9 @@ class Tracker(BatchTimes):
         self.epoch_stats = {f"{p}_{name}": AverageMeter() for p in ("train", "val") for name in names}
 
     def record_stat(self, name: str, value: float, n: float = 1, log_to_api: bool = False) -> None:
-        """Add a value to this epoch's average of a statistic, and ask the goal.
+        """Add a value, an average over n samples, to this epoch's average of a statistic, and ask the goal.
 
-        Args:
-            name: of the statistic; "train_" or "val_" is put before it.
-            value: the value, an average over n samples.
-            n: number of samples.
-            log_to_api: ignored; MLBench posts the value to its dashboard.
+        The statistic is called "train_" or "val_" and the name. log_to_api is ignored: there is no dashboard.
         """
         name = ("train_" if self.is_training else "val_") + name
         self.epoch_stats.setdefault(name, AverageMeter()).update(value, n)
@@ -163,10 +239,6 @@ class Tracker(BatchTimes):
     def is_best(self) -> bool:
         """Return whether this epoch is the best so far."""
         return self.current_epoch == self.best_epoch
-
-    def get_total_val_time(self) -> float:
-        """Return the seconds spent in validation."""
-        return self._val_s
 
     def __str__(self) -> str:
         prefix = "train_" if self.is_training else "val_"

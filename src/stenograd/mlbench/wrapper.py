@@ -52,19 +52,16 @@ class Wrapper(torch.optim.Optimizer):
             ConfigError: it was not set; or it is set to something else, or to an LBFGS.
         """
         if self._inner is None:
-            raise ConfigError(
-                f"{type(self).__name__} has no optimizer inside yet: set its optimizer attribute"
-            )
+            kind = type(self).__name__
+            raise ConfigError(f"{kind} has no optimizer inside yet: set its optimizer attribute")
         return self._inner
 
     @optimizer.setter
     def optimizer(self, inner: torch.optim.Optimizer) -> None:
         if not isinstance(inner, torch.optim.Optimizer):
-            raise bad_value(
-                "optimizer", "must be a torch.optim.Optimizer", inner, "torch.optim.SGD(...), say"
-            )
+            raise bad_value("optimizer", "must be a torch.optim.Optimizer", inner, "pass one, such as SGD")
         if isinstance(inner, torch.optim.LBFGS):
-            raise ConfigError("optimizer must use gradients once a step, got LBFGS: use SGD, Adam, ...")
+            raise ConfigError("optimizer must use gradients once per step, got LBFGS: use SGD, Adam, ...")
         self._check_inner(inner)
         self._inner = inner
         self.defaults = inner.defaults
@@ -113,9 +110,8 @@ class Wrapper(torch.optim.Optimizer):
         own = self._extra_state().keys()
         missing = [key for key in own if key not in state_dict]
         if missing:
-            raise bad_value(
-                "state_dict", f"must have {missing[0]!r}", sorted(state_dict), "save it from here"
-            )
+            rule = f"must have {missing[0]!r}"
+            raise bad_value("state_dict", rule, sorted(state_dict), "save it from here")
         self._load_extra_state({key: state_dict[key] for key in own})
         self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
 
