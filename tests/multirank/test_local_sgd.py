@@ -111,7 +111,7 @@ def plain(world, every, kind, steps, nan=(), codec=None):
                     states = {}
                 compressor = codec.compressors(same[0].numel() < codec.dense_below)[-1]
                 compressor = getattr(compressor, "inner", compressor)
-                site = Site(shapes=(same[0].shape,), world_size=world)
+                site = Site(shapes=(same[0].shape,), world_size=world, key=i)
                 x = [(p - h[i]).reshape(-1) for p, h in zip(same, sent, strict=True)]
                 mine = states.get(i) or [compressor.init(t, site) for t in x]
                 out = exchange(

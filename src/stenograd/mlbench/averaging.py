@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stenograd.catalog.method import method
 from stenograd.comm.driver import Driver
-from stenograd.comm.exchanger import Exchanger
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
 from stenograd.compressors.identity import Identity
@@ -47,7 +46,7 @@ class Averaging:
         self.world_size = self._driver.world_size
         self.finite = True
         self.skipped = 0
-        self._exchanger: Exchanger | None = None
+        self._exchange: TensorExchange | None = None
         self._saved: tuple[list[Bucket], dict[str, Any]] | None = None  # of a copy that has not run yet
 
     @property
@@ -73,16 +72,16 @@ class Averaging:
             what = {**versions(), **{k: repr(v) for k, v in options.items()}, **parameters}
             compare(self.driver, what, next(iter(tensors.values())).device)
 
-    def arrange(self, values: Mapping[str, Tensor], *, by_layer: bool = False) -> Exchanger:
+    def arrange(self, values: Mapping[str, Tensor], *, by_layer: bool = False) -> TensorExchange:
         """Make the memory of these tensors now, which `average` would make at its first call.
 
         Args:
             values: as in `average`; only their shapes, dtypes and devices matter.
             by_layer: whether each tensor has collectives of its own, instead of one for all of a dtype.
         """
-        exchanger = self._running()
-        exchanger.arrange(assign(values, 1 if by_layer else sys.maxsize, tail=False))
-        return exchanger
+        exchange = self._running()
+        exchange.arrange(assign(values, 1 if by_layer else sys.maxsize, tail=False))
+        return exchange
 
     @torch.no_grad()
     def average(
@@ -103,20 +102,20 @@ class Averaging:
                 compressors with memory.
             by_layer: as in `arrange`.
         """
-        exchanger = self.arrange(values, by_layer=by_layer)
-        for index, bucket in enumerate(exchanger.buckets):
-            flat = exchanger.flat(index)
+        exchange = self.arrange(values, by_layer=by_layer)
+        for index, bucket in enumerate(exchange.buckets):
+            flat, scale = exchange.flat(index), exchange.scale(index)
             torch.cat([values[name].reshape(-1) for name in bucket.names], out=flat)
-            if exchanger.scale != 1:
-                flat.mul_(exchanger.scale)
-            exchanger.submit(index)
-        names = [name for bucket in exchanger.buckets for name in bucket.names]
+            if scale != 1:
+                flat.mul_(scale)
+            exchange.submit(index)
+        names = [name for bucket in exchange.buckets for name in bucket.names]
         flags = [] if bad is None else [bad]
-        outcome = exchanger.finish([name not in unused for name in names], flags).result()
-        exchanger.join_streams()
+        outcome = exchange.finish([name not in unused for name in names], flags).result()
+        exchange.join_streams()
         self.finite = outcome.applied and not any(outcome.any_flags)
         self.skipped += not self.finite
-        averages = zip(exchanger.buckets, outcome.averages, strict=True)
+        averages = zip(exchange.buckets, outcome.averages, strict=True)
         views = chain.from_iterable(bucket.views(flat) for bucket, flat in averages)
         return {n: v for n, v, used in zip(names, views, outcome.any_used, strict=True) if used}
 
@@ -133,21 +132,21 @@ class Averaging:
         self._running().load_state_dict(state)
         self.skipped = int(state["skipped"])
 
-    def _running(self) -> Exchanger:
-        if self._exchanger is None:
-            self._exchanger = Exchanger(method(self.compressor), self.driver, waits=True)
+    def _running(self) -> TensorExchange:
+        if self._exchange is None:
+            self._exchange = TensorExchange(self.compressor, self.driver, waits=True)
             if self._saved is not None:
                 buckets, state = self._saved
-                self._exchanger.arrange(buckets)
-                self._exchanger.load_state_dict(state)
+                self._exchange.arrange(buckets)
+                self._exchange.load_state_dict(state)
                 self._saved = None
-        return self._exchanger
+        return self._exchange
 
     def __getstate__(self) -> dict[str, Any]:
         saved = self._saved
-        if self._exchanger is not None and not self.compressor.lossless:  # else there is no memory
-            saved = (list(self._exchanger.buckets), self._exchanger.state_dict())
-        return {**self.__dict__, "_driver": None, "_exchanger": None, "_saved": saved}
+        if self._exchange is not None and not self.compressor.lossless:  # else there is no memory
+            saved = (list(self._exchange.buckets), self._exchange.state_dict())
+        return {**self.__dict__, "_driver": None, "_exchange": None, "_saved": saved}
 
 
 def _join(world_size: int | None) -> Driver:

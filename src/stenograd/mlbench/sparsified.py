@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.contract import Compressor, Exchange, Site, State
+from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
 from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.data.flat_parameters import is_finite
+from stenograd.data.finite import is_finite
 from stenograd.data.requests import Rounds, mean
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
 from stenograd.mlbench.aggregation import RememberingAggregation
@@ -54,9 +54,13 @@ class _Coordinates(Compressor):
             raise bad_value("sparse_grad_size", rule, self.count, "10 is the default")
 
     @property
-    def biased(self) -> bool:
+    def feedback(self) -> Feedback:
         """What is not drawn is lost."""
-        return True
+        return Feedback.ON
+
+    def transport(self, site: Site) -> Transport:
+        """Average the drawn elements; what was not drawn may hide NaN."""
+        return _DrawnAlike()
 
     def cut(self, x: Tensor, site: Site) -> _Share:
         """Take elements out of flat x, which becomes the memory; all ranks draw from (step, key) alike."""
@@ -66,12 +70,6 @@ class _Coordinates(Compressor):
         places = torch.cat(drawn).to(x.device)
         values = x[places]
         return _Share(places, values, x.index_fill_(0, places, 0))
-
-    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
-        """Average the drawn elements; see `Compressor.rounds`."""
-        share = self.cut(x, site)
-        average = yield from mean(share.values)
-        return Exchange(share.spread(average), state, share.memory if want_error else None)
 
     def _draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Return the places of `min(count, n)` of n elements, ascending."""
@@ -87,6 +85,25 @@ class _Coordinates(Compressor):
         while found.numel() < k:
             found = torch.cat([found, torch.randint(n, (2 * k,), generator=generator)]).unique()
         return found[torch.randperm(found.numel(), generator=generator)[:k]].sort().values
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DrawnAlike(Transport):
+    """One all-reduce of the elements that all ranks drew alike."""
+
+    def run(
+        self,
+        codec: _Coordinates,
+        x: Tensor,
+        residual: Tensor | None,
+        state: State,
+        site: Site,
+        want_error: bool,
+    ) -> Rounds[Exchange]:
+        """Cut, average, put back; see `Transport.run`."""
+        share = codec.cut(x if residual is None else x.add_(residual), site)
+        average = yield from mean(share.values)
+        return Exchange(share.spread(average), state, share.memory if want_error else None)
 
 
 class SparsifiedSGD(torch.optim.Optimizer):
