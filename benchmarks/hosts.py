@@ -27,9 +27,8 @@ from ranks import Ranks
 
 __all__ = ["Hosts", "HostsError", "parse_rate", "why_not"]
 
-_PREFIX = (
-    "stenograd-"  # namespaces are called stenograd-PID-NUMBER-switch and stenograd-PID-NUMBER-host0, ...
-)
+# Namespaces are called stenograd-PID-NUMBER-switch and stenograd-PID-NUMBER-host0, ...
+_PREFIX = "stenograd-"
 _NUMBERS = count()
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself

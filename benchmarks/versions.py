@@ -1,6 +1,7 @@
 """Step times of two checkouts of Stenograd, interleaved in one run: what did a change cost, or gain?
 
-Two ranks of each checkout stay attached to every method, and wait while the others have their turn:
+Two ranks of each checkout stay attached to every method, and wait while the others have their turn. A
+checkout may be one from before the project got its name: the package is called as its folder under `src`.
 
     git worktree add ../before COMMIT
     python benchmarks/versions.py ../before [--models mlp cnn] [--methods dense topk:ratio=0.01] [--rounds 15]
@@ -12,6 +13,7 @@ rounds' ratios with their quartiles.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -25,20 +27,18 @@ import torch
 from models import WORKS, loss
 
 HERE = Path(__file__).resolve().parent
-METHODS = ("dense", "topk:ratio=0.01", "powersgd:rank=4")
+METHODS = ("dense", "topk:ratio=0.01", "sign", "qsgd", "powersgd:rank=4")
 
 
 class Checkout:
     """Two ranks that train with the Stenograd of one checkout, when told to."""
 
     def __init__(self, root: Path, model: str, methods: list[str], folder: Path) -> None:
-        place = {
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "STENOGRAD_STORE": str(folder / f"{root.name}-{model}"),
-        }
+        package = next(path.parent.name for path in (root / "src").glob("*/__init__.py"))
+        store = str(folder / f"{root.name}-{model}")
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", f"{package.upper()}_STORE": store}
         env = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root / "src")}
-        command = [sys.executable, __file__, "--child", model, *methods]
+        command = [sys.executable, __file__, "--child", package, model, *methods]
         self._ranks = [
             subprocess.Popen(
                 command,
@@ -64,17 +64,16 @@ class Checkout:
             rank.communicate("", timeout=60)
 
 
-def child(model_name: str, methods: list[str]) -> None:
+def child(package: str, model_name: str, methods: list[str]) -> None:
     """Attach a model to every method; then train for as many steps of one as each line of the input says."""
-    import stenograd
-
+    library = importlib.import_module(package)
     torch.set_num_threads(1)
-    rank = stenograd.init(timeout_s=300).rank
+    rank = library.init(timeout_s=300).rank
     attached = []
     for method in methods:
         model, inputs, targets = WORKS[model_name].make(rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        attached.append((model, inputs, targets, optimizer, stenograd.distribute(model, optimizer, method)))
+        attached.append((model, inputs, targets, optimizer, library.distribute(model, optimizer, method)))
     for line in sys.stdin:
         number, steps = map(int, line.split())
         model, inputs, targets, optimizer, _ = attached[number]
@@ -128,6 +127,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], sys.argv[3:])
+        child(sys.argv[2], sys.argv[3], sys.argv[4:])
     else:
         main()

@@ -199,12 +199,9 @@ def compare(driver: AnyDriver, description: Mapping[str, Any], device: torch.dev
         MismatchError: on every rank, naming the first difference and the two ranks.
     """
     mine = json.dumps(description)
-    digest = hashlib.sha256(
-        mine.encode()
-    ).hexdigest()  # a model of 10,000 tensors takes a megabyte to describe
-    about: list[list[str]] = [
-        json.loads(text) for text in driver.gather_bytes(json.dumps([_host(), digest]).encode(), device)
-    ]
+    digest = hashlib.sha256(mine.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
+    messages = driver.gather_bytes(json.dumps([_host(), digest]).encode(), device)
+    about: list[list[str]] = [json.loads(text) for text in messages]
     driver.traffic.hosts = [host for host, _ in about]
     if all(theirs == digest for _, theirs in about):
         return

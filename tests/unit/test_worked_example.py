@@ -1,0 +1,61 @@
+"""The compressor that `docs/compressors.md` shows conforms, is right on average, and trains a model."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import stenograd
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.simulate import exchange, ranks
+from stenograd.testing import check
+
+PAGE = Path(__file__).parents[2] / "docs" / "compressors.md"
+
+
+@pytest.fixture(scope="module")
+def ternary():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {"__name__": "worked_example"}
+    exec(code, names)
+    return names["Ternary"]
+
+
+def test_it_conforms(ternary):
+    check(ternary())
+
+
+def test_it_needs_no_more_names_than_the_page_lists(ternary):
+    rows = re.findall(r"^\| (`[^|]*) \|", PAGE.read_text().split("## How codes travel")[0], re.MULTILINE)
+    assert len(rows) <= 15
+
+
+def test_two_bits_and_one_number_travel(ternary):
+    sent = []
+    exchange(ternary(), [torch.randn(1000), torch.randn(1000)], spy=sent.append)
+    assert [request.nbytes for request in sent] == [250 + 4]
+
+
+def test_it_trains_under_feedback_with_equal_replicas(ternary):
+    """A quarter of its steps would not change a thing if codes were lost; the loss falls to a tenth."""
+
+    def rank_of(driver):
+        generator = torch.Generator().manual_seed(driver.rank)
+        x = torch.randn(64, 10, generator=generator)
+        model = nn.Linear(10, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with stenograd.distribute(model, optimizer, ErrorFeedback(inner=ternary()), group=driver):
+            losses = []
+            for _ in range(60):
+                optimizer.zero_grad()
+                loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses, model.weight.detach().clone()
+
+    (losses, weight), (_, other) = ranks(2, rank_of)
+    assert losses[-1] < losses[0] / 10
+    assert torch.equal(weight, other)
