@@ -124,11 +124,12 @@ def save_checkpoint(
     agree(driver, lambda: _make_folder(path))
 
     def content() -> dict[str, Any]:
+        cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return {
             "model": model.state_dict(),
             "optimizer": [optimizer.state_dict() for optimizer in _as_list(optimizer)],
             **{name: part.state_dict() for name, part in _parts(sync, scheduler, sampler).items()},
-            "random": _random_states(),
+            "random": {"cpu": torch.get_rng_state(), "cuda": cuda_states},
             "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
             "extra": extra,
         }
@@ -274,11 +275,6 @@ def _as_list(optimizer: _Optimizers) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-
-
-def _random_states() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def _load(

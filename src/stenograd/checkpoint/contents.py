@@ -57,8 +57,11 @@ def unsavable(content: Any, cause: Exception) -> CheckpointError:
     module, kind = type(value).__module__, type(value).__qualname__
     kind = kind if module == "builtins" else f"{module}.{kind}"
     article = "an" if kind[0] in "aeiou" else "a"
+    advice = "give tensors, numbers, texts, lists or dictionaries instead"
+    if hasattr(value, "__array__"):
+        advice = "give float(x), int(x) or x.tolist()"
     return CheckpointError(
-        f"cannot be saved: {key} is {article} {kind}, which could not be loaded again: {_advice(value)}"
+        f"cannot be saved: {key} is {article} {kind}, which could not be loaded again: {advice}"
     )
 
 
@@ -88,9 +91,3 @@ def _survives(value: Any) -> bool:
     except Exception:  # an object's own pickling may raise anything
         return False
     return True
-
-
-def _advice(value: Any) -> str:
-    if hasattr(value, "__array__"):
-        return "give float(x), int(x) or x.tolist()"
-    return "give tensors, numbers, texts, lists or dictionaries instead"

@@ -110,7 +110,19 @@ class Joint:
         self._check(state)
         for name, tensors in state["parameters"].items():
             for key, tensor in tensors.items():
-                self._add(name, key, tensor)
+                where, summed = (name, key), key in SUMMED
+                if self._count == 0:
+                    self._dtypes[where] = tensor.dtype
+                    self._tensors[where] = (
+                        torch.zeros_like(tensor, dtype=torch.float64) if summed else tensor.clone()
+                    )
+                if summed:
+                    self._tensors[where] += tensor
+                elif not alike(self._tensors[where], tensor):
+                    raise CheckpointError(
+                        f"{key} of {name} differs from rank to rank and there is no rule for it: "
+                        f"load it on {self._about['world_size']} ranks"
+                    )
         self._count += 1
 
     def share(self, rank: int, world_size: int) -> dict[str, Any]:
@@ -123,10 +135,12 @@ class Joint:
             raise bad_value("rank", f"must be in 0..{world_size - 1}", rank, "number the ranks from 0")
         if self._count == 0 or self._count != self._about["world_size"]:
             raise self._wrong_order(f"{self._count} states")
-        parameters = {
-            name: {key: self._share(name, key, world_size) for key in keys}
-            for name, keys in self._layout.items()
-        }
+        parameters: dict[str, dict[str, Tensor]] = {name: {} for name in self._layout}
+        for (name, key), tensor in self._tensors.items():
+            summed = key in SUMMED
+            parameters[name][key] = (
+                (tensor / world_size).to(self._dtypes[name, key]) if summed else tensor.clone()
+            )
         return {**self._about, "rank": rank, "world_size": world_size, "parameters": parameters}
 
     def _check(self, state: Mapping[str, Any]) -> None:
@@ -150,23 +164,6 @@ class Joint:
         return CheckpointError(
             f"re-sharding needs the state of every rank in rank order, got {got}, saved by {ranks} ranks"
         )
-
-    def _add(self, name: str, key: str, tensor: Tensor) -> None:
-        where, summed = (name, key), key in SUMMED
-        if self._count == 0:
-            self._dtypes[where] = tensor.dtype
-            self._tensors[where] = torch.zeros_like(tensor, dtype=torch.float64) if summed else tensor.clone()
-        if summed:
-            self._tensors[where] += tensor
-        elif not alike(self._tensors[where], tensor):
-            raise CheckpointError(
-                f"{key} of {name} differs from rank to rank and there is no rule for it: "
-                f"load it on {self._about['world_size']} ranks"
-            )
-
-    def _share(self, name: str, key: str, world_size: int) -> Tensor:
-        tensor, dtype = self._tensors[name, key], self._dtypes[name, key]
-        return (tensor / world_size).to(dtype) if key in SUMMED else tensor.clone()
 
 
 def alike(a: Any, b: Any) -> bool:

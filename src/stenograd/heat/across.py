@@ -58,7 +58,7 @@ class AcrossNodes:
         node_driver = drivers[self.node_number]
         assert node_driver is not None  # a rank is in its own node
         self.node_driver = node_driver
-        weight = layout.weights[self.node_number]
+        weight = layout.weights[self.node_number]  # by workers, so that exact averages are means over workers
         members = {i: d for i, d in enumerate(drivers[len(layout.nodes) :]) if d is not None}
         self._averagers = {
             i: ParameterAverager(self.parameters, d, how, weight=weight, chunk=chunk)
@@ -91,10 +91,7 @@ class AcrossNodes:
             averager.anchor()
 
     def send(self, wait: int, due: int) -> None:
-        """Send this rank's parameters, to be merged `wait` batches later, after batch `due`.
-
-        They are packed before the exchange in flight is merged: Heat packs over that exchange and loses it.
-        """
+        """Pack the parameters, merge the exchange in flight, then send; merged in `wait` batches, after `due`."""
         group = self._take_turn()
         self._log("send", group)
         mine = self._averagers.get(group)
@@ -117,7 +114,7 @@ class AcrossNodes:
 
     def replace(self) -> None:
         """Merge the exchange in flight; then set all parameters to the exact mean over the nodes."""
-        self.merge()
+        self.merge()  # first: at an epoch's end Heat packs over the exchange in flight, and loses it
         group = self._take_turn()
         self._log("send", group)
         mine = self._averagers.get(group)

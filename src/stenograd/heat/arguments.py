@@ -15,16 +15,7 @@ __all__ = ["CAST_METHODS", "check_arguments", "made_scheduler"]
 # The method that stands for each downcast_type. It writes differences of parameters, not parameters: an
 # update of 1e-4 of a weight vanishes in a bfloat16 weight, and survives in a bfloat16 difference.
 CAST_METHODS = {torch.bfloat16: "bf16", torch.half: "fp16", torch.float: "dense"}
-_WHOLE = (
-    "total_epochs",
-    "warmup_epochs",
-    "cooldown_epochs",
-    "max_global_skips",
-    "sending_chunk_size",
-    "skip_reduction_factor",
-    "local_skip_factor",
-)
-_LEAST = {
+_LEAST = {  # of the arguments that are whole numbers
     "total_epochs": 1,
     "warmup_epochs": 0,
     "cooldown_epochs": 0,
@@ -48,7 +39,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         stenograd.errors.ConfigError: total_epochs must be at least 1, got 0: raise it
     """
     for name, value in arguments.items():
-        if name in _WHOLE:
+        if name in _LEAST:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise _wrong_type(name, "a whole number", value)
             if value < _LEAST[name]:
@@ -66,7 +57,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         elif name == "comm" and value is not None and not is_group(value):
             raise _wrong_type(name, "a process group of torch.distributed, or None for all ranks", value)
         elif name == "downcast_type":
-            _check_downcast(value)
+            if not isinstance(value, torch.dtype):
+                raise _wrong_type(name, "a torch.dtype", value)
+            if value not in CAST_METHODS:
+                rule = "must be torch.bfloat16, torch.half or torch.float"
+                raise bad_value(name, rule, value, "choose one, or give global_method")
 
 
 def made_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -97,14 +92,6 @@ def made_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
             "scheduler must schedule local_optimizer, got one of another: make it from that one"
         )
     return made
-
-
-def _check_downcast(value: Any) -> None:
-    if not isinstance(value, torch.dtype):
-        raise _wrong_type("downcast_type", "a torch.dtype", value)
-    if value not in CAST_METHODS:
-        rule = "must be torch.bfloat16, torch.half or torch.float"
-        raise bad_value("downcast_type", rule, value, "choose one, or give global_method")
 
 
 def _wrong_type(name: str, wanted: str, value: Any) -> TypeError:

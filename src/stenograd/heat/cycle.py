@@ -38,6 +38,8 @@ class Skips(NamedTuple):
         return since_sent <= self.batches_to_wait or batch % self.local_skip == 0
 
 
+# Exact averages after every batch. On MNIST (2 hosts of 2 workers, 100 Mbit/s) such an epoch takes 55 to 56 s,
+# and an epoch of cycling 20.5 s (docs/heat.md), so it is kept for the start and the end of a training.
 BLOCKING = Skips()
 
 
@@ -103,15 +105,12 @@ class Plan:
         if not is_plateau():
             return skips
         if skips.global_skip > 1:
-            return self._shrunk(skips)
+            fewer = max(1, skips.global_skip // self.skip_reduction_factor)
+            local = max(1, skips.local_skip // self.skip_reduction_factor)
+            return Skips(fewer, local, min(fewer, max(1, skips.batches_to_wait - 1)))
         again = max(1, self.max_global_skips // self.local_skip_factor)
         return Skips(self.max_global_skips, again, again)
 
     def _start(self) -> Skips:
         first = min(_FIRST_SKIPS, self.max_global_skips)
         return Skips(first, 1, 1) if first else BLOCKING
-
-    def _shrunk(self, skips: Skips) -> Skips:
-        fewer = max(1, skips.global_skip // self.skip_reduction_factor)
-        local = max(1, skips.local_skip // self.skip_reduction_factor)
-        return Skips(fewer, local, min(fewer, max(1, skips.batches_to_wait - 1)))

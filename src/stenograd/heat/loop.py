@@ -78,7 +78,11 @@ class Loop:
             NonFiniteError: a rank's parameters were not finite when they were to be averaged.
             PeerLost: a rank did not answer in time.
         """
-        batch, last = self.current_batch, self._checked_last()
+        self._check_model()
+        batch, last = self.current_batch, self.last_batch
+        if not isinstance(last, int) or isinstance(last, bool) or last < batch:
+            rule = f"must be the index of the epoch's last batch, at least {batch} now"
+            raise bad_value("last_batch", rule, last, "set daso.last_batch = number_of_batches - 1")
         self._step_optimizer()
         if batch == last:
             self._end_epoch()
@@ -103,14 +107,6 @@ class Loop:
         if self._model is None:
             raise StenogradError("DASO has no model: call set_model(model), or use DataParallelMultiGPU")
 
-    def _checked_last(self) -> int:
-        self._check_model()
-        last = self.last_batch
-        if not isinstance(last, int) or isinstance(last, bool) or last < self.current_batch:
-            rule = f"must be the index of the epoch's last batch, at least {self.current_batch} now"
-            raise bad_value("last_batch", rule, last, "set daso.last_batch = number_of_batches - 1")
-        return last
-
     def _step_optimizer(self) -> None:
         """Step the optimizer, and the scheduler with it; a gradient that is not finite skips the optimizer.
 
@@ -120,18 +116,18 @@ class Loop:
         stepped = True
         if self.scaler is not None:
             stepped = step_together(self.scaler, self.local_optimizer, self._driver)
-        elif self._is_finite():
-            self.local_optimizer.step()
         else:
-            self.skipped += 1
+            params = (p for group in self.local_optimizer.param_groups for p in group["params"])
+            finite = (
+                self._sync.finite  # the exchange has looked at the gradients already
+                if self._sync.enabled
+                else all(is_finite(p.grad) for p in params if p.grad is not None)
+            )
+            if finite:
+                self.local_optimizer.step()
+            self.skipped += not finite
         if stepped and self.scheduler is not None:
             self.scheduler.step()
-
-    def _is_finite(self) -> bool:
-        if self._sync.enabled:
-            return self._sync.finite
-        params = (p for group in self.local_optimizer.param_groups for p in group["params"])
-        return all(is_finite(p.grad) for p in params if p.grad is not None)
 
     def _exchange(self, batch: int, last: int) -> None:
         """Send, merge or average exactly, whatever is due after a batch that is not the epoch's last."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +78,13 @@ class Updates:
                 "flush() of DataParallel before clipping or unscaling them"
             )
         if changed:
-            self._calls.append(partial(_zero, [(p, p.grad is None) for p in changed]))
+            removed = [p.grad is None for p in changed]
+
+            def zero() -> None:
+                for p, remove in zip(changed, removed, strict=True):
+                    p.grad = None if remove or p.grad is None else p.grad.zero_()
+
+            self._calls.append(zero)
 
 
 def step_with_present_settings(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -95,7 +100,11 @@ def step_with_present_settings(optimizer: torch.optim.Optimizer) -> Callable[[],
         >>> w.item(), optimizer.param_groups[0]["lr"]
         (0.5, 0.125)
     """
-    asked = [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    # Tensors are copied, because schedulers change a learning rate that is a tensor in place.
+    asked = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
 
     def step() -> None:
         later = [dict(group) for group in optimizer.param_groups]
@@ -112,15 +121,3 @@ def step_with_present_settings(optimizer: torch.optim.Optimizer) -> Callable[[],
 def _set(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, settings, strict=False):
         group.update(values)
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _zero(gradients: Sequence[tuple[Tensor, bool]]) -> None:
-    for parameter, remove in gradients:
-        if remove:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad.zero_()

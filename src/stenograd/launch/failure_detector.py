@@ -40,7 +40,7 @@ class Absent:
 
 
 class Presence:
-    """One rank's failure detector: it answers the others' roll calls, and holds its own.
+    """One rank's failure detector: answers roll calls, and holds one when a collective has failed.
 
     Args:
         rank: this rank.

@@ -139,7 +139,8 @@ class _Run:
             rank_0_failed_itself = bool(self.processes[0].poll())  # then its error is on the terminal
             self._stop()
             self._report(failed, rank_0_failed_itself)
-            return _status(self.processes[failed].returncode)
+            code = self.processes[failed].returncode
+            return code if code >= 0 else 128 - code
         except KeyboardInterrupt:
             self._wait(_TERM_S)  # the terminal sent it to the workers too
             return 128 + signal.SIGINT
@@ -176,7 +177,8 @@ class _Run:
     def _wait(self, limit_s: float) -> None:
         """Wait until all have ended, but no longer than the limit, nor for those that SIGSTOP has stopped.
 
-        A stopped worker can neither report a failure nor act on SIGTERM.
+        A stopped worker can neither report a failure nor act on SIGTERM, so waiting for it would always cost
+        both limits, 8 s.
         """
         deadline = time.monotonic() + limit_s
         while any(process.poll() is None and not _is_stopped(process) for process in self.processes):
@@ -228,7 +230,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _status(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode

@@ -384,7 +384,7 @@ def _make_group(
 
 
 def _at_exit() -> None:
-    """Leave the group when Python exits; rank 0, or a survivor of its loss, removes the rendezvous file."""
+    """Leave the group at exit; rank 0, or a survivor if rank 0 is lost, removes the rendezvous file."""
     with contextlib.suppress(Exception):
         shutdown()
     if _place is None or _place.pid != os.getpid():

@@ -1,4 +1,4 @@
-"""From a loss to gradients in backward order, averaged while backward goes on, or local ones."""
+"""Compute gradients of a loss in backward order, and average them while backward goes on."""
 
 from __future__ import annotations
 

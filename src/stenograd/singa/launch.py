@@ -119,7 +119,7 @@ def _check_equal(name: str, given: int | None, found: int, world: World) -> None
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a while."""
+    """Set environment variables for the duration of the block."""
     before = {key: os.environ.get(key) for key in variables}
     os.environ.update(variables)
     try:

@@ -102,7 +102,7 @@ class Primitives:
     def fused_sparsification(
         self, tensors: Sequence[Tensor], accumulation: Tensor | None, spars: float, topK: bool
     ) -> None:
-        """Replace tensors, as if one, by the sum of the most significant elements; see `sparsification`."""
+        """Apply `sparsification` to several tensors as if they were one, in one exchange."""
         self._sum(tensors, sparse(spars, topK, corr=False), accumulation)
 
     def wait(self) -> None:

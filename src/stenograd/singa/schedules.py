@@ -81,7 +81,7 @@ class Constant(DecayScheduler):
     """
 
     def call(self, step: float) -> float:
-        """Return the value."""
+        """Return `init_value`."""
         return self.init_value
 
 
