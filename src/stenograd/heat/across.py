@@ -91,7 +91,7 @@ class AcrossNodes:
             averager.anchor()
 
     def send(self, wait: int, due: int) -> None:
-        """Pack the parameters, merge the exchange in flight, then send; merged in `wait` batches, after `due`."""
+        """Pack the parameters, merge the exchange in flight, then send; merged `wait` batches later."""
         group = self._take_turn()
         self._log("send", group)
         mine = self._averagers.get(group)

@@ -38,8 +38,8 @@ class Skips(NamedTuple):
         return since_sent <= self.batches_to_wait or batch % self.local_skip == 0
 
 
-# Exact averages after every batch. On MNIST (2 hosts of 2 workers, 100 Mbit/s) such an epoch takes 55 to 56 s,
-# and an epoch of cycling 20.5 s (docs/heat.md), so it is kept for the start and the end of a training.
+# Exact averages after every batch. On MNIST (2 hosts of 2 workers, 100 Mbit/s) such an epoch takes 55 to
+# 56 s, and an epoch of cycling 20.5 s (docs/heat.md), so it is kept for the start and the end of a training.
 BLOCKING = Skips()
 
 
