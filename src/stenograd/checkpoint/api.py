@@ -121,6 +121,7 @@ def save_checkpoint(
     if keep < 1:
         raise bad_value("keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged")
     path, driver = Path(folder), _driver(group, timeout_s)
+    # Whatever may fail on one rank alone runs in agree(): the others would wait for it until the timeout.
     agree(driver, lambda: _make_folder(path))
 
     def content() -> dict[str, Any]:
@@ -305,6 +306,7 @@ def _load(
         for name in parts.keys() - {"sync"}:
             parts[name].load_state_dict(content[name])
         torch.set_rng_state(content["random"]["cpu"])
+        # With another number of devices their states have no owner; the generators stay as they are then.
         if content["random"]["cuda"] and torch.cuda.device_count() == len(content["random"]["cuda"]):
             torch.cuda.set_rng_state_all(content["random"]["cuda"])
         for name, generator in generators.items():

@@ -91,7 +91,7 @@ def write_set(
         CheckpointError: a rank cannot write, or its content could not be loaded again; raised on every rank,
             and earlier checkpoints are unchanged.
     """
-    set_id = everyone(driver, secrets.token_hex(4))[0]
+    set_id = everyone(driver, secrets.token_hex(4))[0]  # rank 0's
     try:
         record = agree(driver, lambda: write_rank(folder, step, set_id, driver.rank, content))
         records = [json.loads(text) for text in everyone(driver, json.dumps(asdict(record)))]
@@ -111,7 +111,7 @@ def write_set(
     except StenogradError:
         _delete_failed_save(folder, step, set_id, driver.rank)
         raise
-    drop_others(folder, step, driver.rank, keep)
+    drop_others(folder, step, driver.rank, keep)  # only now: until here the older ones are all there is
     return manifest_path(folder, step)
 
 

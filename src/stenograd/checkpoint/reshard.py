@@ -112,6 +112,7 @@ class Joint:
             for key, tensor in tensors.items():
                 where, summed = (name, key), key in SUMMED
                 if self._count == 0:
+                    # float64, so that the sum over many ranks costs one rounding, when it is shared out.
                     self._dtypes[where] = tensor.dtype
                     self._tensors[where] = (
                         torch.zeros_like(tensor, dtype=torch.float64) if summed else tensor.clone()

@@ -96,7 +96,7 @@ class AcrossNodes:
         self._log("send", group)
         mine = self._averagers.get(group)
         if mine is not None:
-            mine.pack()
+            mine.pack()  # before merging, as Heat does: what is sent does not hold this batch's merge
         self.merge()
         if mine is not None:
             mine.send()
@@ -110,6 +110,7 @@ class AcrossNodes:
         self._log("merge", group)
         nodes = len(self.layout.nodes)
         mine = self._averagers.get(group)
+        # Heat's weight: the longer the wait, the newer are this rank's own parameters than the sent ones.
         self._spread(group, mine is None or mine.merge(nodes / (nodes + (2 * wait or 1))))
 
     def replace(self) -> None:

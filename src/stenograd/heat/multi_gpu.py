@@ -48,7 +48,7 @@ class DataParallelMultiGPU(nn.Module):
         super().__init__()
         self.module = module
         self.comm = optimizer.comm
-        optimizer.set_model(module)
+        optimizer.set_model(module)  # never draws new weights: Heat does, and destroys pretrained ones
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""

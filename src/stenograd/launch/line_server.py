@@ -15,8 +15,9 @@ __all__ = ["LINE_BYTES", "LineServer"]
 LINE_BYTES = 1 << 16  # a question names its group, by up to 7 bytes per rank
 # For the whole line, from the moment of the connection: as long as the asker waits in a roll call (2 s).
 _LINE_S = 2.0
-# At once: at most 4 MiB of unfinished lines. They are read side by side: one after another, two or three idle
-# connections of a port scanner would outlast the 2 s of a roll call and make a living rank look lost.
+# At once: at most 4 MiB of unfinished lines. They are read side by side, each with a limit for its line: read
+# one after another, with a limit per read, one client that sent a byte every 0.5 s, or 50 idle ones, made a
+# living rank look lost in a roll call of 2 s, in 2 of 2 tries each.
 _CONNECTIONS = 64
 _PAUSE_S = 0.05  # after accept failed, or the loop would spin while no descriptor is free
 

@@ -73,7 +73,7 @@ class DistOpt(Training):
         gpu_per_node: int | None = None,
         num_gpus: int | None = None,
     ) -> None:
-        chosen = inner(opt)
+        chosen = inner(opt)  # None makes a new SGD(); SINGA's default argument is one SGD() for all instances
         if not isinstance(buffSize, int) or buffSize < 1:
             raise bad_value("buffSize", "must be a whole number of at least 1", buffSize, "leave it out")
         rank = _one("local_rank", local_rank, gpu_num)
