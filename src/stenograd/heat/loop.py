@@ -135,8 +135,8 @@ class Loop:
         if skip == 0 or (wait == 0 and batch % skip == 0):
             across.replace()
         elif batch % skip == 0:
-            # Fixed when sent. Heat computes it anew in each batch: with skip 8, wait 2 and last batch 19 it merges
-            # what batch 16 sent at 19 instead of 18, and with skip 2 and wait 1 after two batches.
+            # Fixed when sent. Heat computes it anew in each batch: with skip 8, wait 2 and last batch 19 it
+            # merges what batch 16 sent at 19 instead of 18, and with skip 2 and wait 1 after two batches.
             wait = min(wait, skip, last - batch)
             across.send(wait, due=batch + wait)
         elif across.in_flight is not None and batch >= across.in_flight.due:
