@@ -76,7 +76,7 @@ def _scheduled(rank, factory):
 
 @pytest.mark.parametrize("factory", [False, True])
 def test_a_scheduler_steps_once_after_the_optimizer(pool, factory):
-    """D-H2: in the original it stepped instead of the optimizer."""
+    """In Heat the scheduler would step instead of the optimizer."""
     assert pool.run(2, _scheduled, factory) == [(pytest.approx(0.01), True)] * 2
 
 

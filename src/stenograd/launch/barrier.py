@@ -78,13 +78,13 @@ def missing_ranks(absent: list[int], size: int, verb: str, limit_s: float) -> La
     )
 
 
-def introduce(presence: Presence | None, store: Store, world: World) -> None:
+def introduce(detector: Presence | None, store: Store, world: World) -> None:
     """Give a rank's failure detector the addresses that all ranks left in the store."""
-    if presence is None:
+    if detector is None:
         return
     with store_errors():
-        cards = {rank: store.get(f"presence/{rank}").decode() for rank in range(world.world_size)}
-    presence.meet({rank: card for rank, card in cards.items() if card})
+        cards = {rank: store.get(f"detector/{rank}").decode() for rank in range(world.world_size)}
+    detector.meet({rank: card for rank, card in cards.items() if card})
 
 
 def unmarked_ranks(store: Store, rank: int, size: int, grace_s: float) -> list[int]:

@@ -74,7 +74,7 @@ class LineServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._ended, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="stenograd-presence", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="stenograd-failure-detector", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

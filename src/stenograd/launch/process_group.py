@@ -21,8 +21,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
     Store,
     TCPStore,
-    rendezvous,
 )
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from stenograd.errors import LaunchError, bad_value, first_line
 from stenograd.launch.barrier import gather_ranks, introduce, store_errors, unmarked_ranks
@@ -62,7 +62,7 @@ _DEFAULT_TIMEOUT_S = 300.0
 class _Place:
     """This process's rendezvous and its store, which outlive a group: a second `init` uses them again."""
 
-    meeting: Meeting
+    rendezvous: Meeting
     world: World
     store: Store
     pid: int = field(default_factory=os.getpid)
@@ -78,7 +78,7 @@ class _Session:
     place: _Place
     store: Store
     chose_interface: bool
-    presence: Presence | None
+    detector: Presence | None
 
 
 _place: _Place | None = None
@@ -129,19 +129,19 @@ def init(
         place.start = agree_on_start(place.store, world, limit_s, deadline) if _agent_has_store() else "0"
     store = PrefixStore(f"stenograd/{place.start}/{place.inits}", place.store)
     place.inits += 1
-    presence = _start_detector(store, world, place.meeting)
+    detector = _start_detector(store, world, place.rendezvous)
     try:
         gather_ranks(store, world, "came", limit_s, deadline)  # first: a get() of a missing key names nobody
-        introduce(presence, store, world)
+        introduce(detector, store, world)
         chose_interface = world.one_host and use_loopback()
         _make_group(backend, store, world, limit_s, device_id)
         # The host of the store may leave only when all are connected: connecting reads addresses from it.
         gather_ranks(store, world, "connected", limit_s, time.monotonic() + limit_s)
     except BaseException:
-        if presence is not None:
-            presence.close()
+        if detector is not None:
+            detector.close()
         raise
-    _session = _Session(place, store, chose_interface, presence)
+    _session = _Session(place, store, chose_interface, detector)
     return world
 
 
@@ -165,9 +165,9 @@ def shutdown() -> None:
     if session is None:
         return
     if (
-        session.presence is not None
+        session.detector is not None
     ):  # first: this rank joins no further collectives, so it must not look alive
-        session.presence.close()
+        session.detector.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     if session.chose_interface:
@@ -191,7 +191,7 @@ def roll_call(grace_s: float, group: str = "") -> Absent:
     """
     session = _own_session()
     if session is not None:
-        found = session.presence.absent(group, grace_s) if session.presence is not None else Absent()
+        found = session.detector.absent(group, grace_s) if session.detector is not None else Absent()
         session.place.rank_0_lost |= 0 in found.lost
         return found
     try:
@@ -210,15 +210,15 @@ def attends() -> bool:
 def came(group: str) -> None:
     """Count a collective that this rank came to; `roll_call` compares the counts to find late ranks."""
     session = _own_session()
-    if session is not None and session.presence is not None:
-        session.presence.came[group] += 1
+    if session is not None and session.detector is not None:
+        session.detector.came[group] += 1
 
 
 def go_on_without(lost: Sequence[int]) -> None:
     """Forget lost ranks that training goes on without, so that `roll_call` reports only new losses."""
     session = _own_session()
-    if session is not None and session.presence is not None:
-        session.presence.go_on_without(lost)
+    if session is not None and session.detector is not None:
+        session.detector.go_on_without(lost)
 
 
 def backends() -> dict[str, bool]:
@@ -232,7 +232,7 @@ def backends() -> dict[str, bool]:
     return {"gloo": built and dist.is_gloo_available(), "nccl": built and dist.is_nccl_available()}
 
 
-def _start_detector(store: Store, world: World, meeting: Meeting) -> Presence | None:
+def _start_detector(store: Store, world: World, where: Meeting) -> Presence | None:
     """Start to answer roll calls, and leave this rank's address in the store; None in a world of one."""
     if world.world_size == 1:
         return None
@@ -240,12 +240,12 @@ def _start_detector(store: Store, world: World, meeting: Meeting) -> Presence | 
     def host() -> str:
         if world.one_host:
             return "127.0.0.1"
-        return address_towards(meeting.host, meeting.port) if meeting.kind == "tcp" else own_address()
+        return address_towards(where.host, where.port) if where.kind == "tcp" else own_address()
 
-    presence = attend(world.rank, host)
+    detector = attend(world.rank, host)
     with store_errors():
-        store.set(f"presence/{world.rank}", presence.card if presence is not None else "")
-    return presence
+        store.set(f"detector/{world.rank}", detector.card if detector is not None else "")
+    return detector
 
 
 def _agent_has_store() -> bool:
@@ -282,23 +282,23 @@ def _timeout_s(timeout_s: float | None) -> float:
     return value
 
 
-def _open_store(meeting: Meeting, world: World, deadline: float) -> _Place:
+def _open_store(where: Meeting, world: World, deadline: float) -> _Place:
     """Open the store at the rendezvous, or return the one that an earlier `init` opened there."""
     global _place
-    if _place is not None and (_place.meeting, _place.world, _place.pid) == (meeting, world, os.getpid()):
+    if _place is not None and (_place.rendezvous, _place.world, _place.pid) == (where, world, os.getpid()):
         return _place
     store: Store
-    if meeting.kind == "alone":
+    if where.kind == "alone":
         store = HashStore()
-    elif meeting.kind == "file":
-        store = FileStore(meeting.path, -1)  # -1: the store does not remove its file; rank 0 does, at exit
-    elif meeting.kind == "mpi":
+    elif where.kind == "file":
+        store = FileStore(where.path, -1)  # -1: the store does not remove its file; rank 0 does, at exit
+    elif where.kind == "mpi":
         store = _store_through_mpi(world, deadline)
     else:
-        store = _tcp_store(meeting.host, meeting.port, world, deadline)
+        store = _tcp_store(where.host, where.port, world, deadline)
     if _place is None:
         atexit.register(_at_exit)
-    _place = _Place(meeting, world, store)
+    _place = _Place(where, world, store)
     return _place
 
 
@@ -310,7 +310,7 @@ def _tcp_store(host: str, port: int, world: World, deadline: float) -> Store:
 
     def connect() -> Store:
         if _agent_has_store():
-            store: Store = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
+            store: Store = next(torch_rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
             return store
         return TCPStore(host, port, world.world_size, hosting, timeout, False, True)
 
@@ -389,6 +389,6 @@ def _at_exit() -> None:
         shutdown()
     if _place is None or _place.pid != os.getpid():
         return
-    if _place.meeting.owned and (_place.world.rank == 0 or _place.rank_0_lost):
+    if _place.rendezvous.owned and (_place.world.rank == 0 or _place.rank_0_lost):
         with contextlib.suppress(OSError):
-            Path(_place.meeting.path).unlink()
+            Path(_place.rendezvous.path).unlink()
