@@ -118,7 +118,7 @@ def test_trace_of_one_skip_merges_the_previous_batch(pool):
 
 
 def test_trace_with_local_skips(pool):
-    """Batch 18 merges what 16 sent, which Heat misses; local synchronisation is off in batches 3, 5, 7 and 11, 13, 15."""
+    """Batch 18 merges what 16 sent (Heat misses it); no local averages in batches 3, 5, 7 and 11, 13, 15."""
     (events, *_) = pool.run(4, _trace, Skips(8, 2, 2), 19, "2x2")
     exchanges = [e for e in events if e[1] in ("send", "merge", "replace")]
     assert exchanges == [
