@@ -171,7 +171,7 @@ def _damage(pool, folder):
         newest.unlink() if harm is None else newest.write_bytes(harm)
         first, second, _ = pool.run(3, _loaded, folder)
         assert (first[0], second[0]) == (2, 2)
-        assert "going on from step 2, since" in first[-1]
+        assert "continuing from step 2, because" in first[-1]
         assert newest.name in first[-1]
         assert says in first[-1]
         assert second[-1] == ""

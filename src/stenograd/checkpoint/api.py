@@ -188,7 +188,7 @@ def load_checkpoint(
         return None
     if found.refused and driver.rank == 0:
         lines = "; ".join(found.refused)
-        warnings.warn(f"going on from step {found.manifest.step}, since {lines}", stacklevel=2)
+        warnings.warn(f"continuing from step {found.manifest.step}, because {lines}", stacklevel=2)
     resharded = found.manifest.world_size != driver.world_size
     parts = _parts(sync, scheduler, sampler)
 
@@ -295,7 +295,7 @@ def _load(
         names = sorted(content["generators"]), sorted(generators)
         raise CheckpointError(
             f"the checkpoint does not fit: it holds {counts[0]} optimizers and generators {names[0]}, "
-            f"and {counts[1]} and {names[1]} are given: give what was saved"
+            f"but {counts[1]} and {names[1]} are given: give what was saved"
         )
     try:
         if "sync" in parts:

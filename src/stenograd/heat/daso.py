@@ -195,7 +195,9 @@ class DASO(Loop):
             TypeError: scaler is not a GradScaler.
         """
         if not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}: make one")
+            raise TypeError(
+                f"scaler must be a torch.amp.GradScaler, got {scaler!r}: pass torch.amp.GradScaler()"
+            )
         self.amp, self.scaler = True, scaler
 
     def set_model(self, model: nn.Module) -> None:

@@ -183,7 +183,9 @@ class Optimizer:
         try:
             self.set_states(torch.load(file, map_location="cpu", weights_only=True))
         except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
-            raise CheckpointError(f"{file}: cannot be loaded ({cause}): use a file of save()") from cause
+            raise CheckpointError(
+                f"{file}: cannot be loaded ({cause}): give a file that save() wrote"
+            ) from cause
 
     def device_check(self, *tensors: Tensor) -> None:
         """Raise a ConfigError unless the tensors lie on one device."""

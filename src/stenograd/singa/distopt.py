@@ -155,7 +155,9 @@ class DistOpt(Training):
         try:
             self.set_states(torch.load(file, map_location="cpu", weights_only=True))
         except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
-            raise CheckpointError(f"{file}: cannot be loaded ({cause}): use a file of save()") from cause
+            raise CheckpointError(
+                f"{file}: cannot be loaded ({cause}): give a file that save() wrote"
+            ) from cause
 
     def close(self) -> None:
         """Stop the thread that communicates; a second call does nothing."""

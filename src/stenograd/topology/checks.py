@@ -54,8 +54,8 @@ def check_symmetric(
         if rank not in rows[other] and other != rank:
             raise ConfigError(
                 f"neighbours{when} must be symmetric, got rank {other} among those of rank {rank}, not "
-                f"reversed: add {rank} to the neighbours of rank {other}, or ranks wait for each other in "
-                "vain"
+                f"reversed: add {rank} to the neighbours of rank {other}, or ranks wait for each other until "
+                "the timeout"
             )
 
 
