@@ -4,13 +4,13 @@ StenogradError
 ├── ConfigError (ValueError)       an argument, method text or option that breaks its rule
 │   └── MethodError                an unknown method, an unknown key, or a value outside its range
 ├── TensorTypeError (TypeError)    a tensor of a kind that cannot be compressed
-├── NonFiniteError (ValueError)    parameters that should be averaged hold NaN or infinity
-├── DataError                      a data file that is missing, truncated or foreign
-├── CheckpointError                a checkpoint that is unreadable, foreign or of another run
+├── NonFiniteError (ValueError)    parameters to be averaged hold NaN or infinity
+├── DataError                      a data file that is missing, damaged or of another kind
+├── CheckpointError                a checkpoint that is unreadable, or of another run
 ├── LaunchError                    the ranks could not be started or could not find each other
 ├── MismatchError                  the ranks disagree on the model, the method or a version
-├── ReplicaDivergence              the ranks' parameters, which should be equal, are not
-├── WireError                      a payload that does not have the form it should have
+├── ReplicaDivergence              the ranks' parameters should be equal, and are not
+├── WireError                      a message does not have the form that both sides agreed on
 └── PeerLost                       another rank died, went silent or was cut off
 """
 
@@ -46,7 +46,7 @@ class ConfigError(StenogradError, ValueError):
 
 
 class MethodError(ConfigError):
-    """A method's name, key or value is not one that Stenograd knows."""
+    """A method's name or key is unknown, or a value is outside its range."""
 
 
 class TensorTypeError(StenogradError, TypeError):
@@ -54,11 +54,11 @@ class TensorTypeError(StenogradError, TypeError):
 
 
 class NonFiniteError(StenogradError, ValueError):
-    """Parameters that should be averaged hold NaN or infinity, on whichever rank."""
+    """Parameters to be averaged hold NaN or infinity, on some rank."""
 
 
 class DataError(StenogradError):
-    """A data file is missing, truncated or not what its name says."""
+    """A data file is missing, damaged or of another kind than its name says."""
 
 
 class CheckpointError(StenogradError):
@@ -77,8 +77,9 @@ class ReplicaDivergence(StenogradError):
     """The ranks' parameters should be equal bit for bit, and are not.
 
     Attributes:
-        step: when it was found, as the caller counts.
-        tensors: by name, the ranks that differ from the majority, ascending; none where there is no majority.
+        step: the step at which it was found, as the caller counts.
+        tensors: for each tensor's name the ranks that differ from the majority, ascending; no ranks where
+            there is no majority.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class ReplicaDivergence(StenogradError):
 
 
 class WireError(StenogradError):
-    """A payload does not have the form that both sides agreed on."""
+    """A message does not have the form that both sides agreed on."""
 
 
 class PeerLost(StenogradError):
     """Another rank died, went silent for longer than the timeout, or was cut off.
 
     Attributes:
-        ranks: the lost ones, ascending; empty where it is not known which.
+        ranks: the lost ranks, ascending; empty where they are not known.
     """
 
     ranks: tuple[int, ...] = ()
@@ -116,7 +117,7 @@ def bad_value(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its name, at most 200 characters.
+    """Return the first line of an error's message, or its class name; at most 200 characters.
 
     Example:
         >>> first_line(ValueError("too large" + chr(10) + "and so on"))
@@ -128,7 +129,9 @@ def first_line(error: BaseException) -> str:
 def check_count(
     name: str, got: int, advice: str, error: type[ConfigError] = ConfigError, *, most: int = 2**31 - 1
 ) -> None:
-    """Refuse a count outside [1, most]; kernels add such counts to places in 64 bits without wrapping.
+    """Refuse a count outside [1, most].
+
+    The default bound lets kernels add counts to indices in 64 bits without overflow.
 
     Example:
         >>> check_count("block", 2**40, "use 1024")

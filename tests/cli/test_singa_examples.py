@@ -67,7 +67,7 @@ def test_every_mode_trains_alone(option, monkeypatch, capsys):
 
 
 def test_benchmark_measures_every_mode():
-    """D-S10: each line is a mode that trains; half sends half of plain."""
+    """Each line is a mode that trains; half sends half of plain."""
     command = [
         sys.executable,
         str(EXAMPLES / "benchmark.py"),

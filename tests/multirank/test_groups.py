@@ -18,7 +18,7 @@ from stenograd.launch import process_group as groups
 from stenograd.launch.process_group import Absent, init, roll_call, run_local, shutdown
 
 PYTHON = sys.executable
-SOURCE = str(Path(groups.__file__).parents[1])
+SOURCE = str(Path(groups.__file__).parents[2])
 LIMIT_S = 60
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "STENOGRAD_")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the mpiexec packages exist for Linux")

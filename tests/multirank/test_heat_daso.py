@@ -101,7 +101,7 @@ def test_trace_of_four_skips(pool):
 
 
 def test_trace_of_two_skips_receives_in_time(pool):
-    """D-H5: the original merged at the next exchange, two batches later, with the weight of one."""
+    """Heat merges at the next exchange, two batches later, with the weight for one."""
     (events, *_) = pool.run(4, _trace, Skips(2, 1, 1), 4, "2x2")
     assert [e for e in events if e[1] != "broadcast"] == [
         *((0, "send", 0), (1, "merge", 0), (2, "send", 1), (3, "merge", 1)),
@@ -118,7 +118,7 @@ def test_trace_of_one_skip_merges_the_previous_batch(pool):
 
 
 def test_trace_with_local_skips(pool):
-    """D-H5: batch 18 merges what 16 sent; local synchronisation is off in batches 3, 5, 7 and 11, 13, 15."""
+    """Batch 18 merges what 16 sent (Heat misses it); no local averages in batches 3, 5, 7 and 11, 13, 15."""
     (events, *_) = pool.run(4, _trace, Skips(8, 2, 2), 19, "2x2")
     exchanges = [e for e in events if e[1] in ("send", "merge", "replace")]
     assert exchanges == [
@@ -159,7 +159,7 @@ def _warm_up(rank, layout, downcast):
 def test_warm_up_equals_training_on_all_ranks_whatever_the_downcast(pool, layout, downcast):
     """With equal shards, averaging in nodes and then over nodes by their size is averaging over ranks.
 
-    D-H3: the original's blocking exchanges rounded all parameters to bfloat16.
+    Heat's blocking exchanges round all parameters to bfloat16.
     """
     from models import mlp, shards, step
 
@@ -284,7 +284,7 @@ def _chunks(rank, chunk, frozen):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_chunks_change_nothing_and_frozen_parameters_stay(pool, frozen):
-    """D-H6: a parameter over three chunks, and frozen ones before trained ones. The remainder goes first."""
+    """A parameter over three chunks, and frozen ones before trained ones. The remainder goes first."""
     whole = pool.run(4, _chunks, 10_000_000, frozen)
     total = sum(whole[0][2])
     for chunk in (97, total, total + 1):

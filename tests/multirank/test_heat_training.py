@@ -76,7 +76,7 @@ def _scheduled(rank, factory):
 
 @pytest.mark.parametrize("factory", [False, True])
 def test_a_scheduler_steps_once_after_the_optimizer(pool, factory):
-    """D-H2: in the original it stepped instead of the optimizer."""
+    """In Heat the scheduler would step instead of the optimizer."""
     assert pool.run(2, _scheduled, factory) == [(pytest.approx(0.01), True)] * 2
 
 
@@ -399,8 +399,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(pool):
     """A scheduler on one side only was dropped silently, or a TypeError after half of the state was taken."""
     first, second = pool.run(2, _refuses_states)
     assert first == second
-    assert "a scheduler is given now and was not saved: use one in both or in none" in first[0]
-    assert "a scaler was saved and is not given now: use one in both or in none" in first[1]
+    assert "a scheduler is given now but was not saved: use one in both or in none" in first[0]
+    assert "a scaler was saved but is not given now: use one in both or in none" in first[1]
     assert all("nothing was changed" in text for text in first[2:])
 
 

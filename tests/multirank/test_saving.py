@@ -171,7 +171,7 @@ def _damage(pool, folder):
         newest.unlink() if harm is None else newest.write_bytes(harm)
         first, second, _ = pool.run(3, _loaded, folder)
         assert (first[0], second[0]) == (2, 2)
-        assert "going on from step 2, since" in first[-1]
+        assert "continuing from step 2, because" in first[-1]
         assert newest.name in first[-1]
         assert says in first[-1]
         assert second[-1] == ""
@@ -220,7 +220,7 @@ def test_a_full_disk(pool, tmp_path):
     assert name == "CheckpointError"
     assert text.startswith("rank 1: ")
     assert "cannot be written (No space left on device)" in text
-    assert again[1].endswith("cannot be made (File exists): give a folder that can be written")
+    assert again[1].endswith("cannot be created (File exists): give a folder that can be written")
     assert sorted(path.name.partition("-")[2][:5] for path in tmp_path.glob("*step*")) == ["step1"] * 3
     assert [first for first, *_ in pool.run(2, _loaded, tmp_path)] == [1, 1]
 
@@ -321,7 +321,7 @@ def test_what_does_not_fit(pool, tmp_path):
     (nothing, told), other = pool.run(2, _misfits, tmp_path)
     assert nothing is None
     assert told == other[1]
-    wanted = ["sync was saved and is not given", "1 optimizers", "generators ['common', 'own']"]
+    wanted = ["sync was saved but is not given", "1 optimizers", "generators ['common', 'own']"]
     wanted += ["does not fit: Error(s) in loading", "step must be", "keep must be at least 1"]
     assert [text for (_, message), text in zip(told, wanted, strict=True) if text not in message] == []
 

@@ -125,7 +125,7 @@ def _half(rank):
 
 
 def test_half(pool):
-    """Clip, then float16, then the mean; 40,000 on two ranks is finite (D-S6)."""
+    """Clip, then float16, then the mean; 40,000 on two ranks is finite, as a sum would not be."""
     for out, log in pool.run(2, _half):
         assert out["rounded"] == pytest.approx(0.1, rel=2**-11)
         assert (out["large"], out["clipped"], out["older"], out["free"]) == (40000, 100, 10, 1000)
@@ -149,7 +149,7 @@ def _partial(rank):
 
 
 def test_partial_update_averages_one_partition_a_step(pool):
-    """D-S11 too: partition j is equal after step j only, momentum is local, and finalize ends equal."""
+    """Partition j is equal after step j only, momentum is local, and after finalize all ranks are equal."""
     (a, same_a, end_a), (b, same_b, end_b) = pool.run(2, _partial)
     assert [partial for partial, _ in a] == [1, 2, 0, 1]
     assert same_a
@@ -272,7 +272,7 @@ def _large(rank):
 
 
 def test_tensors_beyond_the_buffer_size_work(pool):
-    """D-S5: 300,000 elements with buffSize 1,000, and a sparse density of 100 %."""
+    """300,000 elements with buffSize 1,000, and a sparse density of 100 %."""
     assert pool.run(2, _large) == [(-4.0, -4.0)] * 2
 
 

@@ -98,7 +98,7 @@ def _sparse(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sparse_sums(pool, world_size):
-    """The acceptance rows; D-S1 (top-k of values below 1) and D-S2 (zeros in threshold mode)."""
+    """The acceptance rows, with top-k of values below 1 and zeros in threshold mode."""
     for out in pool.run(world_size, _sparse, world_size):
         near = lambda values: pytest.approx(values, rel=1e-6)  # noqa: E731
         sent, residual = out["top-k"]
@@ -122,7 +122,7 @@ def _fp16(rank):
 
 
 def test_half_sums_that_would_overflow_are_finite(pool):
-    """D-S6: 40,000 on two ranks; .1 to 11 bits."""
+    """40,000 on two ranks, where a float16 sum overflows; .1 to 11 bits."""
     for large, small in pool.run(2, _fp16):
         assert large == [80000.0] * 4
         assert small == pytest.approx([0.2] * 4, rel=2**-11)
@@ -142,7 +142,7 @@ def _synchronized(rank):
 
 
 def test_initial_parameters_are_broadcast(pool):
-    """D-S8: rank 0's values, where averaging would shrink them; D-S10: the guide's own way needs no wait."""
+    """Rank 0's values, where averaging would shrink them; the guide's own way needs no wait."""
     for weight, buffer, w, guide in pool.run(2, _synchronized):
         assert (weight, buffer, w, guide) == (0.0, 0.0, [1.0] * 3, [1.5] * 3)
 

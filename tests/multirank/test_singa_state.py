@@ -65,7 +65,7 @@ def _changing(rank):
     """Rank-equal gradients of 1 or 0; an element is sent where v is among the largest."""
     a, b, opt = leaf(0.0, 0.0), leaf(0.0, 0.0), unit_sgd()
     half = {"spars": 0.25, "topK": True}
-    opt.backward_and_sparse_update(push([a, b], [1.0, 1.0]), corr=False, **half)  # D-S4: corr off first
+    opt.backward_and_sparse_update(push([a, b], [1.0, 1.0]), corr=False, **half)  # corr off first
     assert (opt.sparsInit, opt.gradAccumulation) == (False, [])
     first = sum(moved(a) + moved(b))
     opt.backward_and_sparse_update(push([a, b], [1.0, 1.0]), **half)  # one of four is sent, three wait
@@ -100,7 +100,7 @@ def _finalized(rank):
 
 
 def test_finalize_makes_all_ranks_equal(pool):
-    """D-S11: parameters and BatchNorm's statistics."""
+    """Parameters and BatchNorm's statistics end equal."""
     a, b = pool.run(2, _finalized)
     assert not torch.equal(a[0], b[0])
     torch.testing.assert_close(a[1], (a[0] + b[0]) / 2)
@@ -110,7 +110,7 @@ def test_finalize_makes_all_ranks_equal(pool):
 
 
 def test_default_optimizers_are_not_shared():
-    """D-S8: a fresh SGD(lr=0.1) each."""
+    """Each has a new SGD(lr=0.1)."""
     one, other = DistOpt(), DistOpt()
     assert one.opt is not other.opt
     w = leaf(1.0)

@@ -1,1 +1,1 @@
-"""Checkpoints that all ranks write and read together."""
+"""Checkpoints: files of all ranks, written and read together."""

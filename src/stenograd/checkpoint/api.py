@@ -1,4 +1,4 @@
-"""`save_checkpoint` and `load_checkpoint`: all that decides the next step, on all ranks."""
+"""`save_checkpoint` and `load_checkpoint`: save and restore all that decides the next step, on all ranks."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from stenograd.launch.process_group import join
 __all__ = ["Loaded", "PerRank", "Stateful", "load_checkpoint", "save_checkpoint"]
 
 _CUDA_STATE_BYTES = 16  # a CUDA generator's state: its seed and its offset, 8 bytes each
-_Several = Sequence[torch.optim.Optimizer]
+_Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class Stateful(Protocol):
-    """Whatever can be saved and loaded: a scheduler, a sampler, a `GradientSync`."""
+    """An object that can be saved and loaded: a scheduler, a sampler, a `GradientSync`."""
 
     def state_dict(self) -> Any:
         """Return the state: tensors and plain values."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take it."""
+        """Continue from a saved state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What `load_checkpoint` took.
+    """The checkpoint that `load_checkpoint` loaded.
 
     Attributes:
         step: as it was saved.
-        extra: as it was saved; rank 0's where the number of ranks is another one.
+        extra: as it was saved; rank 0's where the number of ranks has changed.
         world_size: number of ranks that saved it.
         resharded: whether that differs from the number of ranks now.
-        path: its manifest's folder.
-        refused: why newer checkpoints were not taken, one line each.
+        path: the folder that holds its manifest.
+        refused: why newer checkpoints could not be loaded, one line each.
     """
 
     step: int
@@ -62,7 +62,7 @@ def save_checkpoint(
     *,
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | _Several | None = None,
+    optimizer: _Optimizers = None,
     sync: Stateful | None = None,
     scheduler: Stateful | None = None,
     sampler: Stateful | None = None,
@@ -72,24 +72,24 @@ def save_checkpoint(
     group: Any = None,
     timeout_s: float = 300.0,
 ) -> Path:
-    """Save what decides the next step, one file a rank and a manifest; all ranks call it.
+    """Save all that decides the next step: one file per rank, and a manifest. All ranks call it.
 
     Every rank saves its own model (batch-norm statistics differ from rank to rank), optimizer, state of the
-    method, random states (PyTorch's own on CPU and CUDA, and `generators`) and the rest. The folder's earlier
-    checkpoints count until this one is whole, whenever the machine stops.
+    method, random states (PyTorch's own on CPU and CUDA, and `generators`) and the rest. If the machine stops
+    before this checkpoint is whole, the folder's earlier ones still count.
 
     Args:
-        folder: is made if need be. Ranks on several hosts may each have a disk of their own, but only a
-            folder that all share can be loaded with another number of ranks.
+        folder: made where it does not exist. Ranks on several hosts may each write to a disk of their own,
+            but only a folder that all share can be loaded with another number of ranks.
         step: number of steps taken, at least 0, equal on all ranks; names the checkpoint.
         model: its parameters and buffers.
         optimizer: one or several.
         sync: from `stenograd.distribute`.
         scheduler: of learning rates.
-        sampler: the place in the data: anything with `state_dict` and `load_state_dict`. To be loaded with
+        sampler: the position in the data: anything with `state_dict` and `load_state_dict`. To be loaded with
             another number of ranks, its state must be equal on all of them (samples seen by all together).
         generators: the caller's own, by name; private to the rank or equal on all.
-        extra: numbers, texts, None, and lists, tuples and dictionaries of them and of tensors.
+        extra: anything made of numbers, texts, None, tensors, lists, tuples and dictionaries.
         keep: number of checkpoints to keep, at least 1; with 2, one is left if the newest is damaged.
         group: process group; None for all ranks.
         timeout_s: seconds after which a silent peer is an error.
@@ -99,10 +99,10 @@ def save_checkpoint(
 
     Raises:
         ConfigError: step or keep is out of range.
-        CheckpointError: a rank cannot write, for want of room or rights, or holds something that could not be
-            loaded again (a NumPy number in `extra`); raised on every rank, and the earlier checkpoints are
-            as they were.
-        StenogradError: a part's `state_dict()` raised on a rank; on every rank.
+        CheckpointError: a rank lacks room or permission to write, or holds something that could not be
+            loaded again (a NumPy number in `extra`); raised on every rank, and earlier checkpoints are
+            unchanged.
+        StenogradError: a part's `state_dict()` raised on a rank; raised on every rank.
         PeerLost: a rank did not answer within timeout_s.
 
     Example:
@@ -122,14 +122,16 @@ def save_checkpoint(
     if keep < 1:
         raise bad_value("keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged")
     path, driver = Path(folder), _driver(group, timeout_s)
-    agree(driver, lambda: _made(path))
+    # Whatever may fail on one rank alone runs in agree(): the others would wait for it until the timeout.
+    agree(driver, lambda: _make_folder(path))
 
     def content() -> dict[str, Any]:
+        cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return {
             "model": model.state_dict(),
             "optimizer": [optimizer.state_dict() for optimizer in _as_list(optimizer)],
             **{name: part.state_dict() for name, part in _parts(sync, scheduler, sampler).items()},
-            "random": _random_states(),
+            "random": {"cpu": torch.get_rng_state(), "cuda": cuda_states},
             "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
             "extra": extra,
         }
@@ -142,7 +144,7 @@ def load_checkpoint(
     folder: str | Path,
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | _Several | None = None,
+    optimizer: _Optimizers = None,
     sync: Stateful | None = None,
     scheduler: Stateful | None = None,
     sampler: Stateful | None = None,
@@ -154,30 +156,31 @@ def load_checkpoint(
     """Continue from the newest whole checkpoint; all ranks call it, with what `save_checkpoint` was given.
 
     With as many ranks as saved it, the next steps equal an uninterrupted run's bit for bit. With another
-    number the state is re-sharded: residuals as `stenograd.reshard` says; model, optimizer, scheduler,
-    `extra` and PyTorch's random state are rank 0's, the last of which each rank but 0 turns into one of its
-    own; a generator that was equal on all ranks is copied, another is the rank's own, or a new one made from
-    rank 0's and the rank's number; a sampler's state must have been equal on all ranks.
+    number the state is re-sharded: residuals as in `stenograd.reshard`; model, optimizer, scheduler and
+    `extra` are rank 0's; PyTorch's random state is derived from rank 0's and the rank. A generator that was
+    equal on all ranks is copied; otherwise each rank keeps its own, and new ranks derive theirs from rank
+    0's. A sampler's state must have been equal on all ranks.
 
     Args:
         folder: where `save_checkpoint` wrote.
-        model: built like the one saved, and so are the others.
+        model: built like the one saved; the same holds for the other parts.
         optimizer: see model.
         sync: see model.
         scheduler: see model.
         sampler: see model.
         generators: see model.
-        step: of the checkpoint to load; None tries from the newest on, and warns of those that are damaged.
+        step: of the checkpoint to load; None loads the newest whole one, and warns of newer ones that are
+            damaged.
         group: process group; None for all ranks.
         timeout_s: seconds after which a silent peer is an error.
 
     Returns:
-        What was taken; None where the folder holds no checkpoint at all.
+        What was loaded; None where the folder holds no checkpoint at all.
 
     Raises:
-        CheckpointError: a file is missing, truncated, altered or mixed up with another checkpoint's, and no
-            older checkpoint is whole (or `step` names this one); or what is in it does not fit. Raised on
-            every rank.
+        CheckpointError: a file is missing, truncated, altered or of another checkpoint, and no older
+            checkpoint is whole (or `step` names this one); or its content does not fit what was given.
+            Raised on every rank.
         PeerLost: a rank did not answer within timeout_s.
     """
     driver = _driver(group, timeout_s)
@@ -186,12 +189,12 @@ def load_checkpoint(
         return None
     if found.refused and driver.rank == 0:
         lines = "; ".join(found.refused)
-        warnings.warn(f"going on from step {found.manifest.step}, since {lines}", stacklevel=2)
-    many = found.manifest.world_size != driver.world_size
+        warnings.warn(f"continuing from step {found.manifest.step}, because {lines}", stacklevel=2)
+    resharded = found.manifest.world_size != driver.world_size
     parts = _parts(sync, scheduler, sampler)
 
     def take() -> dict[str, Any]:
-        content = _for_rank(found, driver) if many else found.content
+        content = _for_rank(found, driver) if resharded else found.content
         _load(content, model, _as_list(optimizer), parts, generators or {})
         return content
 
@@ -200,7 +203,7 @@ def load_checkpoint(
         step=found.manifest.step,
         extra=content["extra"],
         world_size=found.manifest.world_size,
-        resharded=many,
+        resharded=resharded,
         path=Path(folder),
         refused=found.refused,
     )
@@ -209,13 +212,13 @@ def load_checkpoint(
 class PerRank:
     """A sync's state under the rank's own keys, for `torch.distributed.checkpoint` (DCP).
 
-    DCP saves tensors of equal names once, but a residual is another one on each rank. Here they are called
+    DCP saves tensors of equal names once, but each rank has its own residuals. Here they are called
     `rank0...`, `rank1...`: `dcp.save({"model": model, "sync": PerRank(sync)}, checkpoint_id=folder)`.
 
     Args:
         sync: from `stenograd.distribute`.
-        saved_by: number of ranks that saved what is to be loaded; None for as many as now. Else every rank
-            reads the states of all of them and takes its share, as `stenograd.reshard` says.
+        saved_by: number of ranks that saved what is to be loaded; None for as many as now. Otherwise every
+            rank reads all states and takes its share, as in `stenograd.reshard`.
 
     Example:
         >>> import stenograd
@@ -232,15 +235,16 @@ class PerRank:
         self.sync, self.saved_by = sync, saved_by
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state under its key; when loading from `saved_by` ranks, one of each."""
+        """Return this rank's state under its key; to load from `saved_by` ranks, one state for each."""
         state = self.sync.state_dict()
         if self.saved_by in (None, state["world_size"]):
             return {f"rank{state['rank']}": state}
-        places = [{"rank": rank, "world_size": self.saved_by} for rank in range(self.saved_by or 0)]
-        return {f"rank{place['rank']}": {**self.sync.state_dict(), **place} for place in places}
+        # DCP fills the tensors that it is given, so each saving rank needs tensors of its own.
+        saved = ({"rank": rank, "world_size": self.saved_by} for rank in range(self.saved_by or 0))
+        return {f"rank{keys['rank']}": {**self.sync.state_dict(), **keys} for keys in saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what DCP has read."""
+        """Continue from what DCP has read."""
         mine = self.sync.state_dict()
         rank, world_size = mine["rank"], mine["world_size"]
         if self.saved_by in (None, world_size):
@@ -255,12 +259,12 @@ def _driver(group: Any, timeout_s: float) -> Driver:
     return Driver(group, timeout_s=timeout_s)
 
 
-def _made(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
         raise CheckpointError(
-            f"{folder}: cannot be made ({cause.strerror}): give a folder that can be written"
+            f"{folder}: cannot be created ({cause.strerror}): give a folder that can be written"
         ) from cause
 
 
@@ -269,15 +273,10 @@ def _parts(sync: Any, scheduler: Any, sampler: Any) -> dict[str, Stateful]:
     return {name: part for name, part in named.items() if part is not None}
 
 
-def _as_list(optimizer: torch.optim.Optimizer | _Several | None) -> list[torch.optim.Optimizer]:
+def _as_list(optimizer: _Optimizers) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-
-
-def _random_states() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def _load(
@@ -287,17 +286,17 @@ def _load(
     parts: Mapping[str, Stateful],
     generators: Mapping[str, torch.Generator],
 ) -> None:
-    """Put everything in its place; sync first, which checks before it changes anything."""
+    """Load every part; sync first, because it checks before it changes anything."""
     saved = {name for name in ("sync", "scheduler", "sampler") if name in content}
     for name in sorted(saved ^ parts.keys()):
-        what = "was saved and is not given now" if name in saved else "is given now and was not saved"
+        what = "was saved but is not given now" if name in saved else "is given now but was not saved"
         raise CheckpointError(f"the checkpoint does not fit: {name} {what}: give what was saved")
     counts = len(content["optimizer"]), len(optimizers)
     if counts[0] != counts[1] or content["generators"].keys() != generators.keys():
         names = sorted(content["generators"]), sorted(generators)
         raise CheckpointError(
             f"the checkpoint does not fit: it holds {counts[0]} optimizers and generators {names[0]}, "
-            f"given are {counts[1]} and {names[1]}: give what was saved"
+            f"but {counts[1]} and {names[1]} are given: give what was saved"
         )
     try:
         if "sync" in parts:
@@ -308,6 +307,7 @@ def _load(
         for name in parts.keys() - {"sync"}:
             parts[name].load_state_dict(content[name])
         torch.set_rng_state(content["random"]["cpu"])
+        # With another number of devices their states have no owner; the generators stay as they are then.
         if content["random"]["cuda"] and torch.cuda.device_count() == len(content["random"]["cuda"]):
             torch.cuda.set_rng_state_all(content["random"]["cuda"])
         for name, generator in generators.items():
@@ -318,7 +318,11 @@ def _load(
 
 
 def _for_rank(found: Found, driver: AnyDriver) -> dict[str, Any]:
-    """Make this rank's content from those of another number of ranks, one of which is in memory at a time."""
+    """Make this rank's content from what another number of ranks saved.
+
+    One rank's file is mapped at a time, and only what is needed of it is read: one rank that took over from
+    eight, with files of 61 MB each, needed 140 to 150 MB, and 570 to 640 MB when it read all files whole.
+    """
     first, rank = found.content, driver.rank
     new, joint, generators = dict(first), Joint(), list[dict[str, Tensor]]()
     for content in found.each():
@@ -333,7 +337,7 @@ def _for_rank(found: Found, driver: AnyDriver) -> dict[str, Any]:
         generators.append({name: state.clone() for name, state in content["generators"].items()})
     if "sync" in first:
         new["sync"] = joint.share(rank, driver.world_size)
-    new["random"] = {"cpu": _private(first["random"]["cpu"], rank), "cuda": []}
+    new["random"] = {"cpu": _derived(first["random"]["cpu"], rank), "cuda": []}
     new["generators"] = {
         name: _generator_state([states[name] for states in generators], rank) for name in generators[0]
     }
@@ -341,14 +345,14 @@ def _for_rank(found: Found, driver: AnyDriver) -> dict[str, Any]:
 
 
 def _generator_state(states: Sequence[Tensor], rank: int) -> Tensor:
-    """Copy what was equal on all ranks; else keep the rank's own, and make new ones for new ranks."""
+    """Return the state if all ranks had the same; otherwise the rank's own, or a new one for a new rank."""
     if all(torch.equal(states[0], state) for state in states):
         return states[0]
-    return states[rank] if rank < len(states) else _private(states[0], rank)
+    return states[rank] if rank < len(states) else _derived(states[0], rank)
 
 
-def _private(state: Tensor, rank: int) -> Tensor:
-    """Return a generator's state that depends on another one and the rank; rank 0 keeps it as it is."""
+def _derived(state: Tensor, rank: int) -> Tensor:
+    """Derive a generator's state from another one and the rank; rank 0 keeps it as it is."""
     if rank == 0:
         return state
     digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()

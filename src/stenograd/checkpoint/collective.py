@@ -1,4 +1,4 @@
-"""Checkpoints that all ranks write and read together: all take the same one, and fail with the same error."""
+"""Write and read checkpoints on all ranks at once: all load the same one, and all raise the same error."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = ["Found", "read_set", "write_set"]
 
 
 class Found(NamedTuple):
-    """A checkpoint that every rank has found whole.
+    """A checkpoint that is whole on every rank.
 
-    manifest: what belongs to it.
-    content: this rank's where as many ranks saved it, else rank 0's.
+    manifest: the list of its files.
+    content: what this rank saved; what rank 0 saved where another number of ranks did.
     folder: where its files are.
-    refused: why newer ones were not taken, one line each.
+    refused: why newer ones could not be loaded, one line each.
     """
 
     manifest: Manifest
@@ -47,13 +47,13 @@ class Found(NamedTuple):
     refused: tuple[str, ...]
 
     def each(self) -> Iterator[dict[str, Any]]:
-        """Yield what each of the ranks saved, in rank order, to re-shard it.
+        """Yield what each saving rank saved, in rank order, to re-shard it.
 
-        Tensors are read from the disk where they are used: whoever takes what he needs of one rank before he
-        asks for the next has one of them in memory at a time. Copy what shall be kept.
+        Tensors are read from the disk when they are used. Take what you need of one rank before asking for
+        the next, and only one is in memory at a time; copy what you keep.
 
         Raises:
-            CheckpointError: a file cannot be read any more.
+            CheckpointError: a file can no longer be read.
         """
         for rank in range(self.manifest.world_size):
             yield map_rank(self.folder, self.manifest, rank)
@@ -69,7 +69,7 @@ def write_set(
     identity: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write a checkpoint on all ranks, and delete all but the newest when it is whole.
+    """Write a checkpoint on all ranks and, when it is whole, delete all but the `keep` newest.
 
     Every rank writes its file under the name of this save; when all files are on the disk, rank 0 writes the
     manifest, which makes the checkpoint count. A crash before that leaves the older ones as they were.
@@ -77,24 +77,24 @@ def write_set(
 
     Args:
         driver: the way to the other ranks.
-        folder: exists.
+        folder: an existing folder.
         step: number of steps taken, equal on all ranks.
         content: this rank's tensors and plain values.
         method: text of the method, for the manifest.
-        identity: what must be equal for the run to be continued; JSON-able.
+        identity: what must be equal for a run to continue from it; JSON-able.
         keep: number of checkpoints to keep, at least 1.
 
     Returns:
         The manifest's path.
 
     Raises:
-        CheckpointError: a rank cannot write, or has something to save that could not be loaded, on every
-            rank; earlier checkpoints are as they were.
+        CheckpointError: a rank cannot write, or its content could not be loaded again; raised on every rank,
+            and earlier checkpoints are unchanged.
     """
-    set_id = everyone(driver, secrets.token_hex(4))[0]
+    set_id = everyone(driver, secrets.token_hex(4))[0]  # rank 0's
     try:
         record = agree(driver, lambda: write_rank(folder, step, set_id, driver.rank, content))
-        told = [json.loads(text) for text in everyone(driver, json.dumps(asdict(record)))]
+        records = [json.loads(text) for text in everyone(driver, json.dumps(asdict(record)))]
         manifest = Manifest(
             step=step,
             set_id=set_id,
@@ -102,16 +102,16 @@ def write_set(
             method=method,
             identity=identity or {},
             versions=versions(),
-            files=tuple(RankFile(**file) for file in told),
+            files=tuple(RankFile(**file) for file in records),
         )
         agree(driver, lambda: write_manifest(folder, manifest) if driver.rank == 0 else None)
-        agree(driver, lambda: _copied(folder, manifest, driver.rank))
+        agree(driver, lambda: _copy_manifest(folder, manifest, driver.rank))
     except PeerLost:
-        raise  # what the others did is not known; the next save deletes what is left
+        raise  # the others may have finished, so nothing is deleted; the next save removes what is left
     except StenogradError:
-        _take_back(folder, step, set_id, driver.rank)
+        _delete_failed_save(folder, step, set_id, driver.rank)
         raise
-    drop_others(folder, step, driver.rank, keep)
+    drop_others(folder, step, driver.rank, keep)  # only now: until here the older ones are all there is
     return manifest_path(folder, step)
 
 
@@ -127,15 +127,15 @@ def read_set(
     Args:
         driver: the way to the other ranks.
         folder: where `write_set` wrote.
-        step: of the one to read; None tries from the newest on.
-        check: raises if a checkpoint, though whole, is not one to continue from.
+        step: of the one to read; None for the newest that is whole.
+        check: raises if a whole checkpoint is not one to continue from.
 
     Raises:
-        CheckpointError: no checkpoint is whole, or not that of `step`, naming the files and what is wrong;
-            or what `check` raised. On every rank alike.
+        CheckpointError: no checkpoint is whole, or the one of `step` is not, naming the files and what is
+            wrong with them; or what `check` raised. The same on every rank.
     """
-    told = [set(json.loads(text)) for text in everyone(driver, json.dumps(saved_steps(folder)))]
-    steps = sorted(set.union(*told), reverse=True)
+    found = [set(json.loads(text)) for text in everyone(driver, json.dumps(saved_steps(folder)))]
+    steps = sorted(set.union(*found), reverse=True)
     if step is not None:
         if step not in steps:
             known = ", ".join(map(str, sorted(steps))) or "none"
@@ -143,7 +143,7 @@ def read_set(
         steps = [step]
     refused: list[str] = []
     for number in steps:
-        manifest, content, wrong = _attempt(driver, folder, number)
+        manifest, content, wrong = _read_if_whole(driver, folder, number)
         if wrong or manifest is None:
             refused.append(wrong)
             continue
@@ -154,11 +154,11 @@ def read_set(
     return None
 
 
-def _attempt(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest | None, dict[str, Any], str]:
-    """Check one checkpoint and read this rank's content; the text says what is wrong, equally on all ranks.
+def _read_if_whole(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest | None, dict[str, Any], str]:
+    """Check one checkpoint and read this rank's content; the text says what is wrong, the same on all ranks.
 
-    Where another number of ranks saved it, each rank takes rank 0's content, and the ranks share the work of
-    checking the other files, so that each is read whole once and not once a rank.
+    Where another number of ranks saved it, each rank reads rank 0's content, and the ranks share the work of
+    checking the other files: each is read whole once, not once per rank.
     """
     manifest, content, wrong = None, dict[str, Any](), ""
     try:
@@ -170,22 +170,24 @@ def _attempt(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest | Non
     except CheckpointError as error:
         wrong = str(error)
     set_id = manifest.set_id if manifest is not None else ""
-    told = [json.loads(text) for text in everyone(driver, json.dumps([set_id, wrong]))]
-    for rank, (other, theirs) in enumerate(told):
+    verdicts = [json.loads(text) for text in everyone(driver, json.dumps([set_id, wrong]))]
+    first = verdicts[0][0]
+    for rank, (other, theirs) in enumerate(verdicts):
         if theirs:
-            return None, {}, theirs if told.count([other, theirs]) == len(told) else f"rank {rank}: {theirs}"
-        if other != told[0][0]:
+            on_all = verdicts.count([other, theirs]) == len(verdicts)
+            return None, {}, theirs if on_all else f"rank {rank}: {theirs}"
+        if other != first:
             path = manifest_path(folder, step)
-            return None, {}, f"{path}: ranks 0 and {rank} have manifests of two saves ({told[0][0]}, {other})"
+            return None, {}, f"{path}: ranks 0 and {rank} have manifests of two saves ({first}, {other})"
     return manifest, content, ""
 
 
-def _copied(folder: Path, manifest: Manifest, rank: int) -> None:
-    """Write the manifest where rank 0's does not show: the ranks' folders lie on different disks."""
+def _copy_manifest(folder: Path, manifest: Manifest, rank: int) -> None:
+    """Write the manifest unless rank 0's is here already; it is not where ranks have disks of their own."""
     path = manifest_path(folder, manifest.step)
-    if _is_of(folder, manifest.step, manifest.set_id):
+    if _is_manifest_of(folder, manifest.step, manifest.set_id):
         return
-    scratch = folder / f".rank{rank}"  # several ranks of a host may do so at once
+    scratch = folder / f".rank{rank}"  # several ranks of one host may write at the same time
     try:
         scratch.mkdir(exist_ok=True)
         write_manifest(scratch, manifest)
@@ -195,16 +197,16 @@ def _copied(folder: Path, manifest: Manifest, rank: int) -> None:
         raise CheckpointError(f"{path}: cannot be written ({cause.strerror}): make room") from cause
 
 
-def _take_back(folder: Path, step: int, set_id: str, rank: int) -> None:
+def _delete_failed_save(folder: Path, step: int, set_id: str, rank: int) -> None:
     """Delete what a failed save has written; an older checkpoint of the same step stays."""
     with contextlib.suppress(OSError):
-        if _is_of(folder, step, set_id):
+        if _is_manifest_of(folder, step, set_id):
             manifest_path(folder, step).unlink(missing_ok=True)
         rank_path(folder, step, set_id, rank).unlink(missing_ok=True)
 
 
-def _is_of(folder: Path, step: int, set_id: str) -> bool:
-    """Whether the folder's manifest of this step is that of this save."""
+def _is_manifest_of(folder: Path, step: int, set_id: str) -> bool:
+    """Return whether the folder's manifest of a step was written by this save."""
     try:
         return read_manifest(folder, step).set_id == set_id
     except CheckpointError:

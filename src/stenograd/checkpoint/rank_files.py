@@ -1,4 +1,4 @@
-"""The files of a checkpoint: one a rank, and a manifest written last that names them all."""
+"""The files of a checkpoint: one per rank, and a manifest, written last, that names them all."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 _FORMAT = 2  # of the files; a reader refuses others
-_PIECE_BYTES = 1 << 20  # read at once to digest a file, so that its size does not matter
+_PIECE_BYTES = 1 << 20  # read at once to hash a file, so that checking needs no memory of the file's size
 _MANIFEST = re.compile(r"checkpoint-step(\d+)\.json")
 _RANK_FILE = re.compile(r"checkpoint-step(\d+)-([0-9a-f]+)-rank(\d+)\.pt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFile:
-    """What the manifest says of one rank's file.
+    """The manifest's entry for one rank's file.
 
     Attributes:
         name: its name in the folder.
@@ -59,17 +59,17 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What belongs to one checkpoint.
+    """The list of what belongs to one checkpoint.
 
     Attributes:
         step: number of the step after which it was made.
-        set_id: random, one a save: it is in the files' names and in the files, so that files of two saves
-            cannot be taken for one.
+        set_id: random, new for each save; it is in the files' names and in the files, so that files of two
+            saves cannot be taken for one checkpoint.
         world_size: number of ranks that saved.
         method: text of the method; empty where none was saved.
-        identity: what must be equal for a run to be continued, JSON-able.
+        identity: what must be equal for a run to continue from it; JSON-able.
         versions: of stenograd and torch.
-        files: one a rank, in rank order.
+        files: one per rank, in rank order.
     """
 
     step: int
@@ -82,7 +82,7 @@ class Manifest:
 
 
 def manifest_path(folder: Path, step: int) -> Path:
-    """Return where the manifest of the checkpoint of a step lies.
+    """Return the path of the manifest of a step's checkpoint.
 
     Example:
         >>> manifest_path(Path("run"), 4).name
@@ -92,7 +92,7 @@ def manifest_path(folder: Path, step: int) -> Path:
 
 
 def rank_path(folder: Path, step: int, set_id: str, rank: int) -> Path:
-    """Return where a rank's file lies.
+    """Return the path of a rank's file.
 
     Example:
         >>> rank_path(Path("run"), 4, "9f3a", 0).name
@@ -102,7 +102,7 @@ def rank_path(folder: Path, step: int, set_id: str, rank: int) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps of which the folder holds a manifest, ascending."""
+    """Return the steps for which the folder holds a manifest, ascending."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in map(_MANIFEST.fullmatch, names) if match is not None)
 
@@ -110,10 +110,10 @@ def saved_steps(folder: Path) -> list[int]:
 def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping[str, Any]) -> RankFile:
     """Write a rank's file, so that it is whole or absent whenever the machine stops.
 
-    Nothing is copied: tensors go from where they are to the file, and are digested on their way.
+    Nothing is copied: tensors are hashed on their way to the file (see `Digest`).
 
     Args:
-        folder: exists.
+        folder: an existing folder.
         step: of the checkpoint.
         set_id: of the checkpoint.
         rank: whose file it is.
@@ -124,7 +124,7 @@ def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping
     """
     path = rank_path(folder, step, set_id, rank)
     saved = {"format": _FORMAT, "set_id": set_id, "rank": rank, "content": dict(content)}
-    with _explained(path), replacing(path) as file:
+    with _write_errors(path), replacing(path) as file:
         digest = Digest(file)
         try:
             torch.save(saved, cast(IO[bytes], digest))
@@ -138,14 +138,14 @@ def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make a checkpoint count; call it when every rank's file is there.
+    """Write the manifest, which makes a checkpoint count; call it when every rank's file is on the disk.
 
     Raises:
         CheckpointError: it cannot be written; nothing of it is left.
     """
     text = json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1) + "\n"
     path = manifest_path(folder, manifest.step)
-    with _explained(path):
+    with _write_errors(path):
         write_atomically(path, text.encode())
 
 
@@ -161,7 +161,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
         version = said.pop("format", None) if isinstance(said, dict) else "no object"
         if version != _FORMAT:
             reason = f"its format must be {_FORMAT}, got {version}"
-            raise CheckpointError(f"{path}: cannot be read ({reason}): it is of another stenograd")
+            raise CheckpointError(f"{path}: cannot be read ({reason}): another version of stenograd wrote it")
         manifest = Manifest(**{**said, "files": tuple(RankFile(**file) for file in said["files"])})
     except (OSError, ValueError, KeyError, TypeError) as cause:
         raise _unreadable(path, cause) from cause
@@ -184,13 +184,13 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
 
 
 def check_rank(folder: Path, manifest: Manifest, rank: int, *, whole: bool = True) -> None:
-    """Check what `read_rank` checks, in pieces of 1 MB, and keep nothing.
+    """Check a rank's file as `read_rank` does, in pieces of 1 MB, without keeping its content.
 
     Args:
         folder: of the checkpoint.
         manifest: of the checkpoint.
         rank: whose file to check.
-        whole: whether to read it; else only its length is checked.
+        whole: whether to read it; False checks its length only.
 
     Raises:
         CheckpointError: as in `read_rank`.
@@ -201,9 +201,9 @@ def check_rank(folder: Path, manifest: Manifest, rank: int, *, whole: bool = Tru
 
 
 def map_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """Open a rank's file that `check_rank` has checked; its tensors are read where they are used.
+    """Open a rank's file that `check_rank` has checked; its tensors are read when they are used.
 
-    The tensors are parts of the file, mapped into memory: copy what shall outlive it.
+    The tensors are parts of the file, mapped into memory: copy what you keep.
 
     Raises:
         CheckpointError: the file is missing, or of another save or another rank.
@@ -214,12 +214,12 @@ def map_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
 def check_identity(
     path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], *, except_for: tuple[str, ...] = ()
 ) -> None:
-    """Compare what a file says of its run with the run that wants to continue from it.
+    """Compare the run that wrote a file with the run that wants to continue from it.
 
     Args:
         path: the file, for the message.
-        saved: what it says.
-        now: what must be equal.
+        saved: the identity of the run that wrote it.
+        now: the identity of this run.
         except_for: keys that may differ.
 
     Raises:
@@ -240,17 +240,18 @@ def check_identity(
 
 
 def drop_others(folder: Path, step: int, rank: int, keep: int) -> None:
-    """Delete what the checkpoint just made at `step` replaces: all sets but the `keep` newest.
+    """Delete all checkpoints but the `keep` newest up to `step`, the one just written.
 
-    Each rank deletes its own files and rank 0 also those of ranks that are no more. A set that lacks a file
-    or has one of another length is not counted, so that it does not push out a good one; sets of later steps
-    are of a past that was taken back. Failures are left for the next time.
+    Each rank deletes its own files, and rank 0 also those of ranks that no longer exist. A checkpoint that
+    lacks a file, or has one of another length, is not counted, so that it does not push out a good one. Those
+    of later steps are deleted: the run went back before them. What cannot be deleted is left for the next
+    save.
 
     Args:
         folder: where the checkpoints are.
-        step: of the newest set.
+        step: of the newest checkpoint.
         rank: this rank.
-        keep: number of sets to keep, at least 1.
+        keep: number of checkpoints to keep, at least 1.
     """
     kept: list[Manifest] = []
     for number in reversed(saved_steps(folder)):
@@ -269,7 +270,7 @@ def drop_others(folder: Path, step: int, rank: int, keep: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a manifest tells.
+    """Return the versions that a manifest records.
 
     Example:
         >>> sorted(versions())
@@ -279,7 +280,7 @@ def versions() -> dict[str, str]:
 
 
 def _complete(folder: Path, manifest: Manifest, rank: int) -> bool:
-    """Whether the files have the lengths that they should; those of other ranks may lie on other disks."""
+    """Return whether all files have their lengths; those of other ranks may be missing, on other disks."""
     for number, file in enumerate(manifest.files):
         path = folder / file.name
         if path.is_file():
@@ -291,7 +292,7 @@ def _complete(folder: Path, manifest: Manifest, rank: int) -> bool:
 
 
 def _is_ours(name: str, rank: int, world_size: int) -> bool:
-    """Whether a file, or what a crash left of one, is for this rank to delete."""
+    """Return whether a file, or what a crash left of one, is for this rank to delete."""
     plain = name[1:].removesuffix(".part") if name.startswith(".") else name
     found = _RANK_FILE.fullmatch(plain)
     if found is None:
@@ -300,22 +301,22 @@ def _is_ours(name: str, rank: int, world_size: int) -> bool:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn what keeps a file from being written into a CheckpointError that names the file."""
+def _write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError while a file is written into a CheckpointError that names the file."""
     try:
         yield
     except OSError as cause:
         reason = cause.strerror or str(cause)
         raise CheckpointError(
             f"{path}: cannot be written ({reason}): make room or give another folder; "
-            "earlier checkpoints are as they were"
+            "earlier checkpoints are unchanged"
         ) from cause
 
 
 def _check_bytes(folder: Path, manifest: Manifest, rank: int, *, whole: bool) -> Path:
-    """Compare a file's length, and if asked its SHA-256, with the manifest's; return where it is."""
-    said = manifest.files[rank]
-    path = folder / said.name
+    """Compare a file's length, and if `whole` its SHA-256, with the manifest's; return its path."""
+    listed = manifest.files[rank]
+    path = folder / listed.name
     try:
         with path.open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
@@ -325,9 +326,9 @@ def _check_bytes(folder: Path, manifest: Manifest, rank: int, *, whole: bool) ->
     except OSError as cause:
         raise _unreadable(path, cause) from cause
     reason = ""
-    if nbytes != said.nbytes:
-        reason = f"it has {nbytes} bytes and the manifest says {said.nbytes}"
-    elif whole and digest.hexdigest() != said.sha256:
+    if nbytes != listed.nbytes:
+        reason = f"it has {nbytes} bytes and the manifest says {listed.nbytes}"
+    elif whole and digest.hexdigest() != listed.sha256:
         reason = "its SHA-256 is not the manifest's"
     if reason:
         raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
@@ -335,7 +336,7 @@ def _check_bytes(folder: Path, manifest: Manifest, rank: int, *, whole: bool) ->
 
 
 def _content(path: Path, manifest: Manifest, rank: int, **how: Any) -> dict[str, Any]:
-    """Load what `write_rank` wrote, and check that it says so itself."""
+    """Load what `write_rank` wrote, and check the save and the rank that the file itself names."""
     try:
         saved = torch.load(path, weights_only=True, **how)
     except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint

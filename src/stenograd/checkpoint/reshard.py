@@ -1,4 +1,4 @@
-"""Saved states for another number of ranks: what each new rank starts from."""
+"""Re-sharding: turn the saved states of N ranks into states for another number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stenograd.errors import CheckpointError, bad_value
 
 __all__ = ["SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
 
-SUMMED = frozenset({"residual"})  # keys of state whose sum over the ranks is kept; all others are equal
+SUMMED = frozenset({"residual"})  # state whose sum over the ranks is kept; all other state is equal on all
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -32,19 +32,19 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
     has averaged keeps that loss, times N, in the same residual, so that it enters the sum like the rest.
 
     Everything else (PowerSGD's Q, counters of steps) is equal on all ranks and copied. Random choices depend
-    on (seed, step, bucket, rank) alone, so ranks that are new have theirs without any state.
+    on (seed, step, bucket, rank) alone, so new ranks need no state for theirs.
 
     Args:
         states: `sync.state_dict()` of all ranks, in rank order.
-        world_size: N', the number of ranks to come, at least 1.
+        world_size: N', the new number of ranks, at least 1.
 
     Returns:
-        One state a new rank, for `sync.load_state_dict`.
+        One state per new rank, for `sync.load_state_dict`.
 
     Raises:
         ConfigError: world_size is below 1.
-        CheckpointError: the states are not those of all ranks of one world after one step, or hold something
-            other than residuals that differs from rank to rank.
+        CheckpointError: the states are not those of all ranks after the same step, or something other than
+            residuals differs from rank to rank.
 
     Example:
         >>> def state(rank, lost):
@@ -55,7 +55,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
         (2, 3, tensor([1., 2.]))
     """
     if world_size < 1:
-        raise bad_value("world_size", "must be at least 1", world_size, "give the number of ranks to come")
+        raise bad_value("world_size", "must be at least 1", world_size, "give the new number of ranks")
     first = reshard_rank(states, 0, world_size)
     return [{**copy.deepcopy(first), "rank": rank} for rank in range(world_size)]
 
@@ -73,7 +73,7 @@ def reshard_rank(states: Iterable[Mapping[str, Any]], rank: int, world_size: int
 
 
 class Joint:
-    """The states of all ranks, added up one after another; each may be forgotten when it is added.
+    """Adds up the states of all ranks, one after another, so that only one need be in memory at a time.
 
     It holds the sums of the residuals in float64, and copies of what is equal on all ranks.
 
@@ -97,7 +97,8 @@ class Joint:
         """Add the next rank's state.
 
         Raises:
-            CheckpointError: it is not the next rank's, not of the same time, or differs where it should not.
+            CheckpointError: it is not the next rank's, was saved at another time, or differs where all ranks
+                must be equal.
         """
         if not isinstance(state.get("parameters"), Mapping):
             raise CheckpointError(
@@ -109,7 +110,20 @@ class Joint:
         self._check(state)
         for name, tensors in state["parameters"].items():
             for key, tensor in tensors.items():
-                self._add(name, key, tensor)
+                where, summed = (name, key), key in SUMMED
+                if self._count == 0:
+                    # float64, so that the sum over many ranks costs one rounding, when it is shared out.
+                    self._dtypes[where] = tensor.dtype
+                    self._tensors[where] = (
+                        torch.zeros_like(tensor, dtype=torch.float64) if summed else tensor.clone()
+                    )
+                if summed:
+                    self._tensors[where] += tensor
+                elif not alike(self._tensors[where], tensor):
+                    raise CheckpointError(
+                        f"{key} of {name} differs from rank to rank and there is no rule for it: "
+                        f"load it on {self._about['world_size']} ranks"
+                    )
         self._count += 1
 
     def share(self, rank: int, world_size: int) -> dict[str, Any]:
@@ -121,18 +135,20 @@ class Joint:
         if not 0 <= rank < world_size:
             raise bad_value("rank", f"must be in 0..{world_size - 1}", rank, "number the ranks from 0")
         if self._count == 0 or self._count != self._about["world_size"]:
-            raise self._disorder(f"{self._count} states")
-        parameters = {
-            name: {key: self._share(name, key, world_size) for key in keys}
-            for name, keys in self._layout.items()
-        }
+            raise self._wrong_order(f"{self._count} states")
+        parameters: dict[str, dict[str, Tensor]] = {name: {} for name in self._layout}
+        for (name, key), tensor in self._tensors.items():
+            summed = key in SUMMED
+            parameters[name][key] = (
+                (tensor / world_size).to(self._dtypes[name, key]) if summed else tensor.clone()
+            )
         return {**self._about, "rank": rank, "world_size": world_size, "parameters": parameters}
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that is not the next rank's at one time."""
-        place = state.get("rank"), state.get("world_size")
-        if place != (self._count, self._about.get("world_size")):
-            raise self._disorder(f"rank {place[0]} of {place[1]} as number {self._count}")
+        """Refuse a state that is not the next rank's, or was not saved together with the others."""
+        rank, world_size = state.get("rank"), state.get("world_size")
+        if (rank, world_size) != (self._count, self._about.get("world_size")):
+            raise self._wrong_order(f"rank {rank} of {world_size} as number {self._count}")
         for key in self._about.keys() | state.keys() - {"parameters"}:
             if key != "rank" and state.get(key) != self._about.get(key):
                 raise CheckpointError(
@@ -144,28 +160,11 @@ class Joint:
                 f"ranks 0 and {self._count} saved different parameters: give states of one model"
             )
 
-    def _disorder(self, got: str) -> CheckpointError:
+    def _wrong_order(self, got: str) -> CheckpointError:
         ranks = self._about.get("world_size")
         return CheckpointError(
-            f"to re-shard, give the state of every rank in rank order, got {got}, saved by {ranks} ranks"
+            f"re-sharding needs the state of every rank in rank order, got {got}, saved by {ranks} ranks"
         )
-
-    def _add(self, name: str, key: str, tensor: Tensor) -> None:
-        place, summed = (name, key), key in SUMMED
-        if self._count == 0:
-            self._dtypes[place] = tensor.dtype
-            self._tensors[place] = torch.zeros_like(tensor, dtype=torch.float64) if summed else tensor.clone()
-        if summed:
-            self._tensors[place] += tensor
-        elif not alike(self._tensors[place], tensor):
-            raise CheckpointError(
-                f"{key} of {name} differs from rank to rank and there is no rule for it: "
-                f"load it on {self._about['world_size']} ranks"
-            )
-
-    def _share(self, name: str, key: str, world_size: int) -> Tensor:
-        tensor, dtype = self._tensors[name, key], self._dtypes[name, key]
-        return (tensor / world_size).to(dtype) if key in SUMMED else tensor.clone()
 
 
 def alike(a: Any, b: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Heat's data parallelism on any device: change the import, and DASO and the data-parallel modules are here.
+"""Heat's DASO and data-parallel modules on any device, under the same names: change the import.
 
-`from stenograd.heat import nn, optim` gives its two namespaces, which know all of torch's names too.
+`from stenograd.heat import nn, optim` gives Heat's two namespaces, which also hold all of torch's names.
 """
 
 from __future__ import annotations

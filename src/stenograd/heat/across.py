@@ -1,4 +1,4 @@
-"""DASO's exchanges between nodes: which group sends, what is on its way, how it reaches the whole node."""
+"""DASO's exchanges between nodes: which group sends, what is in flight, and how it reaches the whole node."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["AcrossNodes", "InFlight"]
 
 
 class InFlight(NamedTuple):
-    """An exchange that was sent and is not merged yet.
+    """An exchange that was sent but not merged yet.
 
-    group: whose members sent. wait: batches from sending to merging. due: the batch after which to merge.
+    group: the group that sent. wait: batches from sending to merging. due: the batch after which to merge.
     """
 
     group: int
@@ -28,16 +28,16 @@ class InFlight(NamedTuple):
 
 
 class AcrossNodes:
-    """The exchanges between nodes; all ranks call the same methods in the same order.
+    """Averages parameters between nodes; all ranks call the same methods in the same order.
 
-    Group i has one worker of each node, and the groups take turns. What a group's member gets, it broadcasts
+    Group i has one worker of each node, and the groups take turns. A member broadcasts what it receives
     inside its node. With one node there are no groups, and nothing to do.
 
     Args:
         driver: the way to all ranks.
-        layout: their nodes.
-        parameters: what is exchanged, by name.
-        how: how differences are written.
+        layout: the ranks of each node.
+        parameters: what is averaged, by name.
+        how: the method that writes differences.
         chunk: largest number of elements sent at once.
         log: called with the kind of each event and the group.
     """
@@ -58,7 +58,7 @@ class AcrossNodes:
         node_driver = drivers[self.node_number]
         assert node_driver is not None  # a rank is in its own node
         self.node_driver = node_driver
-        weight = layout.weights[self.node_number]
+        weight = layout.weights[self.node_number]  # by workers, so that exact averages are means over workers
         members = {i: d for i, d in enumerate(drivers[len(layout.nodes) :]) if d is not None}
         self._averagers = {
             i: ParameterAverager(self.parameters, d, how, weight=weight, chunk=chunk)
@@ -69,52 +69,53 @@ class AcrossNodes:
         self.anchor()
 
     @property
-    def alone(self) -> bool:
-        """Whether there is one node only."""
+    def one_node(self) -> bool:
+        """Whether there is only one node."""
         return len(self.layout.nodes) == 1
 
     @property
     def chunks(self) -> list[slice]:
-        """What is sent at once, in this order, as slices of all parameters in a row; none on one node."""
+        """The chunks in sending order, as slices of all parameters in a row; none with one node."""
         averager = next(iter(self._averagers.values()), None)
         return [] if averager is None else averager.chunks
 
     @property
     def between(self) -> Traffic:
-        """What this rank sent to other nodes."""
+        """Traffic of this rank to other nodes."""
         return sum((a.driver.traffic for a in self._averagers.values()), Traffic())
 
     def anchor(self) -> None:
-        """Start a new epoch: all ranks have equal parameters now, and the first group has the turn."""
+        """Start a new epoch: all ranks have equal parameters now, and the first group sends next."""
         self.turn = 0
         for averager in self._averagers.values():
             averager.anchor()
 
     def send(self, wait: int, due: int) -> None:
-        """Pack, merge what is on its way, send; to be merged `wait` batches later, after batch `due`."""
+        """Pack the parameters, merge the exchange in flight, then send; merged `wait` batches later."""
         group = self._take_turn()
         self._log("send", group)
         mine = self._averagers.get(group)
         if mine is not None:
-            mine.pack()
+            mine.pack()  # before merging, as Heat does: what is sent does not hold this batch's merge
         self.merge()
         if mine is not None:
             mine.send()
         self.in_flight = InFlight(group, wait, due)
 
     def merge(self) -> None:
-        """Merge what is on its way: `p <- (w p + sum of the sent) / (n + w)` on n nodes, w = 2 wait or 1."""
+        """Merge the exchange in flight: `p <- (w p + sum of the sent) / (n + w)`, w = 2 wait or 1."""
         if self.in_flight is None:
             return
         (group, wait, _), self.in_flight = self.in_flight, None
         self._log("merge", group)
         nodes = len(self.layout.nodes)
         mine = self._averagers.get(group)
+        # Heat's weight: the longer the wait, the newer are this rank's own parameters than the sent ones.
         self._spread(group, mine is None or mine.merge(nodes / (nodes + (2 * wait or 1))))
 
     def replace(self) -> None:
-        """Merge what is on its way; then make all parameters the exact mean over the nodes."""
-        self.merge()
+        """Merge the exchange in flight; then set all parameters to the exact mean over the nodes."""
+        self.merge()  # first: at an epoch's end Heat packs over the exchange in flight, and loses it
         group = self._take_turn()
         self._log("send", group)
         mine = self._averagers.get(group)
@@ -123,13 +124,13 @@ class AcrossNodes:
         self._spread(group, finite)
 
     def discard(self) -> None:
-        """Forget what is on its way, after it has arrived."""
+        """Wait for the exchange in flight, and drop it."""
         for averager in self._averagers.values():
             averager.discard()
         self.in_flight = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the next exchanges; waits for the one on its way and keeps it to be merged."""
+        """Return what decides the next exchanges; the one in flight is waited for, and merged later."""
         averagers = {str(i): averager.state_dict() for i, averager in self._averagers.items()}
         flying = None if self.in_flight is None else list(self.in_flight)
         return {"turn": self.turn, "in_flight": flying, "groups": averagers}
@@ -142,7 +143,7 @@ class AcrossNodes:
         self.in_flight = None if state["in_flight"] is None else InFlight(*state["in_flight"])
 
     def close(self) -> None:
-        """Stop the threads, and leave the groups."""
+        """Stop the threads and leave the groups."""
         for averager in self._averagers.values():
             averager.close()
             averager.driver.close()

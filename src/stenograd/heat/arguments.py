@@ -1,4 +1,4 @@
-"""What DASO requires of its arguments."""
+"""Checks of DASO's arguments."""
 
 from __future__ import annotations
 
@@ -12,18 +12,10 @@ from stenograd.errors import ConfigError, bad_value
 
 __all__ = ["CAST_METHODS", "check_arguments", "made_scheduler"]
 
-# The method that writes each downcast_type.
+# The method that stands for each downcast_type. It writes differences of parameters, not parameters: an
+# update of 1e-4 of a weight vanishes in a bfloat16 weight, and survives in a bfloat16 difference.
 CAST_METHODS = {torch.bfloat16: "bf16", torch.half: "fp16", torch.float: "dense"}
-_WHOLE = (
-    "total_epochs",
-    "warmup_epochs",
-    "cooldown_epochs",
-    "max_global_skips",
-    "sending_chunk_size",
-    "skip_reduction_factor",
-    "local_skip_factor",
-)
-_LEAST = {
+_LEAST = {  # of the arguments that are whole numbers
     "total_epochs": 1,
     "warmup_epochs": 0,
     "cooldown_epochs": 0,
@@ -47,7 +39,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         stenograd.errors.ConfigError: total_epochs must be at least 1, got 0: raise it
     """
     for name, value in arguments.items():
-        if name in _WHOLE:
+        if name in _LEAST:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise _wrong_type(name, "a whole number", value)
             if value < _LEAST[name]:
@@ -65,18 +57,22 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         elif name == "comm" and value is not None and not is_group(value):
             raise _wrong_type(name, "a process group of torch.distributed, or None for all ranks", value)
         elif name == "downcast_type":
-            _check_downcast(value)
+            if not isinstance(value, torch.dtype):
+                raise _wrong_type(name, "a torch.dtype", value)
+            if value not in CAST_METHODS:
+                rule = "must be torch.bfloat16, torch.half or torch.float"
+                raise bad_value(name, rule, value, "choose one, or give global_method")
 
 
 def made_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the learning-rate scheduler to step: the one given, or what the factory given makes.
+    """Return the learning-rate scheduler to step: the given one, or the one that the given factory makes.
 
     Args:
         scheduler: a scheduler of torch, or a callable that takes the optimizer and returns one.
         optimizer: DASO's local optimizer.
 
     Raises:
-        TypeError: it is neither, or it needs the loss to step.
+        TypeError: it is neither a scheduler nor a factory, or it needs the loss to step.
         ConfigError: it schedules another optimizer.
     """
     if scheduler is None:
@@ -84,24 +80,18 @@ def made_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
     kind = torch.optim.lr_scheduler.LRScheduler
     made = scheduler if isinstance(scheduler, kind) or not callable(scheduler) else scheduler(optimizer)
     if not isinstance(made, kind):
-        wanted = "a learning-rate scheduler, or a callable that makes one of the optimizer"
+        wanted = "a learning-rate scheduler, or a callable that makes one from the optimizer"
         raise _wrong_type("scheduler", wanted, made)
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
             "scheduler must step without a loss, got ReduceLROnPlateau: leave it out here, and call its "
-            "step(loss) yourself once an epoch"
+            "step(loss) yourself once per epoch"
         )
     if made.optimizer is not optimizer:
-        raise ConfigError("scheduler must be of local_optimizer, got one of another: make it from that one")
+        raise ConfigError(
+            "scheduler must schedule local_optimizer, got one of another: make it from that one"
+        )
     return made
-
-
-def _check_downcast(value: Any) -> None:
-    if not isinstance(value, torch.dtype):
-        raise _wrong_type("downcast_type", "a torch.dtype", value)
-    if value not in CAST_METHODS:
-        rule = "must be torch.bfloat16, torch.half or torch.float"
-        raise bad_value("downcast_type", rule, value, "choose one, or give global_method")
 
 
 def _wrong_type(name: str, wanted: str, value: Any) -> TypeError:

@@ -1,4 +1,4 @@
-"""Heat's DASO: average every batch inside a node, and only now and then, without waiting, between nodes."""
+"""Heat's DASO: average every batch inside a node, and every few batches, without waiting, between nodes."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _FORMAT = 1  # of state_dict(); a reader refuses others
 
 
 class DASO(Loop):
-    """Distributed asynchronous and selective optimization: a local optimizer, synchronised in two layers.
+    """Distributed asynchronous and selective optimization: average within and between nodes at two rates.
 
-    Inside a node every batch's gradients are averaged. Between nodes parameters are: exactly after each batch
-    in the first `warmup_epochs` and the last `cooldown_epochs`; in between every `global_skip` batches, while
-    training goes on for `batches_to_wait` batches. One worker of each node sends, a different one each time,
-    merges what arrives from the n nodes, `p <- (w p + sum_i p_i(sent)) / (n + w)` with `w = 2
+    Inside a node every batch's gradients are averaged. Between nodes parameters are averaged: exactly after
+    each batch in the first `warmup_epochs` and the last `cooldown_epochs`; in between every `global_skip`
+    batches, while training goes on for `batches_to_wait` batches. One worker of each node sends, a different
+    one each time, merges what arrives from the n nodes, `p <- (w p + sum_i p_i(sent)) / (n + w)` with `w = 2
     batches_to_wait`, and broadcasts the result inside its node. An epoch's last batch ends with an exact
-    average: all ranks are equal then. The skips shrink while the loss does not improve; see
-    `epoch_loss_logic`. With one node there is nothing to exchange.
+    average, after which all ranks are equal. The skips shrink while the loss does not improve; see
+    `epoch_loss_logic`. With one node there is nothing to average between nodes.
 
-    The loop: `daso.set_model(model)` (or `DataParallelMultiGPU(model, daso)`); each epoch `daso.last_batch =
-    n - 1`, for each batch `daso.zero_grad()`, forward, backward, `daso.step()`; at the end
-    `daso.epoch_loss_logic(loss)`. All ranks take the same number of batches.
+    The loop: `daso.set_model(model)` (or `DataParallelMultiGPU(model, daso)`); in each epoch
+    `daso.last_batch = n - 1`, for each batch `daso.zero_grad()`, forward, backward, `daso.step()`; then
+    `daso.epoch_loss_logic(loss)`. All ranks train on the same number of batches.
 
     Args:
         local_optimizer: a torch optimizer that holds the model's parameters.
@@ -53,18 +53,20 @@ class DASO(Loop):
         comm: a process group of torch.distributed; None for all ranks.
         warmup_epochs: epochs with an exact exchange after each batch, at the start; 0 cycles from batch 0.
         cooldown_epochs: the same at the end.
-        scheduler: a learning-rate scheduler, or a callable that makes one of the optimizer; steps once after
-            every step of the optimizer.
+        scheduler: a learning-rate scheduler, or a callable that makes one from the optimizer; steps once
+            after every step of the optimizer.
         stability_level: relative change of the loss that counts as improvement, at least 0.
-        max_global_skips: most batches between two exchanges; 0 for an exact exchange after every batch.
+        max_global_skips: largest number of batches between two exchanges; 0 for an exact one after every
+            batch.
         sending_chunk_size: elements sent at once, at least 1.
         downcast_type: torch.bfloat16, torch.half or torch.float: how the cycling phase's exchanges travel.
         use_mpi_groups: taken for compatibility; process groups are used either way.
         skip_reduction_factor: divides the skips when the loss is stable, at least 2.
         local_skip_factor: a cycle starts with `local_skip = global_skip // local_skip_factor`, at least 1.
         verbose: whether `print0` prints.
-        node_size: ranks a node, in the order of the ranks; None asks the launcher.
-        nodes: each node's ranks instead, such as [[0, 1, 2], [3]]. Nodes count by their number of ranks.
+        node_size: ranks per node, in the order of the ranks; None asks the launcher.
+        nodes: the ranks of each node, such as [[0, 1, 2], [3]], instead of node_size. In averages a node
+            counts by its number of ranks.
         local_method: how gradients travel inside a node.
         global_method: how differences of parameters travel in the cycling phase; None for downcast_type.
         average_buffers: whether floating-point buffers (batch-norm statistics) are averaged at epoch ends.
@@ -73,19 +75,19 @@ class DASO(Loop):
         timeout_s: seconds after which a silent peer is an error, above 0.
 
     Attributes:
-        epoch, current_batch: finished epochs, and finished batches of this one.
-        last_batch: index of an epoch's last batch (n - 1), to be set; n works too, if `epoch_loss_logic` is
-            called at the end of the epoch.
+        epoch, current_batch: finished epochs, and finished batches of the present one.
+        last_batch: index of an epoch's last batch (n - 1); set it. The number of batches n works too, if
+            `epoch_loss_logic` is called at the end of the epoch.
         global_skip, local_skip, batches_to_wait: the present skips; 0 in warm-up and cool-down.
         stability: the `DetectMetricPlateau` in use.
         amp, scaler: whether a GradScaler was added, and which.
         loc_gpus: number of ranks in this node.
-        split, split_val, split_inds: whether parameters are sent in chunks, of how many elements at most, and
-            which.
+        split, split_val, split_inds: whether parameters are sent in chunks, the largest number of elements
+            of a chunk, and the chunks.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ConfigError: an argument outside its range, or ranks that do not fill the nodes; a ValueError.
+        TypeError: an argument is of the wrong type.
+        ConfigError: an argument is outside its range, or the ranks do not fill the nodes; a ValueError.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -141,7 +143,7 @@ class DASO(Loop):
         world = join(timeout_s=timeout_s)
         driver = Driver(comm, timeout_s=timeout_s)
         self._layout = find_layout(driver, world, node_size, nodes)
-        driver = driver.private()  # only now: a rank that raised would leave the others connecting
+        driver = driver.private()  # after all checks: a rank that raises would leave the others connecting
         here = len(self._layout.nodes[self._layout.node_of(driver.rank)])
         super().__init__(local_optimizer, schedule, driver, plan, here, record_events, average_buffers)
         self.comm, self.verbose, self.cast_dtype = comm, verbose, downcast_type
@@ -160,7 +162,7 @@ class DASO(Loop):
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sent, inside its node and to other nodes."""
+        """Traffic of this rank, inside its node and to other nodes."""
         if self._model is None:
             return self._driver.traffic + Traffic()
         inside = self._sync.traffic + self._across.node_driver.traffic
@@ -168,7 +170,7 @@ class DASO(Loop):
 
     @property
     def traffic_between_nodes(self) -> Traffic:
-        """What this rank sent to other nodes as a member of the groups that exchange parameters."""
+        """Traffic of this rank to other nodes, from averaging parameters."""
         return self._across.between if self._model is not None else Traffic()
 
     @property
@@ -178,31 +180,33 @@ class DASO(Loop):
 
     @property
     def split(self) -> bool | None:
-        """Whether parameters are sent in chunks, being more than `split_val`; None without a model."""
+        """Whether parameters, more than `split_val` elements, are sent in chunks; None without a model."""
         return None if self._model is None else len(self._across.chunks) > 1
 
     @property
     def split_inds(self) -> list[slice] | None:
-        """The chunks, in sending order, as slices of all parameters in a row; None where there is one."""
+        """The chunks in sending order, as slices of all parameters in a row; None if there is only one."""
         return list(self._across.chunks) if self.split else None
 
     def add_scaler(self, scaler: Any) -> None:
         """Use a `torch.amp.GradScaler`: `step` steps and updates it, and all ranks skip a step together.
 
         Raises:
-            TypeError: it is no GradScaler.
+            TypeError: scaler is not a GradScaler.
         """
         if not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}: make one")
+            raise TypeError(
+                f"scaler must be a torch.amp.GradScaler, got {scaler!r}: pass torch.amp.GradScaler()"
+            )
         self.amp, self.scaler = True, scaler
 
     def set_model(self, model: nn.Module) -> None:
-        """Train this model: take rank 0's parameters and buffers everywhere, and hook its gradients.
+        """Train this model: broadcast rank 0's parameters and buffers, and register gradient hooks.
 
         A DASO that was given this model, or has the same optimizer, is replaced; it need not be closed.
 
         Raises:
-            TypeError: it is no module.
+            TypeError: model is not a module.
             ConfigError: it has nothing to train, or the optimizer holds other parameters.
             MismatchError: the ranks' models or settings differ.
         """
@@ -236,14 +240,14 @@ class DASO(Loop):
         self._set_local(True)
 
     def epoch_loss_logic(self, loss: Tensor | float, loss_globally_averaged: bool = False) -> None:
-        """End the epoch if its last batch did not, and choose the skips of the next one from the loss.
+        """End the epoch, unless its last batch has done so, and choose the next epoch's skips from the loss.
 
         Args:
             loss: the epoch's loss on this rank.
-            loss_globally_averaged: whether it is the mean over all ranks already.
+            loss_globally_averaged: whether it is already the mean over all ranks.
 
         Raises:
-            TypeError: the loss is no number and no tensor of one element.
+            TypeError: the loss is neither a number nor a tensor of one element.
         """
         if not (isinstance(loss, Tensor) and loss.numel() == 1) and not isinstance(loss, (int, float)):
             raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}: take its mean")
@@ -272,8 +276,8 @@ class DASO(Loop):
     def reset(self) -> None:
         """Go back to the state of a new instance, on all ranks.
 
-        The model, the scaler, `last_batch` and the optimizer's own state (momentum) stay. What is on its way
-        between the nodes is dropped, and ranks take rank 0's parameters again.
+        The model, the scaler, `last_batch` and the optimizer's own state (momentum) stay. The exchange in
+        flight between nodes is dropped, and rank 0's parameters are broadcast again.
         """
         if self._replaced:
             self._check_model()
@@ -285,9 +289,9 @@ class DASO(Loop):
         self.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides this rank's next steps but the model; save it on every rank.
+        """Return all that decides this rank's next steps, except the model; save it on every rank.
 
-        An exchange on its way is waited for and saved, to be merged at its batch; so a resumed run equals
+        The exchange in flight is waited for and saved, to be merged when it is due, so a resumed run equals
         an uninterrupted one bit for bit in every phase.
         """
         self._check_model()
@@ -309,8 +313,8 @@ class DASO(Loop):
         """Continue from a saved `state_dict()`, after `set_model` and `add_scaler`; load the model yourself.
 
         Raises:
-            CheckpointError: it is of another format, rank, layout or method, it has a scheduler or a scaler
-                and this DASO has none, or the reverse, or a part of it does not fit; nothing is changed.
+            CheckpointError: the state is of another format, rank, layout or method; it has a scheduler or a
+                scaler and this DASO has none, or the reverse; or a part does not fit. Nothing is changed.
         """
         self._check_model()
         for key, wanted in self._identity().items():
@@ -321,21 +325,21 @@ class DASO(Loop):
         for part in ("scheduler", "scaler"):
             saved, given = state.get(part) is not None, getattr(self, part) is not None
             if saved != given:
-                what = "was saved and is not given now" if saved else "is given now and was not saved"
+                what = "was saved but is not given now" if saved else "is given now but was not saved"
                 raise CheckpointError(f"the state does not fit: a {part} {what}: use one in both or in none")
-        # Whether a part fits is known when it is taken, so what was there before is put back if one does not.
+        # Whether a part fits shows only when it is loaded. If one does not, the earlier state comes back.
         before = self.state_dict()
         try:
-            self._take(state)
+            self._load_parts(state)
         except (AttributeError, CheckpointError, LookupError, RuntimeError, TypeError, ValueError) as cause:
-            self._take(before)
+            self._load_parts(before)
             reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:200]
             raise CheckpointError(
                 f"the state does not fit ({reason}): load it into a DASO like the one that saved it; "
                 "nothing was changed"
             ) from cause
 
-    def _take(self, state: Mapping[str, Any]) -> None:
+    def _load_parts(self, state: Mapping[str, Any]) -> None:
         self._across.load_state_dict(state["across"])
         self._sync.load_state_dict(state["local"])
         self.local_optimizer.load_state_dict(state["optimizer"])
@@ -348,14 +352,14 @@ class DASO(Loop):
         self._set_local(self._skips.is_local_sync(self.current_batch, self.last_batch or 0))
 
     def close(self) -> None:
-        """Detach from the model, stop the threads and leave the groups; safe to call twice."""
+        """Detach from the model, stop the threads and leave the groups; a second call does nothing."""
         if self._model is not None:
             self._sync.close()
             self._across.close()
             self._model = None
 
     def give_up(self) -> None:
-        """Close, since another DASO trains the model now; what is on its way between the nodes is dropped."""
+        """Close because another DASO takes over; the exchange in flight between nodes is dropped."""
         if self._model is not None:
             self._across.discard()
             self.close()

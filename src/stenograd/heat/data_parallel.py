@@ -1,4 +1,4 @@
-"""Data parallelism with Heat's interface: updates at once, or while the next batch is being prepared."""
+"""Data parallelism with Heat's interface: updates at once, or only before the next forward pass."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ class DataParallel(nn.Module):
     """A module whose gradients are averaged over ranks.
 
     With `blocking_parameter_updates`, gradients are final when `backward()` returns, and `step()` updates at
-    once. Without, the exchange goes on after `backward()`; the calls of `step()` and `zero_grad()` are kept,
-    and run in their order as soon as anyone needs the parameters: before the next forward or backward pass,
-    and before the module goes to evaluation or is saved or loaded. So both give the same parameters. Other
-    code that reads parameters or gradients calls `flush()` first; so does clipping.
+    once. Without, the exchange goes on after `backward()`; calls of `step()` and `zero_grad()` are queued,
+    and run in order when the parameters are needed: before the next forward or backward pass, and before the
+    module is switched to evaluation, saved or loaded. Both give the same parameters. Call `flush()` before
+    any other code that reads parameters or gradients, such as clipping.
 
-    Departs from Heat: the whole update is applied before the first layer of the next forward pass. Buckets
-    travel in the order of the backward pass, so when the first layer's gradients are here, all are; layer by
-    layer, a tied weight would be used before its update, and an optimizer that counts its steps would count
-    layers. Weights are rank 0's instead of new ones, and torch's random state is left alone. Frozen, shared
-    and root-level parameters, several groups and several optimizers work without blocking too.
+    Departs from Heat: the whole update is applied before the first layer of the next forward pass, not layer
+    by layer. Buckets travel in the order of the backward pass, so when the first layer's gradients are here,
+    all are; and layer by layer, a tied weight would be used before its update, and an optimizer that counts
+    its steps would count layers. Weights are rank 0's instead of new ones, and torch's random state is left
+    alone. Frozen, shared and root-level parameters, several groups and several optimizers work without
+    blocking too.
 
     Args:
         module: the model, alike on every rank.
         comm: process group of torch.distributed; None for all ranks.
         optimizer: a `DataParallelOptimizer`, or several, that hold the module's parameters.
-        blocking_parameter_updates: whether updates are applied at once.
+        blocking_parameter_updates: whether `step()` updates at once.
         method: how gradients travel, as text such as "topk:ratio=0.01".
-        bucket_bytes: gradients travel in buckets of at most this size.
+        bucket_bytes: largest size of a bucket of gradients.
         timeout_s: seconds after which a silent peer is an error.
 
     Raises:
         TypeError: module, comm, optimizer or blocking_parameter_updates is of another type.
-        ConfigError, MismatchError, PeerLost: as `stenograd.distribute`.
+        ConfigError, MismatchError, PeerLost: as in `stenograd.distribute`.
 
     Example:
         >>> import torch
@@ -98,7 +99,7 @@ class DataParallel(nn.Module):
 
     @property
     def sync(self) -> GradientSync:
-        """The running synchronisation: its `state_dict()` is the compressor's, one a rank."""
+        """The engine that averages gradients; save its `state_dict()`, the method's state, on every rank."""
         return self._sync
 
     @property
@@ -107,11 +108,11 @@ class DataParallel(nn.Module):
         return self._sync.traffic
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply updates that wait, then the module."""
+        """Call the module; a hook on it applies queued updates first."""
         return self.module(*args, **kwargs)
 
     def flush(self) -> None:
-        """Finish the exchange in flight, which leaves averages in `.grad`, and apply updates that wait.
+        """Wait for the exchange in flight, which leaves averages in `.grad`, and apply queued updates.
 
         Raises:
             PeerLost: a rank did not answer.
@@ -120,31 +121,33 @@ class DataParallel(nn.Module):
         self._updates.flush()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients locally in the backward passes inside; as `GradientSync.no_sync`."""
+        """Accumulate gradients on this rank in the backward passes inside the block."""
         return self._sync.no_sync()
 
     def refresh(self) -> None:
-        """Find the parameters anew, on every rank alike; needed after unfreezing some."""
+        """Look for parameters again; every rank calls it, after unfreezing some."""
         self.flush()
         self._sync.refresh()
         if self._handles:
             self._watch()
 
     def train(self, mode: bool = True) -> DataParallel:
-        """Set the module to training or evaluation; before evaluation all updates are applied."""
+        """Switch to training or evaluation; before evaluation queued updates are applied."""
         if not mode:
             self.flush()
         return super().train(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset all gradients; where a step waits for them, after it."""
+        """Reset all gradients, after any queued step that needs them."""
         self._updates.run(partial(super().zero_grad, set_to_none))
 
     def close(self) -> None:
-        """Apply all updates and detach from module and optimizers, whose steps update at once from now on.
+        """Apply queued updates and detach from module and optimizers, whose steps then update at once.
+
+        A second call does nothing.
 
         Raises:
-            PeerLost: a rank did not answer; what waited is dropped then. A second call does nothing.
+            PeerLost: a rank did not answer; queued updates are dropped.
         """
         try:
             self.flush()
@@ -156,9 +159,9 @@ class DataParallel(nn.Module):
             self._sync.close()
 
     def _watch(self) -> None:
-        """Flush before anything that uses the module, also where it is used without this wrapper."""
+        """Register hooks that flush before any use of the module, also without this wrapper."""
         self._unwatch()
-        first, module = _First(self.flush), self.module
+        first, module = _FlushHook(self.flush), self.module
         self._handles = [
             module.register_forward_pre_hook(first),
             module.register_state_dict_pre_hook(first),
@@ -172,13 +175,13 @@ class DataParallel(nn.Module):
         self._handles = []
 
     def _before_gradient(self, _: Tensor) -> None:
-        """Flush before a second backward pass adds to gradients whose averages are still to come."""
-        with self._lock:  # autograd has one thread a device
+        """Flush before a second backward pass adds to gradients whose averages are still in flight."""
+        with self._lock:  # autograd runs one thread per device
             self.flush()
 
 
-class _First:
-    """A hook that calls a function first; a copy of the hooked module, in memory or in a file, has none."""
+class _FlushHook:
+    """A hook that calls a function; in a copied or unpickled module it does nothing."""
 
     def __init__(self, function: Callable[[], None] | None = None) -> None:
         self._function = function
@@ -187,12 +190,12 @@ class _First:
         if self._function is not None:
             self._function()
 
-    def __reduce__(self) -> tuple[type[_First], tuple[()]]:
-        return _First, ()
+    def __reduce__(self) -> tuple[type[_FlushHook], tuple[()]]:
+        return _FlushHook, ()
 
 
 def _checked(module: Any, comm: Any, optimizer: Any, blocking: Any) -> list[DataParallelOptimizer]:
-    """Return the optimizers as a list, after checking the types of all arguments."""
+    """Check the types of all arguments, and return the optimizers as a list."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}: pass the model")
     if comm is not None and not is_group(comm):

@@ -1,4 +1,4 @@
-"""Gradient exchanges that go on after `backward()`, while the caller does something else."""
+"""Gradient averaging that goes on after `backward()`, while the caller does something else."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["DelayedSync"]
 class DelayedSync(GradientSync):
     """A `GradientSync` whose backward passes end at once; `wait()` then writes the averages into `.grad`.
 
-    From the end of a backward pass to `wait()`, `.grad` holds this rank's own gradients. An optimizer step,
-    another backward pass and other parameters are refused until then. The exchange has a process group of
-    its own, so that collectives of the caller may run meanwhile, in whatever order.
+    From the end of a backward pass to `wait()`, `.grad` holds this rank's own gradients. Until then an
+    optimizer step, another backward pass and new parameters are errors. The exchange has a process group of
+    its own, so collectives of the caller may run at the same time, in any order.
 
     Example:
         >>> model = torch.nn.Linear(1, 1)
@@ -45,15 +45,15 @@ class DelayedSync(GradientSync):
 
     @torch.no_grad()
     def wait(self) -> bool:
-        """Finish the exchange in flight, and write its averages into `.grad`.
+        """Wait for the exchange in flight, and write its averages into `.grad`.
 
-        It issues no collective of its own, so the ranks may call it at different places.
+        It issues no collective of its own, so ranks may call it at different points of the program.
 
         Returns:
             Whether an exchange was in flight.
 
         Raises:
-            PeerLost: a rank did not answer; every later call says so too.
+            PeerLost: a rank did not answer; every later call raises it too.
         """
         if self._flight is None:
             return False
@@ -73,32 +73,32 @@ class DelayedSync(GradientSync):
         return [p for p, version, sent in pairs if version != sent]
 
     def flush(self) -> None:
-        """Finish what is under way, as `wait()`."""
+        """Finish the exchange in flight, as `wait()` does."""
         self.wait()
 
     def refresh(self) -> None:
-        """Find the parameters anew, while no exchange is in flight; needed after unfreezing some."""
+        """Look for parameters again, while no exchange is in flight; needed after unfreezing some."""
         self._refuse_in_flight("refresh() was called")
         super().refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides the exchange after the one in flight, which is waited for.
+        """Wait for the exchange in flight, and return all that decides the next one.
 
-        The averages in flight are no part of it: `wait()` still has to write them.
+        The averages in flight are not part of the state: `wait()` still has to write them.
         """
-        self._settle()
+        self._await_flight()
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved `state_dict()`; an exchange in flight ends before.
+        """Wait for the exchange in flight, and continue from a saved `state_dict()`.
 
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
-        self._settle()
+        self._await_flight()
         super().load_state_dict(state)
 
-    def _settle(self) -> None:
+    def _await_flight(self) -> None:
         if self._flight is not None:
             self._flight.result()
 
@@ -115,7 +115,10 @@ class DelayedSync(GradientSync):
         super()._on_gradient(slot, parameter)
 
     def _sent(self, outcome: Future[Outcome]) -> None:
-        """Keep the future, and note the gradients' versions; zeroing must leave a trace on every rank."""
+        """Keep the future, and note the gradients' versions.
+
+        Unused parameters get zeros, so that zeroing them leaves a trace in the version on every rank alike.
+        """
         parameters = self._parameters.values()
         self._unused = [p for p in parameters if p.grad is None]
         for p in self._unused:

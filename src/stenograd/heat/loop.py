@@ -1,4 +1,4 @@
-"""DASO's batches: the optimizer's step, then what is due inside and between the nodes."""
+"""DASO's batches: the optimizer's step, then the exchanges that are due inside and between nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,25 @@ from stenograd.sync.parameter_averaging import average
 __all__ = ["Loop"]
 
 
+def _skip(name: str) -> property:
+    """Return a property that reads and sets one of the loop's skips."""
+    return property(
+        lambda loop: getattr(loop._skips, name),
+        lambda loop, batches: setattr(loop, "_skips", loop._skips._replace(**{name: batches})),
+    )
+
+
 class Loop:
-    """Counts batches and epochs and acts on them. `DASO` adds the rest.
+    """Counts batches and epochs, and averages when it is time; `DASO` adds the interface.
 
     Attributes:
-        epoch, current_batch: finished epochs, and finished batches of this one.
+        epoch, current_batch: finished epochs, and finished batches of the present one.
         last_batch: index of an epoch's last batch.
-        events: (epoch, batch, kind, group) of what happened, if recorded.
-        skipped: batches in which this rank did not step, since a gradient was not finite.
+        events: (epoch, batch, kind, group) of each event, if recorded.
+        skipped: batches in which this rank did not step because a gradient was not finite.
+        global_skip: batches from one exchange between nodes to the next; 0 for an exact one after each batch.
+        local_skip: batches from one average of gradients inside the node to the next.
+        batches_to_wait: batches from sending to merging.
     """
 
     epoch: int
@@ -35,6 +46,7 @@ class Loop:
     _across: AcrossNodes
     _sync: GradientSync
     _skips: Skips
+    global_skip, local_skip, batches_to_wait = (_skip(name) for name in Skips._fields)
 
     def __init__(
         self,
@@ -57,48 +69,25 @@ class Loop:
         self._replaced = False
         self._begin()
 
-    @property
-    def global_skip(self) -> int:
-        """Batches from one exchange between nodes to the next; 0 for an exact one after every batch."""
-        return self._skips.global_skip
-
-    @global_skip.setter
-    def global_skip(self, value: int) -> None:
-        self._skips = self._skips._replace(global_skip=value)
-
-    @property
-    def local_skip(self) -> int:
-        """Batches from one synchronised backward pass inside the node to the next."""
-        return self._skips.local_skip
-
-    @local_skip.setter
-    def local_skip(self, value: int) -> None:
-        self._skips = self._skips._replace(local_skip=value)
-
-    @property
-    def batches_to_wait(self) -> int:
-        """Batches from sending to merging."""
-        return self._skips.batches_to_wait
-
-    @batches_to_wait.setter
-    def batches_to_wait(self, value: int) -> None:
-        self._skips = self._skips._replace(batches_to_wait=value)
-
     def step(self) -> None:
-        """Step the optimizer and the scheduler, and do what is due between the nodes after this batch.
+        """Step the optimizer and the scheduler, then run the exchange that is due after this batch.
 
         Raises:
             StenogradError: no model was set.
-            ConfigError: last_batch was not set, or lies behind; a ValueError.
-            NonFiniteError: a rank's parameters were not finite when they should be averaged.
+            ConfigError: last_batch was not set, or is past already; a ValueError.
+            NonFiniteError: a rank's parameters were not finite when they were to be averaged.
             PeerLost: a rank did not answer in time.
         """
-        batch, last = self.current_batch, self._checked_last()
+        self._check_model()
+        batch, last = self.current_batch, self.last_batch
+        if not isinstance(last, int) or isinstance(last, bool) or last < batch:
+            rule = f"must be the index of the epoch's last batch, at least {batch} now"
+            raise bad_value("last_batch", rule, last, "set daso.last_batch = number_of_batches - 1")
         self._step_optimizer()
         if batch == last:
             self._end_epoch()
             return
-        if not self._across.alone:
+        if not self._across.one_node:
             self._exchange(batch, last)
         self.current_batch = batch + 1
         self._set_local(self._skips.is_local_sync(batch + 1, last))
@@ -118,49 +107,44 @@ class Loop:
         if self._model is None:
             raise StenogradError("DASO has no model: call set_model(model), or use DataParallelMultiGPU")
 
-    def _checked_last(self) -> int:
-        self._check_model()
-        last = self.last_batch
-        if not isinstance(last, int) or isinstance(last, bool) or last < self.current_batch:
-            rule = f"must be the index of the epoch's last batch, at least {self.current_batch} now"
-            raise bad_value("last_batch", rule, last, "set daso.last_batch = number_of_batches - 1")
-        return last
-
     def _step_optimizer(self) -> None:
-        """Step the optimizer, and the scheduler if it did; a gradient that is not finite costs this step.
+        """Step the optimizer, and the scheduler with it; a gradient that is not finite skips the optimizer.
 
-        Without a GradScaler the scheduler steps in any case: in between exchanges other ranks do not know.
+        Without a GradScaler the scheduler steps even then: between exchanges the other ranks do not learn of
+        the skip, and learning rates must stay equal.
         """
         stepped = True
         if self.scaler is not None:
             stepped = step_together(self.scaler, self.local_optimizer, self._driver)
-        elif self._is_finite():
-            self.local_optimizer.step()
         else:
-            self.skipped += 1
+            params = (p for group in self.local_optimizer.param_groups for p in group["params"])
+            finite = (
+                self._sync.finite  # the exchange has looked at the gradients already
+                if self._sync.enabled
+                else all(is_finite(p.grad) for p in params if p.grad is not None)
+            )
+            if finite:
+                self.local_optimizer.step()
+            self.skipped += not finite
         if stepped and self.scheduler is not None:
             self.scheduler.step()
 
-    def _is_finite(self) -> bool:
-        if self._sync.enabled:
-            return self._sync.finite
-        params = (p for group in self.local_optimizer.param_groups for p in group["params"])
-        return all(is_finite(p.grad) for p in params if p.grad is not None)
-
     def _exchange(self, batch: int, last: int) -> None:
-        """Do what is due after a batch that is not the last: send, merge, or average exactly."""
+        """Send, merge or average exactly, whatever is due after a batch that is not the epoch's last."""
         across, (skip, _, wait) = self._across, self._skips
         if skip == 0 or (wait == 0 and batch % skip == 0):
             across.replace()
         elif batch % skip == 0:
+            # Fixed when sent. Heat computes it anew in each batch: with skip 8, wait 2 and last batch 19 it
+            # merges what batch 16 sent at 19 instead of 18, and with skip 2 and wait 1 after two batches.
             wait = min(wait, skip, last - batch)
             across.send(wait, due=batch + wait)
         elif across.in_flight is not None and batch >= across.in_flight.due:
             across.merge()
 
     def _end_epoch(self) -> None:
-        """Make all ranks equal: merge what is on its way, then average exactly."""
-        if not self._across.alone:
+        """Make all ranks equal: merge the exchange in flight, then average exactly."""
+        if not self._across.one_node:
             self._across.replace()
             self._across.anchor()
         if self.average_buffers and self._model is not None:
@@ -169,8 +153,8 @@ class Loop:
         self._set_local(True)
 
     def _set_local(self, on: bool) -> None:
-        """Synchronise gradients inside the node from the next backward pass on, or stop it."""
-        on = on or self._across.alone
+        """Switch averaging inside the node on or off, from the next backward pass on."""
+        on = on or self._across.one_node  # one node never averages parameters, so it skips no gradients
         if on != self._syncs_locally:
             self._log("local_on" if on else "local_off", None)
         self._syncs_locally = on

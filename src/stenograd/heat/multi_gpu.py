@@ -13,9 +13,9 @@ __all__ = ["DataParallelMultiGPU"]
 
 
 class DataParallelMultiGPU(nn.Module):
-    """Hand a module to DASO, and call it as before.
+    """A module that DASO trains; call it like the module itself.
 
-    Departs from Heat: weights are rank 0's instead of new ones; any devices, and any number of ranks a node.
+    Departs from Heat: weights are rank 0's instead of new ones; any device, and any number of ranks per node.
 
     Args:
         module: the model, alike on every rank.
@@ -23,7 +23,7 @@ class DataParallelMultiGPU(nn.Module):
         comm: None, or DASO's own process group.
 
     Raises:
-        TypeError: module is no torch.nn.Module, or optimizer no DASO.
+        TypeError: module is not a torch.nn.Module, or optimizer is not a DASO.
         ConfigError: comm is another process group than DASO's.
 
     Example:
@@ -48,8 +48,8 @@ class DataParallelMultiGPU(nn.Module):
         super().__init__()
         self.module = module
         self.comm = optimizer.comm
-        optimizer.set_model(module)
+        optimizer.set_model(module)  # never draws new weights: Heat does, and destroys pretrained ones
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the module."""
+        """Call the module."""
         return self.module(*args, **kwargs)

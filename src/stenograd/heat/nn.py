@@ -13,7 +13,9 @@ __all__ = ["DataParallel", "DataParallelMultiGPU"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return what `torch.nn` calls by this name."""
-    if name.startswith("__") or not hasattr(torch.nn, name):  # __path__ and the like are a module's own
+    """Look a name up in `torch.nn`."""
+    if name.startswith("__") or not hasattr(
+        torch.nn, name
+    ):  # __path__ and the like belong to each module itself
         raise AttributeError(f"neither stenograd.heat.nn nor torch.nn has {name!r}")
     return getattr(torch.nn, name)

@@ -16,7 +16,9 @@ __all__ = ["DASO", "DataParallelOptimizer", "DetectMetricPlateau", "lr_scheduler
 
 
 def __getattr__(name: str) -> Any:
-    """Return what `torch.optim` calls by this name."""
-    if name.startswith("__") or not hasattr(torch.optim, name):  # __path__ and the like are a module's own
+    """Look a name up in `torch.optim`."""
+    if name.startswith("__") or not hasattr(
+        torch.optim, name
+    ):  # __path__ and the like belong to each module itself
         raise AttributeError(f"neither stenograd.heat.optim nor torch.optim has {name!r}")
     return getattr(torch.optim, name)

@@ -1,4 +1,4 @@
-"""A torch optimizer for `DataParallel`: its steps may wait for gradients that are still being averaged."""
+"""A torch optimizer for `DataParallel`, whose steps may wait for gradients in flight."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from stenograd.heat.updates import Updates, update
+from stenograd.heat.updates import Updates, step_with_present_settings
 
 __all__ = ["DataParallelOptimizer"]
 
 
 class DataParallelOptimizer:
-    """Steps a torch optimizer at once, or before the next forward pass of the `DataParallel` that has it.
+    """Steps a torch optimizer at once, or before the next forward pass of its `DataParallel`.
 
-    Learning-rate schedulers take `torch_optimizer`; an update uses the settings of the moment of `step()`.
+    Pass `torch_optimizer` to learning-rate schedulers; an update uses the settings at the time of `step()`.
 
     Args:
         torch_optimizer: any optimizer of torch whose step needs no closure.
@@ -29,7 +29,7 @@ class DataParallelOptimizer:
         params_ref: the parameters of the first group.
 
     Raises:
-        TypeError: torch_optimizer is no optimizer of torch, or blocking no bool.
+        TypeError: torch_optimizer is not an optimizer of torch, or blocking is not a bool.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(1))
@@ -65,30 +65,30 @@ class DataParallelOptimizer:
         return self.torch_optimizer.param_groups
 
     def attach(self, updates: Updates, *, blocking: bool) -> None:
-        """Let steps wait among the updates of a model from now on; for `DataParallel`, after a flush."""
+        """Queue steps with a model's updates from now on; `DataParallel` calls this after a flush."""
         self._updates = updates
         self.blocking_parameter_updates = blocking
 
     def step(self) -> None:
-        """Update the parameters: now if blocking, else before the next forward pass."""
+        """Update the parameters: at once if blocking, otherwise before the next forward pass."""
         if self.blocking_parameter_updates:
             self.torch_optimizer.step()
             return
-        self._updates.add(partial(self._apply, update(self.torch_optimizer)))
+        self._updates.add(partial(self._apply, step_with_present_settings(self.torch_optimizer)))
         self.update_next = True
-        # A scheduler that runs before the update is in the right order: its rate is for the one after.
+        # Torch warns of schedulers that run before a step. Here the order is right: this step keeps its rate.
         self.torch_optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients; where a step waits for them, after it.
+        """Reset the gradients, after any queued step that needs them.
 
         Args:
-            set_to_none: whether to remove them, as torch does by default, or to fill them with zeros.
+            set_to_none: True removes them, as torch does by default; False fills them with zeros.
         """
         self._updates.run(partial(self.torch_optimizer.zero_grad, set_to_none))
 
     def flush(self) -> None:
-        """Apply all that waits.
+        """Apply all queued updates.
 
         Raises:
             PeerLost: a rank did not answer.
@@ -96,11 +96,11 @@ class DataParallelOptimizer:
         self._updates.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the torch optimizer's state, after all updates; so does `torch_optimizer.state_dict()`."""
+        """Apply queued updates, and return the torch optimizer's state."""
         return self.torch_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Give the torch optimizer a saved state; updates that wait are applied before."""
+        """Apply queued updates, and load a saved state into the torch optimizer."""
         self.torch_optimizer.load_state_dict(dict(state_dict))
 
     def _apply(self, step: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tell when a metric has stopped improving."""
+"""Detect when a metric has stopped improving."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PROGRESS = ("cooldown_counter", "best", "num_bad_epochs", "mode_worse", "last_e
 class DetectMetricPlateau:
     """Detects a plateau: more than `patience` values in a row that are not better than the best one.
 
-    With mode "min", a is better than best where `a < best - threshold * |best|` (threshold_mode "rel") or
-    `a < best - threshold` ("abs"); with "max" where `a` exceeds `best` by as much. NaN is never better, and
-    the first finite value always is. The best value stays after a plateau; the count starts anew.
+    With mode "min", a is better than best if `a < best - threshold * |best|` (threshold_mode "rel") or
+    `a < best - threshold` ("abs"); with "max", if `a` exceeds `best` by as much. NaN is never better, and the
+    first finite value always is. After a plateau the best value stays, and the count starts at 0 again.
 
     Args:
         mode: "min" where a lower metric is better, "max" where a higher one is.
@@ -65,11 +65,11 @@ class DetectMetricPlateau:
 
     @property
     def in_cooldown(self) -> bool:
-        """Whether the next value will not be counted."""
+        """Whether the next value is ignored."""
         return self.cooldown_counter > 0
 
     def test_if_improving(self, loss: Tensor | float) -> bool:
-        """Take the next value and return whether there is a plateau: True means it is NOT improving.
+        """Take the next value, and return True if the metric is NOT improving (Heat's name says the reverse).
 
         Args:
             loss: the metric, a number or a tensor of one element.
@@ -98,7 +98,7 @@ class DetectMetricPlateau:
         return a < best - margin if self.mode == "min" else a > best + margin
 
     def reset(self) -> None:
-        """Forget the best value and the counts; `last_epoch`, the number of values seen, goes on."""
+        """Forget the best value and the counts, but not `last_epoch`, the number of values seen."""
         self.best = self.mode_worse
         self.cooldown_counter = 0
         self.num_bad_epochs = 0
@@ -111,7 +111,7 @@ class DetectMetricPlateau:
         """Continue from a `get_state()`, settings included.
 
         Raises:
-            ConfigError: it is no such state; nothing is changed.
+            ConfigError: dic is not such a state; nothing is changed.
         """
         if not isinstance(dic, dict) or set(dic) != {*_SETTINGS, *_PROGRESS}:
             got = sorted(dic) if isinstance(dic, dict) else type(dic).__name__

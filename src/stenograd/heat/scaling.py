@@ -15,11 +15,11 @@ __all__ = ["step_together"]
 def step_together(scaler: Any, optimizer: torch.optim.Optimizer, driver: Driver) -> bool:
     """Unscale, agree over the ranks on whether a gradient overflowed, step or skip, update the scale.
 
-    Costs one exchange of 8 bytes a rank.
+    Costs one all-gather of 8 bytes per rank. Skips decided by each rank alone, as in Heat, let ranks diverge.
 
     Args:
         scaler: a `torch.amp.GradScaler`; it may have unscaled the gradients already.
-        optimizer: whose gradients were scaled by it.
+        optimizer: the optimizer whose gradients it scaled.
         driver: the way to the other ranks.
 
     Returns:
@@ -28,7 +28,7 @@ def step_together(scaler: Any, optimizer: torch.optim.Optimizer, driver: Driver)
     if not scaler.is_enabled():
         scaler.step(optimizer)
         return True
-    # Torch's own sharded scalers agree in this place too: the record of what unscale_ found.
+    # Torch's own sharded scalers agree at the same point, in the record of what unscale_ found.
     record = scaler._per_optimizer_states[id(optimizer)]
     if record["stage"].name == "READY":
         scaler.unscale_(optimizer)

@@ -1,4 +1,4 @@
-"""Which DASO trains what: the last one that was given a model takes it over from the one before."""
+"""Hand a model and its optimizer from one DASO to the next: the last one that was given them trains them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Owner", "hold", "take_over"]
 
 
 class Owner(Protocol):
-    """Whoever trains a model."""
+    """An object that trains a model."""
 
     def give_up(self) -> None:
-        """Leave model and optimizer to somebody else."""
+        """Detach from model and optimizer."""
 
 
 class _Held(NamedTuple):
-    """Who trains, and what hooks are on the model; these stay there when the owner is forgotten unclosed."""
+    """An owner and its hooks, which stay on the model when the owner is collected without `close()`."""
 
     owner: weakref.ref[Any]
     sync: weakref.ref[GradientSync]
@@ -31,13 +31,13 @@ _held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
 
 
 def hold(owner: Owner, sync: GradientSync, model: nn.Module, optimizer: Optimizer) -> None:
-    """Note who trains a model with an optimizer from now on."""
+    """Record the owner of a model and an optimizer."""
     for thing in (model, optimizer):
         _held[thing] = _Held(weakref.ref(owner), weakref.ref(sync))
 
 
 def take_over(model: nn.Module, optimizer: Optimizer) -> None:
-    """Make whoever holds the model or the optimizer give them up; all ranks call it."""
+    """Make the present owner of the model or the optimizer give them up; all ranks call it."""
     for thing in (model, optimizer):
         held = _held.pop(thing, None)
         if held is None:

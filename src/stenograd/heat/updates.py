@@ -1,9 +1,8 @@
-"""Optimizer calls that wait for a gradient exchange, and then run in the order in which they were made."""
+"""A queue of optimizer calls that wait for a gradient exchange, and then run in order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +11,14 @@ from torch import Tensor
 from stenograd.errors import StenogradError
 from stenograd.heat.delayed import DelayedSync
 
-__all__ = ["Updates", "update"]
+__all__ = ["Updates", "step_with_present_settings"]
 
 
 class Updates:
-    """What is left to do before anyone looks at the parameters: an exchange in flight, and calls after it.
+    """A queue of calls that run when the gradient exchange in flight has ended.
 
     Args:
-        sync: whose exchanges to wait for; None for none.
+        sync: the engine whose exchange to wait for, or None.
         device_type: of the parameters.
 
     Example:
@@ -37,16 +36,16 @@ class Updates:
 
     @property
     def waiting(self) -> bool:
-        """Whether an exchange is in flight, or a call waits."""
+        """Whether an exchange is in flight or a call is queued."""
         return bool(self._calls) or (self._sync is not None and self._sync.in_flight)
 
     def add(self, call: Callable[[], None]) -> None:
-        """Let a call wait until `flush()`."""
-        self._notice()
+        """Queue a call until `flush()`."""
+        self._queue_zeroing()
         self._calls.append(call)
 
     def run(self, call: Callable[[], None]) -> None:
-        """Run a call now, or in its turn where others wait."""
+        """Run a call now if nothing waits; otherwise queue it."""
         if self.waiting:
             self.add(call)
         else:
@@ -56,22 +55,22 @@ class Updates:
         """Wait for the exchange, write its averages into `.grad`, then run the calls.
 
         Raises:
-            PeerLost: a rank did not answer; the calls are kept.
+            PeerLost: a rank did not answer; the calls stay in the queue.
             StenogradError: gradients were changed while they were being averaged.
         """
         if not self.waiting:
             return
-        # The caller may be in the middle of an evaluation or of a forward pass in mixed precision.
+        # The caller may be inside inference_mode, or in a forward pass under autocast.
         with torch.inference_mode(False), torch.autocast(self._device_type, enabled=False):
-            self._notice()
+            self._queue_zeroing()
             if self._sync is not None:
                 self._sync.wait()
             calls, self._calls = self._calls, []
             for call in calls:
                 call()
 
-    def _notice(self) -> None:
-        """Zero again in its turn what was zeroed by other means, since averages will be written there."""
+    def _queue_zeroing(self) -> None:
+        """Queue the zeroing of gradients that the program zeroed itself; the averages will overwrite them."""
         changed = self._sync.changed() if self._sync is not None else []
         if any(p.grad is not None and bool(p.grad.any()) for p in changed):
             raise StenogradError(
@@ -79,30 +78,40 @@ class Updates:
                 "flush() of DataParallel before clipping or unscaling them"
             )
         if changed:
-            self._calls.append(partial(_zero, [(p, p.grad is None) for p in changed]))
+            removed = [p.grad is None for p in changed]
+
+            def zero() -> None:
+                for p, remove in zip(changed, removed, strict=True):
+                    p.grad = None if remove or p.grad is None else p.grad.zero_()
+
+            self._calls.append(zero)
 
 
-def update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a step with the settings (learning rate, ...) of now, whatever a scheduler sets until it runs.
+def step_with_present_settings(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a step that uses the present settings (learning rate, ...), whatever is set until it runs.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(1))
         >>> w.grad = torch.ones(1)
         >>> optimizer = torch.optim.SGD([w], lr=0.5)
-        >>> step = update(optimizer)
+        >>> step = step_with_present_settings(optimizer)
         >>> optimizer.param_groups[0]["lr"] = 0.125
         >>> step()
         >>> w.item(), optimizer.param_groups[0]["lr"]
         (0.5, 0.125)
     """
-    asked = [{k: _copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    # Tensors are copied, because schedulers change a learning rate that is a tensor in place.
+    asked = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
 
     def step() -> None:
         later = [dict(group) for group in optimizer.param_groups]
         _set(optimizer, asked)
         try:
             optimizer.step()
-        finally:  # what the step itself changed stays
+        finally:  # settings that the step itself changed stay changed
             pairs = zip(optimizer.param_groups, asked, later, strict=False)
             _set(optimizer, [{k: new[k] for k in old if now[k] is old[k]} for now, old, new in pairs])
 
@@ -112,15 +121,3 @@ def update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 def _set(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, settings, strict=False):
         group.update(values)
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _zero(gradients: Sequence[tuple[Tensor, bool]]) -> None:
-    for parameter, remove in gradients:
-        if remove:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad.zero_()

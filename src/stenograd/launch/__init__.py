@@ -1,1 +1,1 @@
-"""How ranks find one another, and how a lost one is noticed."""
+"""How ranks are started, find one another, and notice a lost one."""

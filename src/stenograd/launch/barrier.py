@@ -1,4 +1,4 @@
-"""Through a key-value store, wait until every rank of a launch has come, or say which ones have not."""
+"""A barrier through a key-value store: wait until every rank of a launch has come, or say which have not."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from stenograd.errors import LaunchError
+from stenograd.errors import LaunchError, first_line
 from stenograd.launch.detect import World
 from stenograd.launch.failure_detector import Presence
 
-__all__ = ["Store", "gather_ranks", "introduce", "store_errors"]
+__all__ = ["Store", "gather_ranks", "introduce", "missing_ranks", "store_errors", "unmarked_ranks"]
 
-_POLL_S = 0.01
+_POLL_S = 0.01  # a launch is late by this at most; stores have no wait that says which key is missing
+_ROLL_CALL_POLL_S = 0.1  # coarser: the store's host may be struggling, and survivors have 2 s
+_NAMED_RANKS = 16  # an error about a thousand missing ranks still fits a terminal
 
 
 class Store(Protocol):
-    """What is used of torch.distributed's stores."""
+    """The methods that we use of torch.distributed's stores."""
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
@@ -33,20 +35,27 @@ class Store(Protocol):
 
 
 def gather_ranks(store: Store, world: World, verb: str, limit_s: float, deadline: float) -> None:
-    """Wait until every rank did what the verb says; rank 0, which may host the store, returns last."""
+    """Wait until every rank has done what the verb says ("came", "connected").
+
+    Rank 0 may host the store, so it must not leave while others still read from it: it returns only when all
+    have seen that everyone is there.
+
+    Raises:
+        LaunchError: ranks are missing at the deadline, or this rank's number is taken.
+    """
 
     def mark(prefix: str) -> None:
         if store.add(f"{prefix}/{world.rank}", 1) > 1:
             raise LaunchError(
-                f"rank {world.rank} of {world.world_size} finds another rank {world.rank} at the meeting "
-                f"point: give each job a MASTER_PORT of its own, and start each rank once"
+                f"another process is already rank {world.rank} of {world.world_size} at this rendezvous: "
+                f"give each job a MASTER_PORT of its own, and start each rank once"
             )
 
     def wait(keys: list[str], prefix: str) -> None:
         while not store.check(keys):
             if time.monotonic() > deadline:
                 absent = [rank for rank in range(world.world_size) if not store.check([f"{prefix}/{rank}"])]
-                raise _absentees(absent or [0], world.world_size, verb, limit_s)
+                raise missing_ranks(absent or [0], world.world_size, verb, limit_s)
             time.sleep(_POLL_S)
 
     with store_errors():
@@ -60,21 +69,34 @@ def gather_ranks(store: Store, world: World, verb: str, limit_s: float, deadline
             mark(f"{verb}/seen")
 
 
-def _absentees(absent: list[int], size: int, verb: str, limit_s: float) -> LaunchError:
-    names = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
+def missing_ranks(absent: list[int], size: int, verb: str, limit_s: float) -> LaunchError:
+    """Build the error that names the ranks that did not come in time."""
+    names = ", ".join(map(str, absent[:_NAMED_RANKS])) + (", ..." if len(absent) > _NAMED_RANKS else "")
     return LaunchError(
         f"{size - len(absent)} of {size} ranks {verb} within {limit_s:g} s, missing: {names}; "
         f"look for errors of those ranks, or wait longer with timeout_s"
     )
 
 
-def introduce(presence: Presence | None, store: Store, world: World) -> None:
-    """Give a rank's presence the cards that all ranks left in the store."""
-    if presence is None:
+def introduce(detector: Presence | None, store: Store, world: World) -> None:
+    """Give a rank's failure detector the addresses that all ranks left in the store."""
+    if detector is None:
         return
     with store_errors():
-        cards = {rank: store.get(f"presence/{rank}").decode() for rank in range(world.world_size)}
-    presence.meet({rank: card for rank, card in cards.items() if card})
+        cards = {rank: store.get(f"detector/{rank}").decode() for rank in range(world.world_size)}
+    detector.meet({rank: card for rank, card in cards.items() if card})
+
+
+def unmarked_ranks(store: Store, rank: int, size: int, grace_s: float) -> list[int]:
+    """Leave this rank's mark in the store, and return the ranks that leave none within the grace period."""
+    deadline = time.monotonic() + grace_s
+    store.set(str(rank), "here")
+    missing = [other for other in range(size) if other != rank]
+    while True:
+        missing = [other for other in missing if not store.check([str(other)])]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(_ROLL_CALL_POLL_S)
 
 
 @contextlib.contextmanager
@@ -83,4 +105,4 @@ def store_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LaunchError(f"rank 0 left while the ranks met: {str(error).splitlines()[0]}") from None
+        raise LaunchError(f"rank 0 left during the rendezvous: {first_line(error)}") from None

@@ -1,4 +1,4 @@
-"""Read from environment variables who started this process and which rank it is.
+"""Read from environment variables which launcher started this process, and as which rank.
 
 Precedence: variables set closest to the process win.
 
@@ -8,7 +8,7 @@ Precedence: variables set closest to the process win.
 4. Slurm (`SLURM_PROCID`, ...), only inside a step that `srun` started;
 5. none: a world of one.
 
-MPI comes before Slurm because a `mpiexec` inside an allocation starts its daemons with `srun`, and the
+MPI comes before Slurm because an `mpiexec` inside an allocation starts its daemons with `srun`, and the
 daemons' `SLURM_PROCID` is then inherited by every rank. `PMI_RANK` without local ranks inside a Slurm
 step was set by `srun --mpi=pmi2` itself, and is read as Slurm.
 """
@@ -31,7 +31,7 @@ _FIRST_PSEUDO_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class World:
-    """Which of how many ranks this process is.
+    """This process's rank, and the number of ranks, in all and on this host.
 
     Attributes:
         rank: this process among all, 0 <= rank < world_size.
@@ -58,10 +58,10 @@ class World:
 
 
 def detect(env: Mapping[str, str]) -> World:
-    """Find the launcher and this process's place in it.
+    """Find the launcher, and this process's rank in its launch.
 
-    An `sbatch` or `salloc` shell has `SLURM_NTASKS` (a batch script even `SLURM_PROCID`), but is no
-    step: without an ordinary `SLURM_STEP_ID` a process there is alone. Start it with `srun`.
+    An `sbatch` or `salloc` shell has `SLURM_NTASKS` (a batch script even `SLURM_PROCID`), but is not a
+    step: without an ordinary `SLURM_STEP_ID` a process there is alone. Start ranks with `srun`.
 
     Args:
         env: environment variables, usually `os.environ`.
@@ -115,8 +115,8 @@ def is_loopback(host: str) -> bool:
 def _torchrun(env: Mapping[str, str]) -> World:
     """Read torchrun's variables; `LOCAL_*` may be missing when they were set by hand.
 
-    Without them, ranks share a host only if the meeting point says so; else each counts as alone on its
-    host, because binding gloo to the loopback interface would cut ranks on several hosts apart.
+    Without them, ranks share a host only if `MASTER_ADDR` or `run_local` says so. Otherwise each counts as
+    alone on its host, because binding gloo to the loopback interface would cut off ranks on other hosts.
     """
     launcher = "stenograd" if STORE_VARIABLE in env else "torchrun"
     rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
@@ -127,7 +127,7 @@ def _torchrun(env: Mapping[str, str]) -> World:
 
 
 def _pmi(env: Mapping[str, str]) -> World:
-    """Read PMI's variables; `mpiexec.gforker`, which forks on one host only, sets no local ones."""
+    """Read PMI's variables; `mpiexec.gforker` forks on one host only, and sets no local ones."""
     if "PMI_LOCAL_RANK" in env and "MPI_LOCALRANKID" not in env:
         return _read(env, "mpich", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
     if "MPI_LOCALRANKID" in env:
@@ -136,7 +136,7 @@ def _pmi(env: Mapping[str, str]) -> World:
 
 
 def _slurm(env: Mapping[str, str]) -> World:
-    """Read Slurm's variables, those of the step before those of the job."""
+    """Read Slurm's variables; those of the step win over those of the job."""
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     rank, size = _integer(env, "SLURM_PROCID"), _integer(env, size_name)
     world = World(rank, size, _integer(env, "SLURM_LOCALID"), _slurm_local_size(env, size), "slurm")
@@ -144,7 +144,7 @@ def _slurm(env: Mapping[str, str]) -> World:
 
 
 def _slurm_local_size(env: Mapping[str, str], size: int) -> int:
-    """Count the step's tasks on this host, from a list such as `2(x3),1` and the host's place in it."""
+    """Count the step's tasks on this host, from a list such as `2(x3),1` and the host's index in it."""
     name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_TASKS_PER_NODE"
     hosts_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES"
     if _integer(env, hosts_name, 1) == 1:

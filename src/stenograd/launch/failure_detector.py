@@ -1,10 +1,11 @@
-"""Who is still there: every rank answers a small listener of its own, however long its step takes.
+"""A failure detector: every rank answers roll calls from a thread, however long its step takes.
 
 A collective that failed does not tell which rank is to blame: gloo reports the neighbour whose connection
-broke, and that may be a survivor who has just given up. So a rank whose collective failed asks all others
-directly. A dead rank refuses, a stopped one and one that is cut off are silent, and a living one answers from
-a thread, busy or not. Before it leaves, a survivor tells the others whom it found missing, so that those who
-notice later do not take it for the lost one. No store is needed, so rank 0 may be the one that is gone.
+broke, and that may be a survivor that has just given up. So a rank whose collective failed asks all others
+directly. A dead rank refuses the connection; a stopped rank, or one that is cut off, is silent; a living
+rank answers from a thread, busy or not. Before it leaves, a survivor tells the others which ranks it found
+missing, so that ranks that notice later do not take the survivor for the lost one. No store is needed, so
+the lost rank may be rank 0, which hosts the store.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from stenograd.launch.network import bounded
 
 __all__ = ["Absent", "Presence", "attend"]
 
-_TELL_S = 0.5  # for survivors to take note
+_TELL_S = 0.5  # for telling survivors; those that are asked have answered already, so they are quick
 
 
 @dataclass(frozen=True)
 class Absent:
-    """What a survivor found out.
+    """Which ranks a survivor found lost or late.
 
     Attributes:
         lost: ranks that do not answer, or that other survivors missed; ascending.
-        late: ranks that answer, but have come to fewer collectives than this rank, and have not given up.
+        late: ranks that answer and have not given up, but have come to fewer collectives than this rank.
     """
 
     lost: list[int] = field(default_factory=list)
@@ -39,14 +40,14 @@ class Absent:
 
 
 class Presence:
-    """One rank's listener, and its way to ask the others.
+    """One rank's failure detector: answers roll calls, and holds one when a collective has failed.
 
     Args:
         rank: this rank.
         host: address of this machine at which the others reach it.
 
     Attributes:
-        card: what the others need to ask this rank; give them to `meet`.
+        card: address and token with which others can ask this rank; pass it to their `meet`.
         came: number of collectives that this rank came to, by name of the group.
 
     Example:
@@ -66,17 +67,17 @@ class Presence:
         self._token = secrets.token_hex(8)
         self.came: Counter[str] = Counter()
         self._gave_up = False
-        self._told: dict[int, list[int]] = {}
+        self._reported_lost: dict[int, list[int]] = {}  # by the rank that reported it
         self._others: dict[int, tuple[str, int, str]] = {}
         self._server = LineServer(host, self._answer)
         self.card = json.dumps([*self._server.address, self._token])
 
     def meet(self, cards: Mapping[int, str]) -> None:
-        """Take the cards of the others; this rank's own is left out."""
+        """Learn the addresses of all ranks; this rank's own is left out."""
         self._others = {r: tuple(json.loads(card)) for r, card in cards.items() if r != self.rank}
 
     def absent(self, group: str, grace_s: float) -> Absent:
-        """Ask all others, and tell those that answer what was found; call it before leaving.
+        """Hold a roll call before leaving: ask all others, and tell those that answer what was found.
 
         Args:
             group: name of the group in which a collective failed, as counted in `came`.
@@ -84,19 +85,19 @@ class Presence:
         """
         self._gave_up = True
         replies = self._ask(self._others, {"from": self.rank, "group": group}, grace_s)
-        leavers = dict(self._told)  # gave up before, and may have ended since
+        leavers = dict(self._reported_lost)  # they gave up before, and may have ended since
         silent = set(self._others) - set(replies) - set(leavers)
         lost = sorted(silent.union(*leavers.values()) - {self.rank})
         mine = self.came[group]
         behind = {r for r, reply in replies.items() if reply["came"] < mine and not reply.get("gave_up")}
-        rest = {r: place for r, place in self._others.items() if r not in silent}
-        self._ask(rest, {"from": self.rank, "lost": lost}, min(grace_s, _TELL_S))
+        answering = {r: address for r, address in self._others.items() if r not in silent}
+        self._ask(answering, {"from": self.rank, "lost": lost}, min(grace_s, _TELL_S))
         return Absent(lost, sorted(behind - set(lost)))
 
     def go_on_without(self, lost: Sequence[int]) -> None:
         """Forget what was found, and the lost ranks; for survivors that have formed a new group."""
-        self._others = {rank: place for rank, place in self._others.items() if rank not in lost}
-        self._told = {}
+        self._others = {rank: address for rank, address in self._others.items() if rank not in lost}
+        self._reported_lost = {}
         self._gave_up = False
 
     def close(self) -> None:
@@ -109,18 +110,20 @@ class Presence:
             return b""
         asker, lost = question.get("from"), question.get("lost")
         if self._knows(asker) and isinstance(lost, list):
-            self._told[asker] = [rank for rank in lost if self._knows(rank)]
-        came = self.came[str(question.get("group"))]  # a Counter does not keep what it is only asked for
+            self._reported_lost[asker] = [rank for rank in lost if self._knows(rank)]
+        came = self.came[
+            str(question.get("group"))
+        ]  # reading a Counter adds no key, so strangers cannot fill it
         return json.dumps({"rank": self.rank, "came": came, "gave_up": self._gave_up}).encode() + b"\n"
 
     def _knows(self, rank: object) -> TypeGuard[int]:
-        """Return whether this is the number of another rank; what others say must not fill the memory."""
-        return type(rank) is int and rank in self._others  # True == 1, but is no rank
+        """Return whether this is another rank's number; strangers' claims must not fill the memory."""
+        return type(rank) is int and rank in self._others  # not isinstance: True == 1, but is not a rank
 
     def _ask(
-        self, places: Mapping[int, tuple[str, int, str]], question: Mapping[str, Any], limit_s: float
+        self, addresses: Mapping[int, tuple[str, int, str]], question: Mapping[str, Any], limit_s: float
     ) -> dict[int, dict[str, Any]]:
-        """Return the replies by rank, of those that came in time."""
+        """Put a question to ranks all at once; return the replies that came in time, by rank."""
 
         async def ask(host: str, port: int, token: str) -> dict[str, Any]:
             reader, writer = await asyncio.open_connection(host, port)
@@ -132,10 +135,10 @@ class Presence:
                 writer.close()
 
         async def ask_all() -> list[dict[str, Any] | BaseException]:
-            asked = (asyncio.wait_for(ask(*place), limit_s) for place in places.values())
+            asked = (asyncio.wait_for(ask(*address), limit_s) for address in addresses.values())
             return await asyncio.gather(*asked, return_exceptions=True)
 
-        if not places:
+        if not addresses:
             return {}
         try:  # in a thread of its own: the caller's may run an event loop
             replies = bounded(lambda: asyncio.run(ask_all()), limit_s + 1.0)
@@ -143,13 +146,13 @@ class Presence:
             return {}
         return {
             rank: reply
-            for rank, reply in zip(places, replies, strict=True)
+            for rank, reply in zip(addresses, replies, strict=True)
             if isinstance(reply, dict) and reply.get("rank") == rank and isinstance(reply.get("came"), int)
         }
 
 
 def attend(rank: int, find_host: Callable[[], str]) -> Presence | None:
-    """Start to answer, or return None where this machine has no address; then nobody can name this rank.
+    """Start a failure detector; None where this machine has no address, so that nobody can ask this rank.
 
     Args:
         rank: this rank.

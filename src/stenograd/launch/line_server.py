@@ -1,4 +1,4 @@
-"""A thread that answers one line from each connection, whatever strangers do at its port."""
+"""A thread that answers one line from each connection, and that no stranger at its port can block."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 __all__ = ["LINE_BYTES", "LineServer"]
 
 LINE_BYTES = 1 << 16  # a question names its group, by up to 7 bytes per rank
-_PATIENCE_S = 2.0  # for the whole line, from the moment of the connection
-_CONNECTIONS = 64  # at once: at most 4 MiB of unfinished lines
+# For the whole line, from the moment of the connection: as long as the asker waits in a roll call (2 s).
+_LINE_S = 2.0
+# At once: at most 4 MiB of unfinished lines. They are read side by side, each with a limit for its line: read
+# one after another, with a limit per read, one client that sent a byte every 0.5 s, or 50 idle ones, made a
+# living rank look lost in a roll call of 2 s, in 2 of 2 tries each.
+_CONNECTIONS = 64
 _PAUSE_S = 0.05  # after accept failed, or the loop would spin while no descriptor is free
 
 
 @dataclass
 class _Visitor:
-    """A connection whose line has not come to its end."""
+    """A connection whose line has not ended yet."""
 
     deadline: float
     line: bytearray = field(default_factory=bytearray)
@@ -29,14 +33,14 @@ class _Visitor:
 class LineServer:
     r"""Reads one line from each connection, answers it and closes the connection, in one thread.
 
-    Nobody can keep others waiting: connections are read as their bytes come, each has two seconds for the
-    whole of its line, and where there are 64 of them the oldest makes room for the next. A line of more than
-    64 KiB is not answered.
+    No connection can keep another waiting: bytes are read as they come, each connection has two seconds for
+    its whole line, and with 64 of them open the oldest makes room for the next. A line of more than 64 KiB is
+    not answered.
 
     Args:
         host: address of this machine to listen at.
-        answer: called with each line in the thread; returns the answer. An error in it, as a stranger's line
-            may cause one, costs that connection only.
+        answer: called in the thread with each line; returns the answer. If it raises, as a stranger's line
+            may make it do, only that connection is dropped.
 
     Attributes:
         address: host and port at which it listens.
@@ -70,13 +74,13 @@ class LineServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._ended, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="stenograd-presence", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="stenograd-failure-detector", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening and drop all connections; a second call does nothing."""
         self._end.close()  # which the thread sees at once
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_LINE_S)
 
     def _serve(self) -> None:
         try:
@@ -91,7 +95,8 @@ class LineServer:
                 now = time.monotonic()
                 for peer in [peer for peer, visitor in self._visitors.items() if visitor.deadline <= now]:
                     self._drop(peer)
-                if self._listener in ready:  # after all that has come was read, so nobody is dropped unheard
+                # Only after reading what has come: accepting may drop the oldest, whose line may be complete.
+                if self._listener in ready:
                     self._accept()
         finally:
             for peer in [*self._visitors]:
@@ -105,7 +110,7 @@ class LineServer:
             self._drop(next(iter(self._visitors)))
         try:
             peer, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it has gone already
+        except (BlockingIOError, ConnectionAbortedError):  # the peer has gone already
             return
         except OSError:  # such as EMFILE, where the oldest may hold the last descriptor
             if self._visitors:
@@ -113,7 +118,7 @@ class LineServer:
             time.sleep(_PAUSE_S)
             return
         peer.setblocking(False)
-        self._visitors[peer] = _Visitor(time.monotonic() + _PATIENCE_S)
+        self._visitors[peer] = _Visitor(time.monotonic() + _LINE_S)
         self._selector.register(peer, selectors.EVENT_READ)
 
     def _read(self, peer: socket.socket) -> None:
@@ -124,7 +129,7 @@ class LineServer:
             except BlockingIOError:
                 return
             line += got
-            if line.endswith(b"\n"):  # a fresh connection has room for the answer
+            if line.endswith(b"\n"):  # one send is enough: the send buffer of a fresh connection is empty
                 peer.send(self._answer(bytes(line)))
             elif got and b"\n" not in got and len(line) < LINE_BYTES:
                 return

@@ -23,13 +23,16 @@ __all__ = ["TIMEOUT_VARIABLE", "run_local"]
 TIMEOUT_VARIABLE = "STENOGRAD_TIMEOUT_S"  # how long `init` waits for the others unless told otherwise
 
 _POLL_S = 0.02
-_GRACE_S = 5.0  # after one worker failed, the others may still find out and report it themselves
+# After one worker failed, for the others to find out and report it themselves. In the fault drill survivors
+# of a killed rank were gone within 0.8 s, and up to 4 s later with ten busy processes per core
+# (docs/failures.md).
+_GRACE_S = 5.0
 _TERM_S = 3.0  # between SIGTERM and SIGKILL
 _TAIL_LINES = 10
 
 # prctl(PR_SET_PDEATHSIG, SIGKILL) survives exec. It is set here rather than in a preexec_fn because forking
-# a process that runs threads (torch does) and executing Python there may deadlock. If the parent died
-# before the call, there is nobody left to be killed by.
+# a process that runs threads (torch does) and executing Python there may deadlock. If the parent died before
+# the call, its death no longer sends the signal, so the worker ends by itself.
 _TIE_TO_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -44,18 +47,18 @@ def run_local(
 ) -> int:
     """Run `workers` copies of a command on this machine, as ranks 0 to workers - 1 of one world.
 
-    They get the variables that torchrun sets and a private file to meet in, so no port is needed.
+    They get the variables that torchrun sets and a private file as their rendezvous, so no port is needed.
     `OMP_NUM_THREADS` is set to the cores divided by the workers, unless it is set already. Rank 0 has the
-    terminal; the others' output is dropped, but for their errors, of which a failure shows the end.
-    When a worker fails, the others get five seconds to report it and end, and are then stopped; one that
-    SIGSTOP holds cannot, and is killed as soon as the rest have ended. Ctrl-C or SIGTERM to this process
-    stops all workers; on Linux they also end when it is killed.
+    terminal. The others' standard output is dropped, and of their error output a failure shows the end.
+    When a worker fails, the others get five seconds to report it and end, and are then stopped. A worker that
+    SIGSTOP holds can do neither, and is killed as soon as the rest have ended. Ctrl-C or SIGTERM to this
+    process stops all workers; on Linux they also end when it is killed.
 
     Args:
         argv: the command and its arguments, at least one string.
         workers: number of copies, >= 1.
         timeout_s: seconds that the workers wait for each other in `init`, > 0; not a limit on the run.
-        env: environment of the workers, that of this process if None.
+        env: environment of the workers; None for that of this process.
 
     Returns:
         0 if all succeeded, else the status of the first worker that failed, or 128 plus the signal that
@@ -80,13 +83,13 @@ def run_local(
     if shutil.which(argv[0], path=base.get("PATH")) is None:
         raise LaunchError(f"there is no command {argv[0]!r}: give a program on the PATH or a path to one")
     with tempfile.TemporaryDirectory(prefix="stenograd-", ignore_cleanup_errors=True) as directory:
-        crew = _Crew(argv, _variables(base, workers, timeout_s, directory), workers, Path(directory))
+        run = _Run(argv, _variables(base, workers, timeout_s, directory), workers, Path(directory))
         with _sigterm_interrupts():
-            return crew.run()
+            return run.until_all_ended()
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived: not an Exception, so that only `_Crew.run` catches it."""
+    """SIGTERM arrived: not an Exception, so that only `_Run` catches it."""
 
 
 @contextmanager
@@ -106,7 +109,7 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: str) -> dict[str, str]:
-    """Build what all workers' environments share; an outer torchrun's agent is not theirs."""
+    """Build the environment that all workers share, without the variables of an outer torchrun's agent."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     kept = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
     own = {
@@ -118,14 +121,14 @@ def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: 
     return {"OMP_NUM_THREADS": str(max(1, cores // workers))} | kept | own
 
 
-class _Crew:
-    """The workers of one run: start, watch, stop, report."""
+class _Run:
+    """The workers of one run: starts, watches, stops and reports on them."""
 
     def __init__(self, argv: Sequence[str], env: dict[str, str], workers: int, directory: Path) -> None:
         self.argv, self.env, self.workers, self.directory = list(argv), env, workers, directory
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def run(self) -> int:
+    def until_all_ended(self) -> int:
         try:
             for rank in range(self.workers):
                 self._start(rank)
@@ -133,10 +136,11 @@ class _Crew:
             if failed is None:
                 return 0
             self._wait(_GRACE_S)
-            rank_0_spoke = bool(self.processes[0].poll())
+            rank_0_failed_itself = bool(self.processes[0].poll())  # then its error is on the terminal
             self._stop()
-            self._report(failed, rank_0_spoke)
-            return _status(self.processes[failed].returncode)
+            self._report(failed, rank_0_failed_itself)
+            code = self.processes[failed].returncode
+            return code if code >= 0 else 128 - code
         except KeyboardInterrupt:
             self._wait(_TERM_S)  # the terminal sent it to the workers too
             return 128 + signal.SIGINT
@@ -159,7 +163,7 @@ class _Crew:
     def _watch(self) -> int | None:
         """Wait for the first failure and return its rank, or None if all succeed.
 
-        Of failures seen at once a death by signal comes first: it is never the consequence of another's.
+        Of failures seen at once a death by signal comes first, since it is never caused by another worker's.
         """
         while True:
             codes = [process.poll() for process in self.processes]
@@ -173,7 +177,8 @@ class _Crew:
     def _wait(self, limit_s: float) -> None:
         """Wait until all have ended, but no longer than the limit, nor for those that SIGSTOP has stopped.
 
-        A stopped worker can neither report a failure nor act on SIGTERM.
+        A stopped worker can neither report a failure nor act on SIGTERM, so waiting for it would always cost
+        both limits, 8 s.
         """
         deadline = time.monotonic() + limit_s
         while any(process.poll() is None and not _is_stopped(process) for process in self.processes):
@@ -192,8 +197,8 @@ class _Crew:
             for process in self.processes:
                 process.wait()
 
-    def _report(self, rank: int, rank_0_spoke: bool) -> None:
-        """Say in one line who failed; add the end of its errors if rank 0 has not failed by itself."""
+    def _report(self, rank: int, rank_0_failed_itself: bool) -> None:
+        """Print which worker failed, and the end of its errors unless rank 0 has printed its own."""
         code = self.processes[rank].returncode
         tail = [] if rank == 0 else self._errors(rank).read_text(errors="replace").strip().splitlines()
         line = f"stenograd: worker {rank} "
@@ -202,7 +207,7 @@ class _Crew:
         else:
             line += f"exited with status {code}" + (f": {tail[-1].strip()}" if tail else "")
         print(line, file=sys.stderr)
-        if not rank_0_spoke and len(tail) > 1:
+        if not rank_0_failed_itself and len(tail) > 1:
             print(*(f"  {text}" for text in tail[-_TAIL_LINES:]), sep="\n", file=sys.stderr)
         sys.stderr.flush()
 
@@ -211,7 +216,7 @@ class _Crew:
 
 
 def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether SIGSTOP or the like has stopped a child, where the system can tell."""
+    """Return whether SIGSTOP or the like has stopped a child; False where the system cannot tell."""
     if not hasattr(os, "waitid"):  # Windows, and macOS before Python 3.13
         return False
     try:  # WNOWAIT: the status of one that ended stays for Popen
@@ -225,7 +230,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _status(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode

@@ -20,7 +20,7 @@ _POLL_S = 0.1
 
 
 def bounded(call: Callable[[], T], limit_s: float) -> T:
-    """Run a call that may block outside Python for ever.
+    """Run a call that may block forever outside Python, and stop waiting after a limit.
 
     Args:
         call: what to run, in a thread that ends with the process.
@@ -65,7 +65,7 @@ def await_port(host: str, port: int, deadline: float) -> None:
         deadline: time on `time.monotonic`'s clock, in seconds, at which to give up.
 
     Raises:
-        OSError: nobody did; the reason of the last attempt.
+        OSError: nobody listened in time; the error of the last attempt.
     """
     while True:
         try:
@@ -78,14 +78,14 @@ def await_port(host: str, port: int, deadline: float) -> None:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine from which another one is reached; nothing is sent.
+    """Return the address that this machine uses to reach another one; nothing is sent.
 
     Args:
         host: name or address of the other machine, or of this one.
         port: 1 to 65535.
 
     Raises:
-        OSError: there is no way to it.
+        OSError: there is no route to it.
 
     Example:
         >>> address_towards("127.0.0.1", 29500)
@@ -98,7 +98,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def own_address() -> str:
-    """Return an IPv4 address of this host that other hosts can use, or else its name."""
+    """Return an IPv4 address of this host that other hosts can use, or its name if it has none."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(name)

@@ -1,4 +1,4 @@
-"""Join the ranks of a launch into one process group, whichever launcher started them, and leave it again."""
+"""Join the ranks of a launch into one process group, and leave it; the same under every launcher."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
     Store,
     TCPStore,
-    rendezvous,
 )
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from stenograd.errors import LaunchError, bad_value
-from stenograd.launch.barrier import gather_ranks, introduce, store_errors
+from stenograd.errors import LaunchError, bad_value, first_line
+from stenograd.launch.barrier import gather_ranks, introduce, store_errors, unmarked_ranks
 from stenograd.launch.detect import World, bad_variable, detect
 from stenograd.launch.failure_detector import Absent, Presence, attend
 from stenograd.launch.local_workers import TIMEOUT_VARIABLE, run_local
@@ -56,14 +56,13 @@ __all__ = [
 ]
 
 _DEFAULT_TIMEOUT_S = 300.0
-_ROLL_CALL_POLL_S = 0.1
 
 
 @dataclass
 class _Place:
-    """Where this process met the others. It outlives a group: a second `init` meets there again."""
+    """This process's rendezvous and its store, which outlive a group: a second `init` uses them again."""
 
-    meeting: Meeting
+    rendezvous: Meeting
     world: World
     store: Store
     pid: int = field(default_factory=os.getpid)
@@ -74,12 +73,12 @@ class _Place:
 
 @dataclass
 class _Session:
-    """The group that `init` made, from there to `shutdown`."""
+    """The group that `init` made, until `shutdown`."""
 
     place: _Place
     store: Store
     chose_interface: bool
-    presence: Presence | None
+    detector: Presence | None
 
 
 _place: _Place | None = None
@@ -92,10 +91,10 @@ def init(
     timeout_s: float | None = None,
     device_id: torch.device | None = None,
 ) -> World:
-    """Join the default process group, and say which rank this process is.
+    """Join the ranks of the launch into the default process group, and return this process's rank.
 
     Works unchanged under torchrun, `mpiexec` of Open MPI and MPICH, `srun`, `run_local` and alone. Where
-    `torch.distributed` is initialised already, nothing happens. All ranks of a launch must call it.
+    `torch.distributed` is already initialised, nothing happens. All ranks of a launch must call it.
     Ranks on one host talk gloo over the loopback interface unless `GLOO_SOCKET_IFNAME` says otherwise.
 
     Args:
@@ -106,7 +105,7 @@ def init(
         device_id: CUDA device of this rank; None is device local_rank modulo the number of devices.
 
     Returns:
-        Rank, world size and the same on this host.
+        Rank and world size, and the same among the ranks on this host.
 
     Raises:
         ConfigError: `timeout_s` is out of range.
@@ -125,31 +124,31 @@ def init(
     limit_s = _timeout_s(timeout_s)
     deadline = time.monotonic() + limit_s
     world = detect(os.environ)
-    place = _meet(meeting_point(world, os.environ), world, deadline)
-    if place.start is None:  # torch's agents keep one store over restarts, so keys must differ
+    place = _open_store(meeting_point(world, os.environ), world, deadline)
+    if place.start is None:  # torchrun's agents keep one store over restarts, so keys must differ
         place.start = agree_on_start(place.store, world, limit_s, deadline) if _agent_has_store() else "0"
     store = PrefixStore(f"stenograd/{place.start}/{place.inits}", place.store)
     place.inits += 1
-    presence = _present(store, world, place.meeting)
+    detector = _start_detector(store, world, place.rendezvous)
     try:
-        gather_ranks(store, world, "came", limit_s, deadline)
-        introduce(presence, store, world)
+        gather_ranks(store, world, "came", limit_s, deadline)  # first: a get() of a missing key names nobody
+        introduce(detector, store, world)
         chose_interface = world.one_host and use_loopback()
-        _join(backend, store, world, limit_s, device_id)
-        # Only when all are connected may the host of the store leave: connecting reads addresses from it.
+        _make_group(backend, store, world, limit_s, device_id)
+        # The host of the store may leave only when all are connected: connecting reads addresses from it.
         gather_ranks(store, world, "connected", limit_s, time.monotonic() + limit_s)
     except BaseException:
-        if presence is not None:
-            presence.close()
+        if detector is not None:
+            detector.close()
         raise
-    _session = _Session(place, store, chose_interface, presence)
+    _session = _Session(place, store, chose_interface, detector)
     return world
 
 
 def join(*, timeout_s: float | None = None) -> World:
-    """Join the other ranks as `init` does, but make no process group where there are none.
+    """Join the other ranks as `init` does, but make no process group in a world of one.
 
-    So a program of one rank can still call `torch.distributed.init_process_group` itself later on.
+    A program of one rank can then still call `torch.distributed.init_process_group` itself.
     """
     if not dist.is_initialized() and (world := detect(os.environ)).world_size == 1:
         return world
@@ -165,8 +164,10 @@ def shutdown() -> None:
     session, _session = _own_session(), None
     if session is None:
         return
-    if session.presence is not None:  # first: from now on this rank comes to nothing any more
-        session.presence.close()
+    if (
+        session.detector is not None
+    ):  # first: this rank joins no further collectives, so it must not look alive
+        session.detector.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     if session.chose_interface:
@@ -176,48 +177,48 @@ def shutdown() -> None:
 def roll_call(grace_s: float, group: str = "") -> Absent:
     """After a failed collective, find out which ranks are to blame.
 
-    It never raises, and returns within about two seconds of `grace_s`. In a group that `init` made, each
-    rank that failed asks all others (see `stenograd.launch.failure_detector`). In a group of the user's own,
-    each leaves a mark in that group's store and waits for the others' marks.
+    It never raises, and returns at most about two seconds after `grace_s`. In a group that `init` made, each
+    rank whose collective failed asks all others (see `stenograd.launch.failure_detector`). In a group of the
+    user's own, each leaves a mark in that group's store and waits for the others' marks.
 
     Args:
         grace_s: seconds that a rank has to answer, >= 0.
-        group: name of the group in which it failed, as given to `came`.
+        group: name of the group whose collective failed, as given to `came`.
 
     Returns:
         The ranks that are lost, and those that are alive but had not come to the collective. Both are empty
-        where all answered, or where it cannot be known.
+        where all ranks came and answered, or where this cannot be known.
     """
     session = _own_session()
     if session is not None:
-        found = session.presence.absent(group, grace_s) if session.presence is not None else Absent()
+        found = session.detector.absent(group, grace_s) if session.detector is not None else Absent()
         session.place.rank_0_lost |= 0 in found.lost
         return found
     try:
         store = PrefixStore("stenograd/roll-call", dist.distributed_c10d._get_default_store())
         rank, size = dist.get_rank(), dist.get_world_size()
-        return Absent(bounded(lambda: _unmarked(store, rank, size, grace_s), grace_s + 1.0))
+        return Absent(bounded(lambda: unmarked_ranks(store, rank, size, grace_s), grace_s + 1.0))
     except Exception:  # no group, a PyTorch that keeps its store elsewhere, or a store that is gone
         return Absent()
 
 
 def attends() -> bool:
-    """Return whether `init` made the group, so that each rank answers the others' roll calls."""
+    """Return whether `init` made the group, so that every rank answers roll calls."""
     return _own_session() is not None
 
 
 def came(group: str) -> None:
-    """Count that this rank came to a collective of a group, by which `roll_call` tells who is late."""
+    """Count a collective that this rank came to; `roll_call` compares the counts to find late ranks."""
     session = _own_session()
-    if session is not None and session.presence is not None:
-        session.presence.came[group] += 1
+    if session is not None and session.detector is not None:
+        session.detector.came[group] += 1
 
 
 def go_on_without(lost: Sequence[int]) -> None:
-    """Forget a loss that training survives, so that the next `roll_call` finds the next one."""
+    """Forget lost ranks that training goes on without, so that `roll_call` reports only new losses."""
     session = _own_session()
-    if session is not None and session.presence is not None:
-        session.presence.go_on_without(lost)
+    if session is not None and session.detector is not None:
+        session.detector.go_on_without(lost)
 
 
 def backends() -> dict[str, bool]:
@@ -231,31 +232,20 @@ def backends() -> dict[str, bool]:
     return {"gloo": built and dist.is_gloo_available(), "nccl": built and dist.is_nccl_available()}
 
 
-def _unmarked(store: Store, rank: int, size: int, grace_s: float) -> list[int]:
-    deadline = time.monotonic() + grace_s
-    store.set(str(rank), "here")
-    missing = [other for other in range(size) if other != rank]
-    while True:
-        missing = [other for other in missing if not store.check([str(other)])]
-        if not missing or time.monotonic() > deadline:
-            return missing
-        time.sleep(_ROLL_CALL_POLL_S)
-
-
-def _present(store: Store, world: World, meeting: Meeting) -> Presence | None:
-    """Start to answer roll calls, and leave in the store how to ask this rank."""
+def _start_detector(store: Store, world: World, where: Meeting) -> Presence | None:
+    """Start to answer roll calls, and leave this rank's address in the store; None in a world of one."""
     if world.world_size == 1:
         return None
 
     def host() -> str:
         if world.one_host:
             return "127.0.0.1"
-        return address_towards(meeting.host, meeting.port) if meeting.kind == "tcp" else own_address()
+        return address_towards(where.host, where.port) if where.kind == "tcp" else own_address()
 
-    presence = attend(world.rank, host)
+    detector = attend(world.rank, host)
     with store_errors():
-        store.set(f"presence/{world.rank}", presence.card if presence is not None else "")
-    return presence
+        store.set(f"detector/{world.rank}", detector.card if detector is not None else "")
+    return detector
 
 
 def _agent_has_store() -> bool:
@@ -263,12 +253,12 @@ def _agent_has_store() -> bool:
 
 
 def _own_session() -> _Session | None:
-    """Return the session, if it is this process's own and not its parent's before a fork."""
+    """Return the session if this process made it, and not its parent before a fork."""
     return _session if _session is not None and _session.place.pid == os.getpid() else None
 
 
 def _joined_world() -> World:
-    """Describe a group that the user made; without matching variables it counts as one host."""
+    """Describe a group that the user made; it counts as one host unless a launcher's variables match it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with contextlib.suppress(LaunchError):
         world = detect(os.environ)
@@ -292,23 +282,23 @@ def _timeout_s(timeout_s: float | None) -> float:
     return value
 
 
-def _meet(meeting: Meeting, world: World, deadline: float) -> _Place:
-    """Open the store of the meeting, or return the one that an earlier `init` opened there."""
+def _open_store(where: Meeting, world: World, deadline: float) -> _Place:
+    """Open the store at the rendezvous, or return the one that an earlier `init` opened there."""
     global _place
-    if _place is not None and (_place.meeting, _place.world, _place.pid) == (meeting, world, os.getpid()):
+    if _place is not None and (_place.rendezvous, _place.world, _place.pid) == (where, world, os.getpid()):
         return _place
     store: Store
-    if meeting.kind == "alone":
+    if where.kind == "alone":
         store = HashStore()
-    elif meeting.kind == "file":
-        store = FileStore(meeting.path, -1)  # -1: it does not remove itself; rank 0 does, at its end
-    elif meeting.kind == "mpi":
-        store = _agree_through_mpi(world, deadline)
+    elif where.kind == "file":
+        store = FileStore(where.path, -1)  # -1: the store does not remove its file; rank 0 does, at exit
+    elif where.kind == "mpi":
+        store = _store_through_mpi(world, deadline)
     else:
-        store = _tcp_store(meeting.host, meeting.port, world, deadline)
+        store = _tcp_store(where.host, where.port, world, deadline)
     if _place is None:
         atexit.register(_at_exit)
-    _place = _Place(meeting, world, store)
+    _place = _Place(where, world, store)
     return _place
 
 
@@ -320,19 +310,19 @@ def _tcp_store(host: str, port: int, world: World, deadline: float) -> Store:
 
     def connect() -> Store:
         if _agent_has_store():
-            store: Store = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
+            store: Store = next(torch_rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
             return store
         return TCPStore(host, port, world.world_size, hosting, timeout, False, True)
 
     try:
-        if not hosting:  # torch's own wait for the port ends in pages of C++ frames on the terminal
+        if not hosting:  # torch's own wait for the port prints pages of C++ frames when it fails
             await_port(host, port, deadline)
         return bounded(connect, remaining_s)
-    except TimeoutError:  # a foreign server accepts connections and never answers
+    except TimeoutError:  # another program's server accepts connections and never answers
         reason = f"does not answer as rank 0's store within {remaining_s:.0f} s"
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        if "EADDRINUSE" in reason or "address already in use" in reason.lower():
+        reason = first_line(error)
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             reason = "is in use by another program"
     raise LaunchError(
         f"rank {world.rank} of {world.world_size} cannot meet the others at {host}:{port}, which {reason}: "
@@ -340,11 +330,11 @@ def _tcp_store(host: str, port: int, world: World, deadline: float) -> Store:
     )
 
 
-def _agree_through_mpi(world: World, deadline: float) -> Store:
-    """Open a port on rank 0 and tell the others through MPI: `mpiexec` alone names no address."""
+def _store_through_mpi(world: World, deadline: float) -> Store:
+    """Open a port on rank 0 and send it to the others through MPI, since `mpiexec` gives ranks no address."""
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError(
-            "mpiexec started ranks on several hosts and gave them no address to meet at: export MASTER_ADDR "
+            "mpiexec started ranks on several hosts and gave them no address of rank 0: export MASTER_ADDR "
             "(rank 0's host) and MASTER_PORT (a free port there), or install stenograd[mpi]"
         )
     comm = importlib.import_module("mpi4py.MPI").COMM_WORLD
@@ -362,9 +352,10 @@ def _agree_through_mpi(world: World, deadline: float) -> Store:
     return store
 
 
-def _join(
+def _make_group(
     backend: str | None, store: Store, world: World, limit_s: float, device_id: torch.device | None
 ) -> None:
+    """Make torch's default process group, with gloo for CPU tensors and NCCL for CUDA tensors by default."""
     if backend is None:
         cuda = torch.cuda.is_available() and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -387,17 +378,17 @@ def _join(
         )
     except RuntimeError as error:
         raise LaunchError(
-            f"rank {world.rank} of {world.world_size} met the others but could not connect to them: "
-            f"{str(error).splitlines()[0]}; check the network, or name an interface in {GLOO_INTERFACE}"
+            f"rank {world.rank} of {world.world_size} found the others but could not connect to them: "
+            f"{first_line(error)}; check the network, or name an interface in {GLOO_INTERFACE}"
         ) from error
 
 
 def _at_exit() -> None:
-    """Leave quietly when Python exits; rank 0, or the survivors if it is lost, removes the meeting file."""
+    """Leave the group at exit; rank 0, or a survivor if rank 0 is lost, removes the rendezvous file."""
     with contextlib.suppress(Exception):
         shutdown()
     if _place is None or _place.pid != os.getpid():
         return
-    if _place.meeting.owned and (_place.world.rank == 0 or _place.rank_0_lost):
+    if _place.rendezvous.owned and (_place.world.rank == 0 or _place.rank_0_lost):
         with contextlib.suppress(OSError):
-            Path(_place.meeting.path).unlink()
+            Path(_place.rendezvous.path).unlink()

@@ -1,4 +1,4 @@
-"""Decide where the ranks of a launch meet: a file on this host, or an address and a port."""
+"""The rendezvous of a launch: a file on this host, or an address and a port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Meeting", "expand_hosts", "meeting_point"]
 
 _EXPORT = "export MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there) to all ranks"
 
-# Ports for Slurm jobs: registered range below 32768, where Linux starts to hand out ephemeral ports.
+# Ports for Slurm jobs: below 32768, where Linux begins to hand out ephemeral ports to anybody.
 _FIRST_PORT, _PORTS = 10_000, 20_000
 
 # Processes that start ranks, as /proc names them (15 characters at most).
@@ -29,14 +29,14 @@ _LAUNCHERS = frozenset(
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks meet.
+    """A rendezvous: where the ranks of a launch find each other.
 
     Attributes:
-        kind: "alone" (nobody to meet), "file", "tcp", or "mpi" (the address goes through mpi4py).
-        path: file of a "file" meeting.
-        owned: whether rank 0 removes that file at its end; false for one that `run_local` made.
-        host: rank 0's host of a "tcp" meeting.
-        port: port of a "tcp" meeting, 1 to 65535.
+        kind: "alone" (a world of one), "file", "tcp", or "mpi" (rank 0 sends its address through mpi4py).
+        path: the file, where kind is "file".
+        owned: whether rank 0 removes that file when it exits; false for one that `run_local` made.
+        host: rank 0's host, where kind is "tcp".
+        port: the port there, 1 to 65535.
     """
 
     kind: Literal["alone", "file", "tcp", "mpi"]
@@ -47,7 +47,7 @@ class Meeting:
 
 
 def meeting_point(world: World, env: Mapping[str, str]) -> Meeting:
-    """Choose the meeting point that every rank of the launch would choose as well.
+    """Choose the rendezvous; every rank of the launch chooses the same one without communicating.
 
     In this order: the file in `STENOGRAD_STORE`; nowhere, for a world of one; `MASTER_ADDR` and
     `MASTER_PORT`; for ranks on one host, a file under the temporary directory that only this user can
@@ -59,10 +59,10 @@ def meeting_point(world: World, env: Mapping[str, str]) -> Meeting:
         env: environment variables, usually `os.environ`.
 
     Returns:
-        The meeting point.
+        The rendezvous.
 
     Raises:
-        LaunchError: a variable is malformed, the directory is not private, or there is no way to tell.
+        LaunchError: a variable is malformed or missing, or the directory is not private.
     """
     if STORE_VARIABLE in env:
         return Meeting("file", path=env[STORE_VARIABLE])
@@ -148,9 +148,9 @@ def _launch_name(world: World, env: Mapping[str, str]) -> str:
 def _launcher_process(marker: str) -> str:
     """Return pid and start time of the process that started the ranks of this host.
 
-    That is the nearest ancestor called like a launcher, or without the variable that launchers give to
-    their ranks: a shell or a profiler may stand between. Hydra sets nothing that names a launch, and
-    a process number alone comes back, quickly so in containers. Where there is no /proc: the parent.
+    That is the nearest ancestor with a launcher's name, or without the variable that launchers give to their
+    ranks: a shell or a profiler may stand between. Hydra sets no variable that names a launch, and process
+    numbers are reused, quickly so in containers, hence the start time. Where there is no /proc: the parent.
     """
     pid = parent = os.getppid()
     while pid > 1:
@@ -170,7 +170,7 @@ def _launcher_process(marker: str) -> str:
 
 
 def _private_directory() -> Path:
-    """Make the directory of this user's meeting files, and check that nobody else can write there."""
+    """Make the directory of this user's rendezvous files, and check that nobody else can write there."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     directory = Path(tempfile.gettempdir()) / f"stenograd-{user}"
     directory.mkdir(mode=0o700, exist_ok=True)

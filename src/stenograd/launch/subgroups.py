@@ -1,4 +1,8 @@
-"""Process groups of Stenograd's own, so that its collectives never share a sequence with anybody else's."""
+"""Process groups of our own, so that our collectives never share a sequence with anybody else's.
+
+Two users of one group pair their messages in the order of issue, which may differ from rank to rank: with two
+models reached by one backward pass it does, and gloo then aborts the process.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,17 @@ def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
 
     `torch.distributed.new_group` cannot do this for a part of the world. Its names count the groups that a
     rank is in, so ranks that are in different numbers of groups would wait for each other under two names,
-    and a group that is made again would find the addresses of the old one. Here the name says which group it
-    was made from and the how-manieth it is.
+    and a group that is made again would find the addresses of the old one. Here the name holds the parent's
+    name and a count of the groups made from that parent.
 
     Args:
-        parent: the group that the ranks are of; None for the whole world.
-        ranks: the members, numbered in the world.
+        parent: the group that holds the ranks; None for the whole world.
+        ranks: the members, as numbered in the world.
         what: what the group is for; part of its name.
-        timeout_s: of the group's own collectives.
+        timeout_s: seconds after which a collective of the group fails.
 
     Returns:
-        The group; None where this rank is no member.
+        The group; None where this rank is not a member.
     """
     whole = parent if parent is not None else dist.distributed_c10d._get_default_group()
     counts = _made.setdefault(whole, Counter())
@@ -46,8 +50,8 @@ def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
 
 
 def leave(group: Any) -> None:
-    """Take a group apart on this rank; nothing happens if it is gone already."""
-    # The program may take the world apart at the same time, and this may run while Python collects garbage.
+    """Destroy a group on this rank; nothing happens if it is gone already."""
+    # The program may destroy the world at the same time, and this may run while Python collects garbage.
     with contextlib.suppress(ValueError, KeyError, AttributeError, RuntimeError):
         if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
@@ -57,9 +61,11 @@ def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     """Do what `new_group` does for members, under a name of our choice, with the parent's backend."""
     c10d: Any = dist.distributed_c10d
     store = c10d._get_default_store()
-    place = ranks.index(dist.get_rank())
+    number = ranks.index(dist.get_rank())
     backend, timeout = dist.get_backend(parent), timedelta(seconds=timeout_s)
-    group, _ = c10d._new_process_group_helper(len(ranks), place, ranks, backend, store, name, timeout=timeout)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), number, ranks, backend, store, name, timeout=timeout
+    )
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     # A rank that left the group at once would break the connections that others are still making.
     connected, everyone = f"{name}/connected", f"{name}/everyone"

@@ -1,4 +1,4 @@
-"""Apache SINGA's `opt` on PyTorch tensors: change the import, and train data-parallel.
+"""Apache SINGA's `opt` on PyTorch tensors, under the same names: change the import.
 
 `optimizer = DistOpt(SGD(lr=0.005, momentum=0.9))`, then `optimizer.backward_and_update(loss)` in the loop.
 """

@@ -17,14 +17,14 @@ class RMSProp(Optimizer):
     """RMSProp: `a <- rho*a + (1-rho)*g^2`, `p <- p - lr*g / sqrt(a+epsilon)`, with `g <- g + weight_decay*p`.
 
     Args:
-        lr: learning rate, >= 0. Each a number or a schedule.
-        rho: what remains of the running average in a step, in [0, 1).
+        lr: learning rate, >= 0. Each hyper-parameter is a number or a schedule.
+        rho: share of the running average that a step keeps, in [0, 1).
         epsilon: added inside the square root (PyTorch adds it outside), >= 0; 0 makes NaN of zero gradients.
         weight_decay: L2 penalty, >= 0.
-        dtype: of the state of narrower parameters.
+        dtype: type of the state tensors where the parameter's own is narrower.
 
     Raises:
-        TypeError, ConfigError: a hyper-parameter is no number or schedule, or is outside its range.
+        TypeError, ConfigError: a hyper-parameter is not a number or schedule, or is outside its range.
 
     Example:
         >>> w = torch.tensor([1.0], requires_grad=True)
@@ -48,7 +48,7 @@ class RMSProp(Optimizer):
         super().__init__({"lr": lr, "rho": rho, "epsilon": epsilon, "weight_decay": weight_decay}, dtype)
 
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
-        """Move a parameter against its gradient, scaled by the gradient's running size."""
+        """Update a parameter with its gradient, divided by the root of the running mean of its square."""
         average = slot.buffer("running_average", grad)
         average.mul_(values["rho"]).addcmul_(grad, grad, value=1 - values["rho"])
         param.addcdiv_(grad, (average + values["epsilon"]).sqrt_(), value=-values["lr"])
@@ -58,13 +58,13 @@ class AdaGrad(Optimizer):
     """AdaGrad: `h <- h + g^2`, `p <- p - lr*g / sqrt(h+epsilon)`, with `g <- g + weight_decay*p`.
 
     Args:
-        lr: learning rate, >= 0. Each a number or a schedule.
+        lr: learning rate, >= 0. Each hyper-parameter is a number or a schedule.
         epsilon: added inside the square root (PyTorch adds it outside), >= 0; 0 makes NaN of zero gradients.
         weight_decay: L2 penalty, >= 0.
-        dtype: of the state of narrower parameters.
+        dtype: type of the state tensors where the parameter's own is narrower.
 
     Raises:
-        TypeError, ConfigError: a hyper-parameter is no number or schedule, or is outside its range.
+        TypeError, ConfigError: a hyper-parameter is not a number or schedule, or is outside its range.
 
     Example:
         >>> w = torch.tensor([1.0], requires_grad=True)
@@ -87,7 +87,7 @@ class AdaGrad(Optimizer):
         super().__init__({"lr": lr, "epsilon": epsilon, "weight_decay": weight_decay}, dtype)
 
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
-        """Move a parameter against its gradient, scaled by the size of all gradients so far."""
+        """Update a parameter with its gradient, divided by the root of the sum of all squares so far."""
         history = slot.buffer("history", grad).addcmul_(grad, grad)
         param.addcdiv_(grad, (history + values["epsilon"]).sqrt_(), value=-values["lr"])
 
@@ -95,20 +95,21 @@ class AdaGrad(Optimizer):
 class Adam(Optimizer):
     """Adam: `p <- p - lr*mhat / (sqrt(vhat)+epsilon)`, with `g <- g + weight_decay*p`.
 
-    The averages are `m <- beta_1*m + (1-beta_1)*g` and `v <- beta_2*v + (1-beta_2)*g^2`, without their bias
-    `mhat = m/(1-beta_1^t)` and `vhat = v/(1-beta_2^t)`. As in SINGA, t is the number of the optimizer's step,
-    from 1; PyTorch counts each parameter's own updates.
+    The averages are `m <- beta_1*m + (1-beta_1)*g` and `v <- beta_2*v + (1-beta_2)*g^2`; corrected for their
+    bias, `mhat = m/(1-beta_1^t)` and `vhat = v/(1-beta_2^t)`. As in SINGA, t is the number of the optimizer's
+    step, from 1; PyTorch counts each parameter's own updates.
 
     Args:
-        lr: learning rate, >= 0; SINGA's default, a hundred times PyTorch's. Each a number or a schedule.
-        beta_1: what remains of m in a step, in [0, 1).
-        beta_2: what remains of v in a step, in [0, 1).
+        lr: learning rate, >= 0; SINGA's default is a hundred times PyTorch's. Each hyper-parameter is a
+            number or a schedule.
+        beta_1: share of m that a step keeps, in [0, 1).
+        beta_2: share of v that a step keeps, in [0, 1).
         epsilon: added to the root, >= 0; 0 makes NaN of zero gradients.
         weight_decay: L2 penalty, >= 0.
-        dtype: of the state of narrower parameters.
+        dtype: type of the state tensors where the parameter's own is narrower.
 
     Raises:
-        TypeError, ConfigError: a hyper-parameter is no number or schedule, or is outside its range.
+        TypeError, ConfigError: a hyper-parameter is not a number or schedule, or is outside its range.
 
     Example:
         >>> w = torch.tensor([1.0], requires_grad=True)
@@ -134,7 +135,7 @@ class Adam(Optimizer):
         super().__init__({"lr": lr, **betas, "epsilon": epsilon, "weight_decay": weight_decay}, dtype)
 
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
-        """Move a parameter against the mean of its gradients, scaled by their size."""
+        """Update a parameter with its gradients' mean, divided by the root of their mean square."""
         t, beta_1, beta_2 = self.step_counter + 1, values["beta_1"], values["beta_2"]
         m = slot.buffer("m", grad).lerp_(grad, 1 - beta_1)
         v = slot.buffer("v", grad).mul_(beta_2).addcmul_(grad, grad, value=1 - beta_2)

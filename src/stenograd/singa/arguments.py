@@ -1,4 +1,4 @@
-"""Checks of what users pass to an optimizer."""
+"""Checks of the arguments that users pass to an optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_devices(tensors: Iterable[Tensor]) -> None:
     """Check that tensors lie on one device.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they lie on several.
     """
     devices = {str(tensor.device) for tensor in tensors}
     if len(devices) > 1:
@@ -24,7 +24,7 @@ def check_devices(tensors: Iterable[Tensor]) -> None:
 
 
 def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Check that a gradient fits its parameter and is of a kind that optimizers work with.
+    """Check that a gradient has its parameter's shape, and is dense and real.
 
     Raises:
         TensorTypeError: the gradient is sparse, complex or an integer.
@@ -41,10 +41,10 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def check_states(states: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Check that saved states are of an optimizer that keeps `names`, and return their step counter.
+    """Check that saved states come from an optimizer with state tensors `names`; return their step counter.
 
     Raises:
-        ConfigError: they are of another kind of optimizer, or damaged.
+        ConfigError: they come from another kind of optimizer, or are damaged.
     """
     expected = {"step_counter", *names}
     if not isinstance(states, Mapping) or "step_counter" not in states or not expected.issuperset(states):

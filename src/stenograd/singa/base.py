@@ -1,4 +1,4 @@
-"""The base of SINGA's optimizers: it finds parameters from the loss and keeps their state."""
+"""The base class of SINGA's optimizers: finds parameters in the loss's graph, and keeps their state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ File = str | os.PathLike[str] | IO[bytes]
 
 
 class Optimizer:
-    """Base of the optimizers; takes no parameters, because `optimizer(loss)` finds them in the loss's graph.
+    """Base of SINGA's optimizers; takes no parameters: `optimizer(loss)` finds them in the loss's graph.
 
-    Each update is `p <- change(p, g + weight_decay * p)`. Subclasses write `change`, or `apply` as in SINGA.
+    Each update is `p <- change(p, g + weight_decay * p)`. Subclasses define `change`, or `apply` as in SINGA.
 
     Args:
         config: the hyper-parameters by name, each a number or a schedule; or the learning rate alone.
@@ -32,10 +32,10 @@ class Optimizer:
         lr: the learning rate, where it is given by name.
 
     Raises:
-        TypeError, ConfigError: a hyper-parameter is no number or schedule, or is outside its range.
+        TypeError, ConfigError: a hyper-parameter is not a number or schedule, or is outside its range.
 
-    Departs from SINGA: `register`, `load` and `save` work; states are complete, and can be set before the
-    first update; gradients are left unchanged; tensors on wrong devices are an error instead of being moved.
+    Departs from SINGA: `register`, `load` and `save` work; states are complete, and can be loaded before the
+    first update; gradients are left unchanged; tensors on the wrong device are an error and are not moved.
 
     Example:
         >>> class SignDescent(Optimizer):
@@ -47,7 +47,7 @@ class Optimizer:
         [0.5, -0.5]
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ()  # of the tensors that `change` keeps for each parameter
+    state_names: ClassVar[tuple[str, ...]] = ()  # names of the tensors that `change` keeps for each parameter
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Optimizer:
         self(loss)
 
     def call(self, loss: Tensor) -> None:
-        """Compute fresh gradients of all parameters of the loss, then update each; do not count the step."""
+        """Compute new gradients of all parameters of the loss, and update each; the step is not counted."""
         parameters: list[Tensor] = []
         backward(loss, parameters.append, self._walker)
         with torch.no_grad():
@@ -95,7 +95,7 @@ class Optimizer:
                     self.update(parameter, parameter.grad)
 
     def update(self, param: Tensor, grad: Tensor) -> None:
-        """Update a parameter with a gradient: `apply` under the name that it has."""
+        """Update a parameter with a gradient: calls `apply` with the parameter's name."""
         self.apply(self._slots.name_of(param) or id(param), param, grad)
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ class Optimizer:
         """Update a parameter in place.
 
         Args:
-            param_name: its state's key; None or a number for a nameless parameter, known by its tensor.
+            param_name: key of its state; None or a number for a parameter without a name.
             param_value: the parameter.
             param_grad: its gradient, of the same shape and device; it is not changed.
 
@@ -120,18 +120,18 @@ class Optimizer:
         self.change(param_value, grad, slot, values)
 
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
-        """Change a parameter in place; what a subclass defines.
+        """Change a parameter in place; subclasses define this.
 
         Args:
             param: the parameter.
-            grad: its gradient with decay, at least as wide as `dtype`; not to be changed.
+            grad: its gradient with weight decay, at least as wide as `dtype`; must not be changed.
             slot: the parameter's state; `slot.buffer(name, grad)` is a state tensor.
             values: its hyper-parameters at this step.
         """
         raise NotImplementedError(f"{type(self).__name__} must define change or apply")
 
     def step(self) -> None:
-        """Count a step, and let the schedules follow: update number t, from 0, used their values at t."""
+        """Count a step and advance the schedules; update number t, from 0, used their values at t."""
         self.step_counter += 1
         self._refresh()
 
@@ -142,10 +142,10 @@ class Optimizer:
 
         Args:
             param_group: `tensor`, `model.head.parameters()`, `model.named_parameters()`, ...
-            config: what differs from the optimizer's own; may be empty.
+            config: the settings that differ from the optimizer's; may be empty.
 
         Raises:
-            TypeError, ConfigError: a wrong member or setting, or a parameter that is registered already.
+            TypeError, ConfigError: a member or setting is wrong, or a parameter is already registered.
         """
         if unknown := sorted(set(config) - set(self.config)):
             raise bad_value("config", f"must have keys of {sorted(self.config)}", unknown, "rename them")
@@ -156,14 +156,14 @@ class Optimizer:
         self._refresh()
 
     def get_states(self) -> dict[str, Any]:
-        """Return copies: the step counter, and the state tensors by kind and parameter's name or number."""
+        """Return copies of the step counter and the state tensors, by kind and parameter's name or number."""
         return {"step_counter": self.step_counter, **self._slots.export(self.state_names)}
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Go back to a state of `get_states`; before the first update too, in a new process.
+        """Continue from what `get_states` returned, also in a new process before the first update.
 
         Raises:
-            ConfigError: the state is not one of this kind of optimizer.
+            ConfigError: the states come from another kind of optimizer.
         """
         counter = check_states(states, self.state_names)
         self._slots.restore({name: states[name] for name in self.state_names if name in states})
@@ -175,25 +175,27 @@ class Optimizer:
         torch.save(self.get_states(), file)
 
     def load(self, file: File) -> None:
-        """Read back what `save` wrote; tensors and plain values only, so that no file can run code.
+        """Load what `save` wrote; only tensors and plain values are read, so a file cannot run code.
 
         Raises:
             CheckpointError: the file is missing, damaged, or of another optimizer.
         """
         try:
             self.set_states(torch.load(file, map_location="cpu", weights_only=True))
-        except Exception as cause:  # torch.load raises a dozen types for what is no checkpoint
-            raise CheckpointError(f"{file}: cannot be loaded ({cause}): use a file of save()") from cause
+        except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
+            raise CheckpointError(
+                f"{file}: cannot be loaded ({cause}): give a file that save() wrote"
+            ) from cause
 
     def device_check(self, *tensors: Tensor) -> None:
         """Raise a ConfigError unless the tensors lie on one device."""
         check_devices(tensors)
 
     def _check(self, config: Mapping[str, DecayScheduler]) -> None:
-        """Check what hyper-parameters must fulfil together."""
+        """Check rules that hold between hyper-parameters; subclasses define them."""
 
     def _refresh(self) -> None:
-        """Take all schedules' values at the current step."""
+        """Evaluate all schedules at the present step."""
         self._values = values_at(self.step_counter, self.config)
         for slot in self._slots:
             slot.values = values_at(self.step_counter, slot.overrides or {})

@@ -23,32 +23,33 @@ _FORMAT = 1  # of get_states(); a reader refuses others
 class DistOpt(Training):
     """Wraps an optimizer for data-parallel training: each `backward_and_...` call is one step.
 
-    Gradients travel in groups, while backward goes on: a tensor of more than `threshold` elements alone, the
-    others together, as soon as they hold more than `threshold`. Then each parameter is updated with its
-    averaged gradient, in backward order. A step whose gradients are not finite on some rank changes no
-    parameter on any (`skipped` counts these).
+    Gradients travel in groups, while backward goes on: a tensor of more than `threshold` elements travels
+    alone, the others together as soon as they hold more than `threshold`. Then each parameter is updated with
+    its averaged gradient, in backward order. If gradients are not finite on some rank, the step changes no
+    parameter on any rank, and `skipped` counts it.
 
     Args:
         opt: an optimizer of `stenograd.singa` or of `torch.optim`; None makes a new `SGD()`.
         nccl_id: the `NcclIdHolder` that the parent process made; None under mpiexec, torchrun, srun or alone.
-        local_rank: with nccl_id: this process among its children, in [0, world_size).
-        world_size: with nccl_id: the number of children, at least 1.
-        buffSize: taken for compatibility, and not needed: buffers are as large as what is sent.
+        local_rank: with nccl_id, this process's number among the parent's children, in [0, world_size).
+        world_size: with nccl_id, the number of children, at least 1.
+        buffSize: accepted for compatibility and ignored: buffers are as large as what is sent.
         timeout_s: seconds after which a silent peer is an error, above 0.
         gpu_num: older name of local_rank.
         gpu_per_node: older name of world_size; so is num_gpus.
-        num_gpus: see there.
+        num_gpus: see gpu_per_node.
 
     Attributes:
-        world_size, local_rank, global_rank: where this process is (older: `rank_in_local`, `rank_in_global`).
-        traffic: this rank's bytes.
+        world_size, local_rank, global_rank: number of ranks, and this process's rank on its host and in all
+            (older: `rank_in_local`, `rank_in_global`).
+        traffic: bytes, collectives and seconds waited of this rank.
         partial: number of the partition that `backward_and_partial_update` averaged last; 0 after a cycle.
-        skipped: number of steps that changed nothing, because gradients were not finite.
+        skipped: number of steps that changed nothing because gradients were not finite.
 
     Raises:
-        ConfigError: a rank, a size or buffSize is out of range, or not what the launcher says.
+        ConfigError: a rank, a size or buffSize is out of range, or contradicts the launcher.
         LaunchError: the ranks did not find each other.
-        TypeError: opt is no optimizer, or nccl_id no token.
+        TypeError: opt is not an optimizer, or nccl_id is not an `NcclIdHolder`.
 
     Example:
         >>> from stenograd.singa import SGD
@@ -72,7 +73,7 @@ class DistOpt(Training):
         gpu_per_node: int | None = None,
         num_gpus: int | None = None,
     ) -> None:
-        chosen = inner(opt)
+        chosen = inner(opt)  # None makes a new SGD(); SINGA's default argument is one SGD() for all instances
         if not isinstance(buffSize, int) or buffSize < 1:
             raise bad_value("buffSize", "must be a whole number of at least 1", buffSize, "leave it out")
         rank = _one("local_rank", local_rank, gpu_num)
@@ -84,23 +85,23 @@ class DistOpt(Training):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step; of the first parameter group of a PyTorch optimizer."""
+        """The learning rate of the next step; with a PyTorch optimizer, that of its first parameter group."""
         return self._inner.lr_value
 
     @property
     def sparsInit(self) -> bool:
-        """Whether there are accumulations."""
+        """Whether any step has accumulated what it did not send."""
         return self._gradients.corrected
 
     @property
     def gradAccumulation(self) -> list[Tensor]:
-        """Copies of what is accumulated, flat, by group in the order of the last corrected step."""
+        """Copies of the accumulations, flat, one per group in the order of the last corrected step."""
         return self._gradients.accumulations()
 
     def register(
         self, param_group: Tensor | Iterable[Tensor | tuple[str, Tensor]], config: Mapping[str, Setting]
     ) -> None:
-        """Name parameters (`register(model.named_parameters(), {})`), and give them settings of their own.
+        """Give parameters names (`register(model.named_parameters(), {})`) and settings of their own.
 
         Args:
             param_group: as in `Optimizer.register`.
@@ -118,17 +119,17 @@ class DistOpt(Training):
             self._gradients.name(parameter, name)
 
     def get_states(self) -> dict[str, Any]:
-        """Return a copy of all that decides this rank's next steps; save it on every rank."""
+        """Return copies of all that decides this rank's next steps; save them on every rank."""
         counters = {"partial": self.partial, "skipped": self.skipped}
         states = {"optimizer": self._inner.get_states(), **self._gradients.state()}
         return {**self._identity(), **counters, **states}
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Go back to a state of `get_states`; in a new process too, before or after its first step.
+        """Continue from what `get_states` returned, also in a new process, before or after its first step.
 
         Raises:
-            CheckpointError: it is of another format, rank, world size or model.
-            ConfigError: it is of another kind of optimizer.
+            CheckpointError: the states are of another format, rank, world size or model.
+            ConfigError: they come from another kind of optimizer.
         """
         for key, wanted in self._identity().items():
             if states.get(key) != wanted:
@@ -142,22 +143,24 @@ class DistOpt(Training):
         self.partial, self.skipped = int(states["partial"]), int(states["skipped"])
 
     def save(self, file: File) -> None:
-        """Write `get_states()` to a path or a binary file, one for each rank."""
+        """Write `get_states()` to a path or a binary file; each rank writes its own."""
         torch.save(self.get_states(), file)
 
     def load(self, file: File) -> None:
-        """Read back what `save` wrote.
+        """Load what `save` wrote.
 
         Raises:
             CheckpointError: the file is missing, damaged, or of another run.
         """
         try:
             self.set_states(torch.load(file, map_location="cpu", weights_only=True))
-        except Exception as cause:  # torch.load raises a dozen types for what is no checkpoint
-            raise CheckpointError(f"{file}: cannot be loaded ({cause}): use a file of save()") from cause
+        except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
+            raise CheckpointError(
+                f"{file}: cannot be loaded ({cause}): give a file that save() wrote"
+            ) from cause
 
     def close(self) -> None:
-        """Stop the thread that communicates; safe to call twice."""
+        """Stop the thread that communicates; a second call does nothing."""
         self._gradients.close()
 
     def _identity(self) -> dict[str, Any]:
@@ -165,7 +168,7 @@ class DistOpt(Training):
 
 
 def _one(name: str, *given: int | None) -> int | None:
-    """Return the value that was given under one of the names, of which more than one must agree."""
+    """Return the value given under any of an argument's names; values given under several must be equal."""
     values = [value for value in given if value is not None]
     if any(value != values[0] for value in values):
         raise ConfigError(f"{name} and its older name must be equal, got {values}: give one of them")

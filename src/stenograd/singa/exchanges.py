@@ -1,4 +1,4 @@
-"""Gradients on their way: any method in any step, with residuals that stay with their parameters."""
+"""Average gradients with any method in any step; residuals stay with their parameters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _States = dict[str, dict[str, Tensor]]
 
 
 class Exchanges:
-    """Runs one `TensorExchange` at a time, and a new one when a step asks for another method.
+    """Runs one `TensorExchange` at a time, and makes a new one when a step asks for another method.
 
-    Residuals of parameters that a step does not use, or that a method without error feedback leaves alone,
-    rest by parameter name until a step uses them again.
+    Residuals of parameters that a step does not use, and all residuals while a method has no error feedback,
+    are kept by parameter name until a step uses them again.
 
     Args:
         driver: the way to the other ranks.
@@ -40,7 +40,7 @@ class Exchanges:
 
     @property
     def resting(self) -> bool:
-        """Whether residuals wait for their parameters."""
+        """Whether residuals are kept that the running exchanger does not have."""
         return bool(self._resting)
 
     def begin(self, how: Method, known: Collection[str]) -> None:
@@ -48,7 +48,7 @@ class Exchanges:
 
         Args:
             how: the method by which this step's gradients travel.
-            known: names of the parameters that this step will use, as far as they have names yet.
+            known: names of the parameters that this step will use, as far as they have names.
 
         Raises:
             StenogradError: an error interrupted the last step while other ranks may have gone on.
@@ -70,7 +70,7 @@ class Exchanges:
         self._laid_out_anew = False
 
     def submit(self, group: Group, tensors: list[Tensor]) -> None:
-        """Send the next group; returns at once."""
+        """Start averaging the next group; returns at once."""
         running = self._running()
         self._under_way = True
         first = tensors[0]
@@ -84,13 +84,13 @@ class Exchanges:
         self._groups.append(group)
 
     def finish(self) -> tuple[dict[str, Tensor], bool]:
-        """Wait for the step's end.
+        """Wait until all groups of the step are averaged.
 
         Returns:
             The averages by parameter name, in memory that the next step reuses, and whether they are finite.
         """
         running = self._running()
-        if self._laid_out_anew:  # the exchanger forgets parameters that are in no bucket at the step's end
+        if self._laid_out_anew:  # when the step ends, the exchanger forgets parameters that are in no bucket
             placed = {name for bucket in running.buckets for name in bucket.names}
             states = running.state_dict()["parameters"]
             self._resting |= {name: state for name, state in states.items() if state and name not in placed}
@@ -110,7 +110,7 @@ class Exchanges:
         return kept | {name: state for name, state in states.items() if state}
 
     def load(self, residuals: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Forget all residuals and take these."""
+        """Replace all residuals by these."""
         self.close()
         self._resting = {name: {k: t.clone() for k, t in s.items()} for name, s in residuals.items()}
 

@@ -1,4 +1,4 @@
-"""SINGA's fusion rule: which tensors travel together."""
+"""SINGA's fusion rule: which tensors travel as one group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stenograd.errors import bad_value
 
 __all__ = ["DEFAULT_THRESHOLD", "Fusion", "Group"]
 
-DEFAULT_THRESHOLD = 2_097_152  # elements
+DEFAULT_THRESHOLD = 2_097_152  # elements; SINGA's default
 
 Group: TypeAlias = list[str]
 
@@ -19,8 +19,8 @@ Group: TypeAlias = list[str]
 class Fusion:
     """Cuts a stream of tensors into groups, in backward order.
 
-    A tensor with more than `threshold` elements is a group by itself, and leaves the open group open. Others
-    join the open group, which is complete as soon as it holds more than `threshold` elements. So a group of
+    A tensor with more than `threshold` elements is a group of its own, and the open group stays open. Other
+    tensors join the open group, which is complete when it holds more than `threshold` elements; so a group of
     several has at most `2 threshold` elements. Tensors of different type or device never share a group.
 
     Args:
@@ -45,7 +45,7 @@ class Fusion:
         self._open: dict[tuple[torch.dtype, torch.device], tuple[Group, int]] = {}
 
     def add(self, name: str, tensor: Tensor) -> Group | None:
-        """Take the next tensor; return the names of the group that it completes, if it does."""
+        """Add the next tensor; return the names of the group that it completes, or None."""
         if tensor.numel() > self.threshold:
             return [name]
         kind = (tensor.dtype, tensor.device)
@@ -57,7 +57,7 @@ class Fusion:
         return None
 
     def rest(self) -> list[Group]:
-        """Return what is still open, and start anew."""
+        """Return the groups that are still open, and close them."""
         groups = [group for group, _ in self._open.values()]
         self._open = {}
         return groups

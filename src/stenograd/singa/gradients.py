@@ -1,4 +1,4 @@
-"""From a loss to gradients in backward order, averaged on their way or left as they are."""
+"""Compute gradients of a loss in backward order, and average them while backward goes on."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """Runs backward passes; knows the parameters by name and keeps their residuals.
+    """Runs backward passes, and keeps parameters and their residuals by name.
 
-    A parameter without a name of its own is called by its number, in the order first seen: backward order.
+    A parameter without a given name is called by its number in the order first seen, which is backward order.
 
     Args:
         driver: the way to the other ranks.
@@ -41,7 +41,7 @@ class Gradients:
         self._compared = False
 
     def name(self, parameter: Tensor, name: str | None = None) -> str:
-        """Return a parameter's name; a new one gets the name given, or its number.
+        """Return a parameter's name; a new parameter gets the given name, or its number.
 
         Raises:
             CheckpointError: state was loaded for a parameter of this name and another shape.
@@ -69,10 +69,10 @@ class Gradients:
             how: the method by which gradients travel.
 
         Returns:
-            The parameters in backward order, their `grad` the average; and whether all are finite.
+            The parameters in backward order, with averages in `grad`; and whether all averages are finite.
         """
         fusion = Fusion(threshold)
-        self._meet(loss, threshold, how)
+        self._compare_ranks(loss, threshold, how)
         self._exchanges.begin(how, self._known(loss))
         walked: list[Tensor] = []
         groups: list[Group] = []
@@ -98,16 +98,16 @@ class Gradients:
         return walked, finite
 
     def local(self, loss: Tensor, threshold: int) -> tuple[list[Tensor], list[Group]]:
-        """Run backward alone; return the parameters in backward order and their groups by the fusion rule."""
+        """Run backward without averaging; return the parameters in backward order, and their groups."""
         fusion = Fusion(threshold)
-        self._meet(loss, threshold, None)
+        self._compare_ranks(loss, threshold, None)
         walked: list[Tensor] = []
         backward(loss, walked.append, self._walker)
         groups = [fusion.add(self.name(p), p) for p in walked]
         return walked, [group for group in groups if group] + fusion.rest()
 
     def accumulations(self) -> list[Tensor]:
-        """Return a copy of each unit's residual, flat, in the order of the last corrected step."""
+        """Return copies of the residuals, flat, one per group in the order of the last corrected step."""
         states = self._exchanges.residuals()
         return [torch.cat([states[name]["residual"].reshape(-1) for name in unit]) for unit in self.units]
 
@@ -134,7 +134,7 @@ class Gradients:
                 )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take a saved `state()`, also before any parameter was seen."""
+        """Load a saved `state()`, also before any parameter was seen."""
         self._expected = {name: tuple(shape) for name, shape in state["parameters"].items()}
         self._exchanges.load(state["residuals"])
         self.units = [list(unit) for unit in state["units"]]
@@ -145,11 +145,11 @@ class Gradients:
         self._exchanges.close()
 
     def _known(self, loss: Tensor) -> Sequence[str]:
-        """Return the names of the loss's parameters where that matters: when residuals rest."""
+        """Return the names of the loss's parameters, or none while no residuals are kept for later."""
         return [self.name(p) for p in parameters_of(loss)] if self._exchanges.resting else []
 
-    def _meet(self, loss: Tensor, threshold: int, how: Method | None) -> None:
-        """Before the first step, check that all ranks are about to do the same."""
+    def _compare_ranks(self, loss: Tensor, threshold: int, how: Method | None) -> None:
+        """Check, before the first step, that all ranks have the same parameters, mode and threshold."""
         if self._compared:
             return
         parameters = parameters_of(loss)
@@ -160,7 +160,7 @@ class Gradients:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient, dense and real."""
+    """Return a parameter's gradient; refuse one that is missing, sparse or not real."""
     grad = parameter.grad
     if grad is None or grad.layout is not torch.strided or not grad.is_floating_point():
         kind = "none" if grad is None else f"{grad.dtype}, {grad.layout}"

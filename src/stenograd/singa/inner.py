@@ -1,4 +1,4 @@
-"""The optimizer inside a `DistOpt`: one of SINGA's, or PyTorch's behind the same few methods."""
+"""The optimizer inside a `DistOpt`: one of SINGA's, or one of PyTorch's with the same few methods."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ __all__ = ["Inner", "TorchOptimizer", "inner"]
 
 
 class Inner(Protocol):
-    """What a `DistOpt` asks of its optimizer."""
+    """The methods that a `DistOpt` calls on its optimizer."""
 
     @property
     def lr_value(self) -> float:
         """The learning rate of the next update."""
 
     def update(self, param: Tensor, grad: Tensor) -> None:
-        """Update a parameter with a gradient, now or in `step`."""
+        """Update a parameter with a gradient, at once or in `step`."""
 
     def step(self) -> None:
         """Count a step."""
 
     def get_states(self) -> dict[str, Any]:
-        """Return the whole state."""
+        """Return copies of the whole state."""
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Go back to a state."""
+        """Continue from a state that `get_states` returned."""
 
 
 class TorchOptimizer:
-    """A PyTorch optimizer as SINGA sees one: `update` hands it a gradient, `step` lets it move.
+    """A PyTorch optimizer with SINGA's methods: `update` sets a gradient, `step` updates all parameters.
 
     Args:
-        optimizer: it moves the parameters that it holds; others are left alone.
+        optimizer: updates the parameters that it holds; others stay as they are.
 
     Example:
         >>> w = torch.ones(1, requires_grad=True)
@@ -63,7 +63,7 @@ class TorchOptimizer:
         param.grad = grad
 
     def step(self) -> None:
-        """Move all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         self.optimizer.step()
 
     def get_states(self) -> dict[str, Any]:
@@ -76,10 +76,10 @@ class TorchOptimizer:
 
 
 def inner(optimizer: Any) -> Inner:
-    """Return what stands for an optimizer; None for a fresh `SGD()`.
+    """Return an optimizer with the methods of `Inner`; for None a new `SGD()`.
 
     Raises:
-        TypeError: it is neither SINGA's nor PyTorch's.
+        TypeError: optimizer is neither SINGA's nor PyTorch's.
     """
     if optimizer is None:
         return SGD()

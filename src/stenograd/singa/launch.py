@@ -1,4 +1,4 @@
-"""Where ranks come from: a token passed to `multiprocessing` children, or the launcher's variables."""
+"""Join the ranks: through a token passed to `multiprocessing` children, or the launcher's variables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from stenograd.launch.process_group import join as join_ranks
 
 __all__ = ["NcclIdHolder", "join"]
 
-_AFTER_CHILDREN = -10  # at exit, multiprocessing runs finalizers below 0 only when it has joined the children
+_AFTER_CHILDREN = -10  # at exit multiprocessing joins the children before finalizers of priority below 0
 
 
 class NcclIdHolder:
-    """A token that lets the processes that hold it meet; make one for each launch, in the parent.
+    """A token for the rendezvous of a parent's children; make one per launch, in the parent.
 
     It names a private file on this host, so no port is needed and nobody else can join. It can be pickled,
-    and serves gloo and NCCL alike. The file goes when the process that made the token exits.
+    and works with gloo and NCCL alike. The file is removed when the process that made the token exits.
 
     Example:
         >>> import pickle
@@ -40,10 +40,10 @@ class NcclIdHolder:
         Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=_AFTER_CHILDREN)
 
     def claim(self, rank: int) -> None:
-        """Take a rank for this process.
+        """Claim a rank for this process.
 
         Raises:
-            LaunchError: another process has it, or the process that made the token has exited.
+            LaunchError: another process has claimed it, or the process that made the token has exited.
         """
         mark = Path(f"{self.path}-rank-{rank}")
         try:
@@ -62,35 +62,36 @@ class NcclIdHolder:
 
 
 def join(token: Any, local_rank: int | None, world_size: int | None, timeout_s: float) -> World:
-    """Join the process group, and say which rank this process is.
+    """Join the process group, and return which rank this process is.
 
     Args:
-        token: an `NcclIdHolder`, or None to ask the launcher (mpiexec, torchrun, srun; or this process is
-            alone).
-        local_rank: this process among those of the token, in [0, world_size); otherwise None, or what the
-            launcher says.
-        world_size: number of processes, at least 1; otherwise None, or what the launcher says.
+        token: an `NcclIdHolder`; None to read the launcher's variables (mpiexec, torchrun, srun, or none: a
+            world of one).
+        local_rank: with a token, this process's number among its holders, in [0, world_size); without, None
+            or the launcher's value.
+        world_size: with a token, the number of its holders, at least 1; without, None or the launcher's
+            value.
         timeout_s: seconds to wait for the others, above 0.
 
     Raises:
-        ConfigError: a rank or size is missing, out of range, or not what the launcher says.
-        LaunchError: ranks did not come, or two processes claim one.
+        ConfigError: a rank or size is missing, out of range, or contradicts the launcher.
+        LaunchError: ranks did not come, or two processes claim the same one.
     """
     if token is None:
         world = join_ranks(timeout_s=timeout_s)
     elif isinstance(token, NcclIdHolder):
-        world = _meet(token, *_checked(local_rank, world_size), timeout_s)
+        world = _join_with_token(token, *_checked(local_rank, world_size), timeout_s)
     else:
         raise TypeError(f"nccl_id must be an NcclIdHolder or None, got {token!r}: make one in the parent")
-    _agree("local_rank", local_rank, world.local_rank, world)
-    _agree("world_size", world_size, world.world_size, world)
+    _check_equal("local_rank", local_rank, world.local_rank, world)
+    _check_equal("world_size", world_size, world.world_size, world)
     return world
 
 
-def _meet(token: NcclIdHolder, rank: int, size: int, timeout_s: float) -> World:
+def _join_with_token(token: NcclIdHolder, rank: int, size: int, timeout_s: float) -> World:
     token.claim(rank)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    with _environment({STORE_VARIABLE: token.path} | {key: str(value) for key, value in place.items()}):
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with _environment({STORE_VARIABLE: token.path} | {key: str(value) for key, value in numbers.items()}):
         world = init(timeout_s=timeout_s)
     Finalize(None, shutdown, exitpriority=0)  # children of multiprocessing run no atexit functions
     return world
@@ -110,7 +111,7 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _agree(name: str, given: int | None, found: int, world: World) -> None:
+def _check_equal(name: str, given: int | None, found: int, world: World) -> None:
     if given is not None and given != found:
         rule = f"must be {found}, as {world.launcher} started rank {world.rank} of {world.world_size}"
         raise bad_value(name, rule, given, "leave it out, or pass an NcclIdHolder", ConfigError)
@@ -118,7 +119,7 @@ def _agree(name: str, given: int | None, found: int, world: World) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a while."""
+    """Set environment variables for the duration of the block."""
     before = {key: os.environ.get(key) for key in variables}
     os.environ.update(variables)
     try:

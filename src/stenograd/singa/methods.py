@@ -1,4 +1,4 @@
-"""What SINGA's modes are called among Stenograd's methods."""
+"""The method that stands for each of SINGA's modes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ __all__ = ["plain", "rounded", "sparse"]
 
 
 def plain() -> Method:
-    """Every element in its own precision."""
+    """Return the method of `backward_and_update`: every element in its own precision."""
     return Method(compressor=Identity())
 
 
 def rounded(clip: float | None = None) -> Method:
-    """Every element in float16, divided before summing; clip is the largest magnitude, None for any.
+    """Return the method of `backward_and_update_half`: every element in float16.
+
+    Values are clamped to [-clip, clip], unless clip is None, and divided by the world size before they are
+    summed; SINGA sums first, which overflows beyond 65,504.
 
     Raises:
         ConfigError: clip is not positive and finite.
@@ -32,7 +35,9 @@ def rounded(clip: float | None = None) -> Method:
 
 
 def sparse(spars: float, topK: bool, corr: bool) -> Method:
-    """Few elements: the share `spars` of the largest, or all of at least `spars`; corrected if corr.
+    """Return the method of `backward_and_sparse_update`: few elements, with error feedback if corr.
+
+    With topK it sends the share `spars` of the largest elements, otherwise those of at least `spars`.
 
     Raises:
         ConfigError: spars is outside (0, 1] for top-k, or not positive and finite for a threshold.
@@ -46,6 +51,8 @@ def sparse(spars: float, topK: bool, corr: bool) -> Method:
     if not (spars > 0 and math.isfinite(spars)):
         advice = "give a typical gradient magnitude, such as 0.001"
         raise bad_value("spars", "must be positive and finite", spars, advice)
+    # float30 is exact: 38.6 bits per element at 1 %, index included, where SINGA sends 64. And one all-gather
+    # sends each rank's own top elements on any number of ranks, as SINGA does.
     codec = (
         TopK(ratio=float(spars), values="float30", reduce="gather") if topK else Threshold(value=float(spars))
     )

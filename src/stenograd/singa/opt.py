@@ -1,4 +1,4 @@
-"""SINGA's module `opt`: write `from stenograd.singa import opt` for `from singa import opt`."""
+"""SINGA's module `opt`: write `from stenograd.singa import opt` instead of `from singa import opt`."""
 
 from __future__ import annotations
 

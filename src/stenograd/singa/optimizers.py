@@ -23,19 +23,19 @@ class SGD(Optimizer):
     `v = g`, undampened.
 
     Args:
-        lr: learning rate, >= 0. Each a number or a schedule.
+        lr: learning rate, >= 0. Each hyper-parameter is a number or a schedule.
         momentum: factor of the velocity, >= 0.
-        dampening: of what enters the velocity; 0 for none.
+        dampening: share of the gradient that does not enter the velocity; 0 for none.
         weight_decay: L2 penalty, >= 0.
         nesterov: whether to look ahead; needs momentum > 0 and dampening 0.
-        dtype: of the state of narrower parameters.
+        dtype: type of the state tensors where the parameter's own is narrower.
 
     Raises:
-        TypeError, ConfigError: a hyper-parameter is no number or schedule, or is outside its range.
+        TypeError, ConfigError: a hyper-parameter is not a number or schedule, or is outside its range.
         ConfigError: nesterov without momentum, or with dampening.
 
-    Departs from SINGA: its latest version dampens the first gradient too; its documents and PyTorch do not.
-    Momentum is off if it is the constant 0, not if a schedule starts at 0.
+    Departs from SINGA's latest version, which dampens the first gradient too; its documents and PyTorch do
+    not. Momentum is off if it is the constant 0, not if a schedule starts at 0.
 
     Example:
         >>> w = torch.tensor([1.0], requires_grad=True)
@@ -73,7 +73,7 @@ class SGD(Optimizer):
             )
 
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
-        """Move a parameter against its velocity."""
+        """Update a parameter with its velocity."""
         schedule = (slot.overrides or {}).get("momentum", self.config["momentum"])
         if not (isinstance(schedule, Constant) and schedule.init_value == 0):
             if "moments" in slot.state:

@@ -1,4 +1,4 @@
-"""SINGA's collectives: each replaces tensors, in place, by their sum over the ranks."""
+"""SINGA's collectives: each replaces tensors in place by their sum over the ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ __all__ = ["Primitives"]
 
 
 class Primitives:
-    """Sums over the ranks, complete when the call returns.
+    """Sums tensors over the ranks; each sum is complete when the call returns.
 
-    Tensors are contiguous, real, on the CPU or on this rank's CUDA device, and equally large on all ranks. A
-    sum is the world size times Stenograd's average, which divides first: it cannot overflow on the way.
+    Tensors must be contiguous, real, on the CPU or on this rank's CUDA device, and equally large on all
+    ranks. A sum is the world size times Stenograd's average, which divides first and so cannot overflow on
+    the way.
 
     Args:
         driver: the way to the other ranks.
-        world: which of them this process is.
+        world: this process's rank on its host.
     """
 
     def __init__(self, driver: Driver, world: World) -> None:
@@ -63,7 +64,7 @@ class Primitives:
         self._sum([tensor], plain())
 
     def all_reduce_half(self, tensor: Tensor) -> None:
-        """Like `all_reduce`, sent and added in float16; averages travel, so a sum may exceed 65,504."""
+        """Replace a tensor by its sum over the ranks, sent in float16; the sum itself may exceed 65,504."""
         self._sum([tensor], rounded())
 
     def fused_all_reduce(self, tensors: Sequence[Tensor], send: bool = True) -> None:
@@ -71,16 +72,16 @@ class Primitives:
 
         Args:
             tensors: of one type, on one device.
-            send: False only copies them to the buffer. True sums what is in the buffer and writes the result
-                to these tensors, in order; if nothing is there, these tensors themselves are summed.
+            send: False only copies them to the buffer. True sums the buffer and writes the result to these
+                tensors, in order; if the buffer is empty, the tensors themselves are summed.
 
         Raises:
-            ConfigError: as `all_reduce`; or the buffer holds another number of elements than the tensors.
+            ConfigError: as in `all_reduce`; or the buffer holds another number of elements than the tensors.
         """
         self._fused(tensors, send, plain())
 
     def fused_all_reduce_half(self, tensors: Sequence[Tensor], send: bool = True) -> None:
-        """Like `fused_all_reduce`, sent and summed in float16."""
+        """Sum several tensors in one collective, sent and added in float16; see `fused_all_reduce`."""
         self._fused(tensors, send, rounded())
 
     def sparsification(self, tensor: Tensor, accumulation: Tensor | None, spars: float, topK: bool) -> None:
@@ -88,24 +89,25 @@ class Primitives:
 
         Args:
             tensor: what to sum.
-            accumulation: what earlier calls did not send, as many elements; it is added before the choice,
-                and replaced by what this call does not send. None drops that.
-            spars: with topK the share of the elements to send, in (0, 1]; else the smallest magnitude, > 0.
-            topK: which of the two.
+            accumulation: what earlier calls did not send, of the same size; it is added before the selection
+                and replaced by what this call does not send. With None the rest is dropped.
+            spars: with topK the share of the elements to send, in (0, 1]; otherwise the smallest magnitude
+                to send, > 0.
+            topK: True selects a share of the elements, False selects by magnitude.
 
         Raises:
-            ConfigError: as `all_reduce`; or spars is out of range, or the accumulation has another size.
+            ConfigError: as in `all_reduce`; or spars is out of range, or the accumulation has another size.
         """
         self._sum([tensor], sparse(spars, topK, corr=False), accumulation)
 
     def fused_sparsification(
         self, tensors: Sequence[Tensor], accumulation: Tensor | None, spars: float, topK: bool
     ) -> None:
-        """Like `sparsification` of the tensors one after another, in one exchange."""
+        """Apply `sparsification` to several tensors as if they were one, in one exchange."""
         self._sum(tensors, sparse(spars, topK, corr=False), accumulation)
 
     def wait(self) -> None:
-        """Wait for what is under way: nothing, for every call has its result when it returns."""
+        """Do nothing: every collective is complete when its call returns."""
 
     def synchronize(self, tensors: nn.Module | Tensor | Iterable[Tensor]) -> None:
         """Overwrite tensors, or all parameters and buffers of a model, with rank 0's.
@@ -153,7 +155,7 @@ class Primitives:
         source: Sequence[Tensor] = (),
         mean: bool = False,
     ) -> None:
-        """Write the sum (or mean) over the ranks of source, or of the targets themselves, to the targets."""
+        """Write the sum (or mean) over the ranks of the source, or of the targets, to the targets."""
         flat = torch.cat([t.reshape(-1) for t in source or targets])
         site = Site(
             shapes=tuple(t.shape for t in targets),
@@ -178,7 +180,7 @@ class Primitives:
 
 
 def _check(tensors: Sequence[Tensor]) -> None:
-    """Refuse what cannot be summed in place."""
+    """Refuse tensors that cannot be summed in place."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected a tensor, got {type(tensor).__name__}: pass tensors")

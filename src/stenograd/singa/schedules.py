@@ -24,7 +24,7 @@ _RANGES = {  # lowest value, and the bound that a value stays below
 
 
 class DecayScheduler:
-    """A hyper-parameter as a function of the step: `value = call(step)`; subclasses write `call`.
+    """A hyper-parameter as a function of the step: `value = call(step)`; subclasses define `call`.
 
     Args:
         init_value: the value to start from; finite.
@@ -33,7 +33,7 @@ class DecayScheduler:
         TypeError: init_value is not a number.
         ConfigError: init_value is not finite.
 
-    Departs from SINGA: a step may be a plain number, and the value is one, so that no update waits for the
+    Departs from SINGA: the step may be a plain number, and the value is one, so that no update waits for the
     accelerator.
 
     Example:
@@ -51,11 +51,11 @@ class DecayScheduler:
         """Return the value at a step.
 
         Args:
-            step: number of updates already made, a number or a tensor of one element.
+            step: number of updates made so far, a number or a tensor of one element.
 
         Raises:
             TypeError: step is neither a number nor a tensor.
-            ConfigError: a tensor of another size than one, or a step that is not finite.
+            ConfigError: a tensor has not one element, or the step is not finite.
         """
         if isinstance(step, Tensor):
             if step.numel() != 1:
@@ -65,7 +65,7 @@ class DecayScheduler:
         return float(self.call(step))
 
     def call(self, step: float) -> float:
-        """Return the value at a step, a plain number."""
+        """Return the value at a step; subclasses define this."""
         raise NotImplementedError(f"{type(self).__name__} must define call(step)")
 
 
@@ -81,7 +81,7 @@ class Constant(DecayScheduler):
     """
 
     def call(self, step: float) -> float:
-        """Return the value."""
+        """Return `init_value`."""
         return self.init_value
 
 
@@ -90,7 +90,7 @@ class ExponentialDecay(DecayScheduler):
 
     Args:
         init_value: the value at step 0; finite.
-        decay_steps: after how many steps the value has been multiplied by decay_rate once; > 0.
+        decay_steps: number of steps after which the value has been multiplied by decay_rate once; > 0.
         decay_rate: the factor; > 0, below 1 to decay.
         staircase: whether to round `step / decay_steps` down, so that the value changes in jumps.
 
@@ -127,7 +127,7 @@ def as_schedule(name: str, value: object) -> DecayScheduler:
     """Return a hyper-parameter as a schedule: a number becomes a `Constant`.
 
     Args:
-        name: of the hyper-parameter, which decides on its range.
+        name: of the hyper-parameter; it determines the range.
         value: a number or a schedule.
 
     Raises:
@@ -149,10 +149,10 @@ def as_schedule(name: str, value: object) -> DecayScheduler:
 
 
 def check_value(name: str, value: float) -> float:
-    """Return the value of a hyper-parameter that lies in its range.
+    """Return the value of a hyper-parameter if it lies in its range.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not lie in its range.
     """
     low, high = _RANGES.get(name, (-math.inf, math.inf))
     if low <= value < high and math.isfinite(value):
@@ -165,7 +165,7 @@ def check_value(name: str, value: float) -> float:
 
 
 def values_at(step: int, schedules: Mapping[str, DecayScheduler]) -> dict[str, float]:
-    """Return hyper-parameters' values at a step.
+    """Return the values of hyper-parameters at a step.
 
     Raises:
         ConfigError: a schedule left its hyper-parameter's range.

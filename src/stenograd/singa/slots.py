@@ -1,4 +1,4 @@
-"""What an optimizer keeps about each parameter: its state tensors and its own hyper-parameters."""
+"""An optimizer's state tensors and overriding hyper-parameters for each parameter."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Key = str | int  # a parameter's name, or its number among the nameless ones in 
 
 @dataclass
 class Slot:
-    """One parameter's part of an optimizer.
+    """What an optimizer keeps for one parameter.
 
     Args:
-        key: under which its state is saved.
+        key: the key under which its state is saved.
         state: its state tensors by name ("moments", ...).
         overrides: its own hyper-parameters; None before it is registered.
-        values: their values at the current step.
+        values: their values at the present step.
     """
 
     key: Key
@@ -37,7 +37,7 @@ class Slot:
         """Return a state tensor, zeros at first, on the device and in the type of `like`.
 
         Raises:
-            ConfigError: the tensor held is of another shape, so it belongs to another parameter.
+            ConfigError: the stored tensor has another shape, so it belongs to another parameter.
         """
         held = self.state.get(name)
         if held is None:
@@ -53,9 +53,9 @@ class Slot:
 
 
 class Slots:
-    """Slots by parameter, held weakly: a parameter that is gone takes its slot along, unless it has a name.
+    """The slots of all parameters; a nameless parameter's slot is dropped when the parameter is collected.
 
-    State that was loaded waits under its key until the parameter is seen.
+    Loaded state is kept under its key until the parameter is seen.
 
     Example:
         >>> slots, w = Slots(), torch.zeros(2)
@@ -70,18 +70,18 @@ class Slots:
         self._seen = 0
 
     def __iter__(self) -> Iterator[Slot]:
-        """Go through all slots, each once."""
+        """Yield every slot once."""
         yield from {id(slot): slot for slot in (*self._by_name.values(), *self._by_tensor.values())}.values()
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """Return the parameter's name, None if it was never given one."""
+        """Return the parameter's name, or None if it was never given one."""
         slot = self._by_tensor.get(parameter)
         return slot.key if slot is not None and isinstance(slot.key, str) else None
 
     def find(self, parameter: Tensor, name: str | None = None) -> Slot:
-        """Return the slot of a name, or else of a tensor, and make it when new.
+        """Return the slot of a name, or of a tensor where no slot has that name; a new parameter gets one.
 
-        A nameless parameter that is now given a name keeps its state. A name finds its slot from any tensor.
+        A nameless parameter that is now given a name keeps its state. A name finds its slot with any tensor.
         """
         by_name = self._by_name.get(name) if name is not None else None
         slot = by_name or self._by_tensor.get(parameter)
@@ -99,10 +99,10 @@ class Slots:
         return slot
 
     def register(self, parameter: Tensor, name: str | None, overrides: Mapping[str, DecayScheduler]) -> None:
-        """Give a parameter hyper-parameters, and a name, of its own.
+        """Give a parameter hyper-parameters of its own, and a name unless that is None.
 
         Raises:
-            ConfigError: it, or another parameter of its name, is registered already.
+            ConfigError: this parameter, or another of its name, is already registered.
         """
         slot = self.find(parameter, name)
         if slot.overrides is not None:
@@ -113,7 +113,7 @@ class Slots:
         slot.overrides = dict(overrides)
 
     def export(self, names: Iterable[str]) -> dict[str, dict[Key, Tensor]]:
-        """Return copies of all state tensors, by state name and then by the parameter's key."""
+        """Return copies of all state tensors, by state name and parameter's key."""
         states = {**self._waiting, **{slot.key: slot.state for slot in self}}
         return {
             name: {key: state[name].clone() for key, state in states.items() if name in state}

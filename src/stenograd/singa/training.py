@@ -20,12 +20,12 @@ __all__ = ["Training"]
 
 
 class Training(Primitives):
-    """The `backward_and_...` methods; see `DistOpt`.
+    """The `backward_and_...` methods of `DistOpt`.
 
     Args:
-        inner: what updates the parameters.
+        inner: the optimizer that updates the parameters.
         driver: the way to the other ranks.
-        world: which of them this process is.
+        world: this process's rank on its host.
     """
 
     def __init__(self, inner: Inner, driver: Driver, world: World) -> None:
@@ -44,8 +44,9 @@ class Training(Primitives):
 
         Args:
             loss: one element, with a graph.
-            threshold: elements, at least 0: larger gradients travel alone, others in groups of more than
-                this. 0 sends each alone. Smaller groups start earlier, larger ones cost fewer latencies.
+            threshold: in elements, at least 0: larger gradients travel alone, the others in groups of more
+                than this; with 0 each travels alone. Smaller groups start earlier, larger ones cost fewer
+                latencies.
 
         Raises:
             ConfigError: threshold is negative, or loss has no graph or several elements.
@@ -66,14 +67,14 @@ class Training(Primitives):
         """Train one step on gradients that travel in float16: half the bytes, 11 significant bits.
 
         Gradients are divided by the world size before they are summed, so that a sum cannot overflow; those
-        below 6e-8 of that become 0.
+        below 6e-8 times the world size become 0.
 
         Args:
             loss: one element, with a graph.
             threshold: as in `backward_and_update`.
             clipping: whether to clamp this rank's gradients to [-clip_Value, clip_Value] first.
             clip_Value: above 0.
-            clip_value: the documents' other spelling.
+            clip_value: another spelling of clip_Value, from SINGA's documents.
 
         Raises:
             ConfigError: as in `backward_and_update`, or clip_Value is not positive and finite.
@@ -91,17 +92,19 @@ class Training(Primitives):
     ) -> None:
         """Train one step on the most significant elements of each group's gradient.
 
-        With v the group's gradient plus its accumulation, S is `{i : |v_i| >= spars}`, or the
-        `ceil(spars n)` largest of n with topK; the ranks exchange v on S, and what is not in S is the next
-        accumulation. Start with topK: a good absolute threshold differs between models and epochs.
+        With v the group's gradient plus its accumulation, S is `{i : |v_i| >= spars}`, or the `ceil(spars n)`
+        largest of n with topK; the ranks average v on S, and the rest of v is the next accumulation. Start
+        with topK: a good absolute threshold differs between models and epochs.
 
         Args:
             loss: one element, with a graph.
             threshold: as in `backward_and_update`.
-            spars: with topK the share of the elements to send, in (0, 1]; else the smallest magnitude, > 0.
-            topK: which of the two.
-            corr: whether to accumulate what is not sent; without, it is lost, and training suffers. May
-                change from step to step: accumulations stay with their parameters, and wait.
+            spars: with topK the share of the elements to send, in (0, 1]; otherwise the smallest magnitude
+                to send, > 0. SINGA's default means 5 % with topK; as a magnitude it is far above MNIST's
+                gradients, which are about 1e-3.
+            topK: True selects a share of the elements, False selects by magnitude.
+            corr: whether to accumulate what is not sent; otherwise it is lost, and training suffers. It may
+                change from step to step: accumulations are kept with their parameters.
 
         Raises:
             ConfigError: as in `backward_and_update`, or spars is outside its range.
@@ -111,10 +114,10 @@ class Training(Primitives):
     backward_and_spars_update = backward_and_sparse_update  # the older name
 
     def backward_and_partial_update(self, loss: Tensor, threshold: int = DEFAULT_THRESHOLD) -> None:
-        """Train one step alone, then average one partition of the parameters over the ranks.
+        """Train one step on this rank's gradients alone, then average one partition of the parameters.
 
         Partitions are the fusion rule's groups; each call averages the next one, and after the last `partial`
-        is 0 again. Momentum stays this rank's own. Call `finalize()` after training.
+        is 0 again. Momentum is not averaged. Call `finalize()` after training.
 
         Args:
             loss: one element, with a graph.
@@ -124,6 +127,7 @@ class Training(Primitives):
             ConfigError: as in `backward_and_update`.
         """
         walked, partitions = self._gradients.local(loss, threshold)
+        # Other ranks do not learn of a bad gradient here, so only this rank's update is left out.
         finite = all(bool(p.grad.isfinite().all()) for p in walked if p.grad is not None)
         self._update_all(walked, finite)
         self.partial = self.partial + 1 if self.partial < len(partitions) else 1
@@ -131,19 +135,19 @@ class Training(Primitives):
         self.partial %= len(partitions)
 
     def finalize(self, model: nn.Module | None = None) -> None:
-        """Average all parameters seen so far, and a model's float buffers, so that all ranks end equal."""
+        """Average all parameters seen so far and a model's float buffers, so that all ranks end equal."""
         self._average(self._gradients.parameters.values())
         if model is not None:
             self._average([b for b in model.buffers() if b.is_floating_point()])
         self.partial = 0
 
     def update(self, param: Tensor, grad: Tensor) -> None:
-        """Update a parameter with a gradient summed over the ranks: divide that in place, then move."""
+        """Divide a gradient, a sum over the ranks, by the world size in place, and update with it."""
         grad.div_(self.world_size)
         self._inner.update(param, grad)
 
     def step(self) -> None:
-        """Count a step, as `opt.step()`; the `backward_and_...` methods do it themselves."""
+        """Count a step, as `opt.step()` does; the `backward_and_...` methods count themselves."""
         self._inner.step()
 
     def _train(self, loss: Tensor, threshold: int, how: Method) -> None:
@@ -151,7 +155,7 @@ class Training(Primitives):
         self._update_all(walked, finite)
 
     def _update_all(self, parameters: Iterable[Tensor], finite: bool) -> None:
-        """Update parameters with their gradients, if these are finite, and count the step in any case."""
+        """Update parameters with their gradients if these are finite, and count the step either way."""
         self.skipped += not finite
         for parameter in parameters:
             if not finite:
@@ -161,7 +165,7 @@ class Training(Primitives):
         self._inner.step()
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
-        """Replace tensors by their means over the ranks, one collective a type and device."""
+        """Replace tensors by their means over the ranks, with one collective per type and device."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,4 +1,4 @@
-"""What the command line can train on: a task is a data set, a model and the recipe that suits them."""
+"""Tasks that the command line can train: a data set, a model and a recipe that suits them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that `load` knows.
+    """Return the names of the tasks that `load` accepts.
 
     Example:
         >>> names()
@@ -42,7 +42,7 @@ def load(name: str, data: str | Path | None = None) -> Task:
 
     Args:
         name: "digits", "mnist" or "text".
-        data: the folder with MNIST's four files, or a UTF-8 text file; None for the data of the task itself.
+        data: the folder with MNIST's four files, or a UTF-8 text file; None for the task's own data.
 
     Raises:
         ConfigError: if the name is unknown, or the task takes no data and some was given.

@@ -1,4 +1,4 @@
-"""What a task is: numbered samples, a model to fit them, and a loss."""
+"""The base class of tasks: numbered samples, a model and a loss."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stenograd.tasks.recipe import Recipe
 
 __all__ = ["IGNORE", "Task"]
 
-IGNORE = -1  # a target that is neither learned nor counted
+IGNORE = -1  # a target that neither the loss nor the score counts
 
 
 class Task(ABC):
-    """Something to train: samples 0..train_size-1 to learn from, 0..eval_size-1 to be judged by.
+    """A training task with samples 0..train_size-1 for training and 0..eval_size-1 for evaluation.
 
     Batches and models are made on the CPU; the caller moves them.
 
     Attributes:
-        name: what `load` calls it.
+        name: the name that `load` accepts.
         recipe: the default hyper-parameters.
-        unit: what the score counts, for the head of a column.
+        unit: the score's name, for the head of a column.
         train_size: number of training samples.
         eval_size: number of evaluation samples.
     """
@@ -60,9 +60,9 @@ class Task(ABC):
         """Return inputs and targets of evaluation samples, numbered by indices of shape (batch,)."""
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int, int]:
-        """Return the mean cross-entropy, how many targets were hit, and how many were counted.
+        """Return the mean cross-entropy, the number of correct predictions, and the number of targets.
 
-        The model gives one more axis than the targets have, the classes; targets of -1 do not count.
+        The model's scores have one axis more than the targets, the classes; targets of -1 do not count.
         """
         scores = model(inputs).flatten(0, -2)  # (targets, classes)
         wanted = targets.flatten()

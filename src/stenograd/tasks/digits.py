@@ -15,7 +15,7 @@ __all__ = ["Digits"]
 
 
 class Digits(ImageTask):
-    """1,437 digits to learn, 360 to be judged by, with about a tenth of either in each class.
+    """1,437 digits for training and 360 for evaluation, with about a tenth of either in each class.
 
     Raises:
         StenogradError: if scikit-learn is not installed.

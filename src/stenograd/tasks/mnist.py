@@ -64,7 +64,7 @@ def _read(folder: Path, part: str) -> Images:
 
 
 def _find(folder: Path, stem: str, axes: int) -> Path:
-    """Return the first of the four names under which the file is found in the wild."""
+    """Return the file under the first of its four usual names that exists."""
     candidates = [f"{stem}{mark}idx{axes}-ubyte{packed}" for packed in ("", ".gz") for mark in "-."]
     for name in candidates:
         if (folder / name).exists():

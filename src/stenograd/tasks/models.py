@@ -45,8 +45,8 @@ def mnist_cnn() -> nn.Sequential:
 class CharGPT(nn.Module):
     """A decoder-only transformer over characters, in GPT-2's layout without biases.
 
-    The output matrix is the embedding of the characters itself; weights start as in GPT-2: N(0, 0.02), and
-    0.02 / sqrt(2 layers) where a block adds to the residual stream.
+    The output matrix is the embedding of the characters. Weights start as in GPT-2: N(0, 0.02), and
+    N(0, 0.02 / sqrt(2 layers)) where a block adds to the residual stream.
 
     Args:
         vocabulary: number of different characters.
@@ -75,8 +75,8 @@ class CharGPT(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the scores of each next character, shape (batch, time, vocabulary), for (batch, time)."""
-        places = torch.arange(inputs.shape[1], device=inputs.device)
-        x = self.characters(inputs) + self.positions(places)  # (batch, time, width)
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.characters(inputs) + self.positions(positions)  # (batch, time, width)
         return functional.linear(self.norm(self.blocks(x)), self.characters.weight)
 
 

@@ -23,13 +23,13 @@ class Recipe:
         batch_size: samples per worker and step, at least 1.
         lr: peak learning rate, > 0.
         momentum: SGD's momentum in [0, 1); must be 0 for AdamW, which has betas instead.
-        weight_decay: at least 0; AdamW spares biases, gains and all other tensors with fewer than two axes.
+        weight_decay: at least 0; AdamW leaves out biases, gains and other tensors with fewer than two axes.
         nesterov: SGD with Nesterov's momentum.
         optimizer: "sgd" or "adamw".
         betas: AdamW's two averaging factors, each in [0, 1).
         warmup_steps: steps over which the learning rate rises linearly to lr.
         min_lr: learning rate of the last step, reached along a half cosine, in [0, lr]; None keeps lr.
-        steps_per_epoch: steps that make an epoch; None for as many as show every sample of the shard once.
+        steps_per_epoch: steps that make an epoch; None for one pass over the shard.
 
     Raises:
         ConfigError: if a value is outside its range.
@@ -133,7 +133,7 @@ class Recipe:
         return LambdaLR(optimizer, lambda step: self.lr_factor(step, total_steps))
 
     def lr_factor(self, step: int, total_steps: int) -> float:
-        """Return step's learning rate as a multiple of lr.
+        """Return the learning rate at a step as a multiple of lr.
 
         With w warm-up steps and f = min_lr / lr:
 

@@ -1,4 +1,4 @@
-"""Who trains on which samples, in which order: the same arithmetic on every rank, without communication."""
+"""Divide samples among ranks, epochs and batches: computed alike on every rank, without communication."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["batches", "eval_batches", "shard", "steps_per_epoch"]
 
 
 def shard(size: int, rank: int, world_size: int, *, shuffle: bool, seed: int) -> Tensor:
-    """Return this rank's training samples: each occurs on one rank, and sizes differ by at most one.
+    """Return this rank's training samples: each sample is on one rank, and shards differ by at most one.
 
     Args:
         size: number of samples.
         rank: this rank, in 0..world_size-1.
         world_size: number of ranks.
-        shuffle: cut one permutation of all samples, not the samples in their order.
+        shuffle: whether to cut a permutation of all samples instead of the samples in order.
         seed: of that permutation, equal on every rank, at least 0.
 
     Raises:
@@ -39,8 +39,8 @@ def shard(size: int, rank: int, world_size: int, *, shuffle: bool, seed: int) ->
 def steps_per_epoch(size: int, world_size: int, batch_size: int, steps: int | None) -> int:
     """Return the number of steps in an epoch, the same on every rank.
 
-    Where steps is None it is as many as the longest shard needs, ceil(ceil(size / world_size) / batch_size),
-    but no more than the shortest shard has samples (which matters for batches of one only).
+    If steps is None it is as many as the longest shard needs, ceil(ceil(size / world_size) / batch_size), but
+    no more than the shortest shard has samples (which matters only for batches of one).
 
     Example:
         >>> steps_per_epoch(65, world_size=2, batch_size=32, steps=None)  # 33 and 32 samples: two steps each
@@ -58,18 +58,18 @@ def steps_per_epoch(size: int, world_size: int, batch_size: int, steps: int | No
 def batches(
     shard: Tensor, batch_size: int, *, epoch: int, seed: int, shuffle: bool, steps: int
 ) -> Iterator[Tensor]:
-    """Cut a shard in the batches of one epoch.
+    """Cut a shard into the batches of one epoch.
 
-    Ranks must take equally many steps, though one shard may be a sample longer than another. So if steps
-    batches are about a shard (as `steps_per_epoch` arranges), the shard is cut in nearly equal batches: each
-    sample occurs once and no batch is empty. Fewer steps use the first samples only, more go round again.
+    Ranks must take equally many steps, though one shard may be a sample longer than another. So if `steps`
+    batches are about a shard (as `steps_per_epoch` arranges), the shard is cut into nearly equal batches:
+    each sample occurs once and no batch is empty. Fewer steps use only the first samples; more start over.
 
     Args:
         shard: this rank's samples, not empty.
-        batch_size: samples per batch; a batch may hold one more where else a single sample would be left.
+        batch_size: samples per batch; a batch may hold one more to avoid leaving a single sample.
         epoch: number of the epoch; each has its own order.
         seed: of the orders, at least 0.
-        shuffle: reorder the shard each epoch (and each round).
+        shuffle: whether to reorder the shard in each epoch (and each round).
         steps: number of batches, from `steps_per_epoch`.
 
     Example:
@@ -88,9 +88,9 @@ def batches(
 
 
 def eval_batches(size: int, rank: int, world_size: int, batch_size: int) -> Iterator[Tensor]:
-    """Cut this rank's piece of the evaluation samples in batches; there are none if the piece is empty.
+    """Cut this rank's part of the evaluation samples into batches; none if the part is empty.
 
-    Over the ranks each sample occurs once. The number of batches may differ between ranks.
+    Each sample occurs once over all ranks. The number of batches may differ between ranks.
 
     Example:
         >>> [[batch.tolist() for batch in eval_batches(5, rank, 2, batch_size=2)] for rank in range(2)]
@@ -103,7 +103,7 @@ def eval_batches(size: int, rank: int, world_size: int, batch_size: int) -> Iter
 
 
 def _shuffled(samples: Tensor, *words: int) -> Tensor:
-    """Return samples in an order that depends on the words alone; the global random state is not used."""
+    """Return samples in an order that depends on the words alone, without the global random state."""
     if min(words) < 0:
         raise bad_value("seed and epoch", "must be >= 0", words[1:], "use 0, 1, 2, ...")
     mixed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])  # near seeds, unrelated orders

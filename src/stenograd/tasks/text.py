@@ -21,8 +21,8 @@ class Text(Task):
     """Predict each next character from up to 64 before it.
 
     The first 90 % of the characters are for training: a sample is any window of 64 and the same window one
-    character on. The last 10 % are for evaluation, cut in windows that do not overlap, so that each of its
-    characters but the first is predicted exactly once; the last window is filled up with targets of -1.
+    character later. The last 10 % are for evaluation, cut into windows that do not overlap, so that each of
+    its characters but the first is predicted exactly once; the last window is padded with targets of -1.
 
     Args:
         data: a UTF-8 text file; None for Python's own help pages, some 460,000 characters.
@@ -74,7 +74,7 @@ class Text(Task):
     def train_batch(
         self, indices: Tensor, *, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the windows that start at indices, and those one character on, both of shape (batch, 64)."""
+        """Return the windows that start at indices, and those one character later, both (batch, 64)."""
         spans = self._train[indices[:, None] + torch.arange(self.context + 1)].long()
         return spans[:, :-1], spans[:, 1:]
 
@@ -84,19 +84,19 @@ class Text(Task):
 
 
 def _windows(codes: Tensor, length: int, fill: int) -> Tensor:
-    """Cut codes in rows; attention is causal, so what fills up the last row cannot reach what lies before."""
+    """Cut codes into rows; attention is causal, so the padding of the last row affects nothing before it."""
     return functional.pad(codes, (0, -len(codes) % length), value=fill).view(-1, length)
 
 
 def _encode(text: str) -> tuple[str, Tensor]:
-    """Return the sorted characters of a text and the text as int32 numbers of them."""
+    """Return the sorted characters of a text, and the text as int32 indices of them."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     vocabulary, codes = np.unique(points, return_inverse=True)
     return "".join(map(chr, vocabulary)), torch.from_numpy(codes.astype(np.int32))
 
 
 def _help_pages() -> str:
-    from pydoc_data.topics import topics  # half a megabyte: only who trains on it should load it
+    from pydoc_data.topics import topics  # half a megabyte, loaded only if it is trained on
 
     return "".join(topics[key] for key in sorted(topics))
 

@@ -1,4 +1,4 @@
-"""With whom a rank averages: graphs of neighbours, the weights on them, and how fast they spread values."""
+"""Topologies of gossip: graphs of neighbours, their mixing weights, and how fast they reach consensus."""
 
 from stenograd.topology.mixing import (
     Checked,

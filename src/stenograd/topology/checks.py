@@ -1,4 +1,4 @@
-"""Who is whose neighbour: any form of the relation, brought in one and checked."""
+"""Checks of neighbours, and one form for the several in which users give them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def relation(neighbours: Neighbours) -> tuple[tuple[int, ...], ...]:
 
 
 def check_peers(rank: int, peers: Sequence[int], size: int) -> None:
-    """Refuse neighbours of a rank that are not other ranks of 0..size-1, each once."""
+    """Refuse a rank's neighbours unless they are other ranks of 0..size-1, each named once."""
     integers = all(isinstance(peer, Integral) for peer in peers)
     if not integers or len(set(peers)) != len(peers) or not set(peers) <= set(range(size)) - {rank}:
         rule = f"must be other ranks of 0..{size - 1}, each once"
@@ -49,17 +49,17 @@ def check_peers(rank: int, peers: Sequence[int], size: int) -> None:
 def check_symmetric(
     rank: int, row: Iterable[int], rows: Sequence[Any] | Mapping[int, Any], when: str = ""
 ) -> None:
-    """Refuse a rank's neighbours of which one does not have the rank among its own."""
+    """Refuse a rank's neighbours if one of them does not have the rank among its own."""
     for other in row:
         if rank not in rows[other] and other != rank:
             raise ConfigError(
                 f"neighbours{when} must be symmetric, got rank {other} among those of rank {rank}, not "
-                f"reversed: add {rank} to the neighbours of rank {other}, or ranks wait for each other in "
-                "vain"
+                f"reversed: add {rank} to the neighbours of rank {other}, or ranks wait for each other until "
+                "the timeout"
             )
 
 
 def check_rank(rank: int, size: int) -> None:
-    """Refuse a rank that is none of 0..size-1."""
+    """Refuse a rank outside 0..size-1."""
     if not 0 <= rank < size:
         raise bad_value("rank", f"must be in 0..{size - 1}", rank, "number the ranks from 0")

@@ -14,15 +14,15 @@ _RULES = ("uniform", "metropolis")
 
 
 class Graph:
-    """Any symmetric graph, from lists of neighbours.
+    """A symmetric graph, made from lists of neighbours.
 
     Uniform weights are `W_ij = 1 / (1 + degree_i)` for the rank itself and each neighbour; they keep the mean
     over the ranks only if all degrees are equal. Metropolis weights always keep it: they are
     `W_ij = 1 / (1 + max(degree_i, degree_j))` for each neighbour and the rest for the rank itself.
 
     Args:
-        neighbours: for each rank the ranks it is connected with: a sequence in rank order, a mapping, or a
-            graph of networkx with nodes 0..size-1. A rank's own number is not among them.
+        neighbours: the ranks that each rank is connected with, without itself: a sequence in rank order, a
+            mapping, or a graph of networkx with nodes 0..size-1.
         weights: "uniform" or "metropolis".
 
     Raises:
@@ -60,17 +60,17 @@ class Graph:
 
     @classmethod
     def star(cls, size: int, weights: str = "uniform") -> Graph:
-        """Rank 0 with everyone, the others with rank 0 only."""
+        """Connect rank 0 with all others, and the others with rank 0 only."""
         return cls([range(1, size), *([0] for _ in range(size - 1))], weights)
 
     @classmethod
     def chain(cls, size: int, weights: str = "uniform") -> Graph:
-        """A ring that is cut between the last rank and rank 0."""
+        """Connect neighbouring ranks, as a ring that is cut between the last rank and rank 0."""
         return cls([[j for j in (i - 1, i + 1) if 0 <= j < size] for i in range(size)], weights)
 
     @classmethod
     def torus(cls, rows: int, columns: int, weights: str = "uniform") -> Graph:
-        """A grid, rank `row * columns + column`, whose opposite edges are joined."""
+        """Connect the ranks of a grid, `row * columns + column`, whose opposite edges are joined."""
         offsets = ((-1, 0), (1, 0), (0, -1), (0, 1))
         return cls(
             [
@@ -83,11 +83,11 @@ class Graph:
 
     @classmethod
     def hypercube(cls, dimensions: int, weights: str = "uniform") -> Graph:
-        """`2**dimensions` ranks; neighbours differ in one bit."""
+        """Connect those of `2**dimensions` ranks whose numbers differ in one bit."""
         return cls([[i ^ (1 << d) for d in range(dimensions)] for i in range(1 << dimensions)], weights)
 
     @classmethod
     def exponential(cls, size: int, weights: str = "uniform") -> Graph:
-        """Neighbours at distances 1, 2, 4, ... around the ring, in both directions."""
+        """Connect ranks at distances 1, 2, 4, ... around a ring, in both directions."""
         hops = [1 << d for d in range(max(size - 1, 0).bit_length())]
         return cls([{(i + s) % size for h in hops for s in (h, -h)} - {i} for i in range(size)], weights)

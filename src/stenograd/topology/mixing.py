@@ -1,8 +1,8 @@
-"""With whom a rank averages: graphs of neighbours, the weights on them, and how fast they spread values.
+"""Topologies of gossip: graphs of neighbours, their mixing weights, and how fast they reach consensus.
 
 A topology gives each rank a row of the mixing matrix W: `x_i <- sum_j W_ij x_j`. Rows sum to 1, so equal
-values stay as they are. Where columns do too (Metropolis weights, or equal degrees), the mean over the ranks
-is kept.
+values stay as they are. Where columns sum to 1 too (Metropolis weights, or equal degrees), the mean over the
+ranks is kept.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ __all__ = [
     "second_eigenvalue",
 ]
 
-_ROUNDING = 1e-6  # how far from 1 a row of weights may sum
+_ROUNDING = 1e-6  # how far from 1 a row's sum may be, so that weights rounded to float32 pass
 
 
 class Topology(Protocol):
-    """Who averages with whom, and with which weights."""
+    """Which ranks average with each other, and with which weights."""
 
     def weights(self, rank: int, size: int, step: int) -> Mapping[int, float]:
         """Return a rank's row of the mixing matrix: its own weight and its neighbours', summing to 1.
 
         Args:
-            rank: whose row, in 0..size-1.
+            rank: the row's rank, in 0..size-1.
             size: number of ranks.
             step: number of mixings before this one, equal on every rank.
         """
@@ -51,7 +51,7 @@ class Topology(Protocol):
 
 @dataclass(frozen=True)
 class Complete:
-    """Everyone with everyone: `x_i <- mean_j x_j`.
+    """Every rank with all others: `x_i <- mean_j x_j`.
 
     Example:
         >>> Complete().weights(0, 2, step=0)
@@ -66,7 +66,7 @@ class Complete:
 
 @dataclass(frozen=True)
 class Ring:
-    """Each rank with the one before and the one after it: `x_i <- (x_{i-1} + x_i + x_{i+1}) / 3`.
+    """Each rank with the ranks before and after it: `x_i <- (x_{i-1} + x_i + x_{i+1}) / 3`.
 
     Example:
         >>> sorted(Ring().weights(0, 4, step=0))
@@ -82,7 +82,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class OnePeer:
-    """One neighbour a step, `rank XOR 2**(step mod log2(size))`, with weight 1/2.
+    """One neighbour per step, `rank XOR 2**(step mod log2(size))`, with weight 1/2.
 
     After log2(size) steps all ranks have the mean. Their number must be a power of 2. The pairs are
     symmetric, unlike those of the directed one-peer exponential graph, so what is sent is also received.
@@ -95,7 +95,7 @@ class OnePeer:
     """
 
     def weights(self, rank: int, size: int, step: int) -> Mapping[int, float]:
-        """Return one half for the rank and one for its peer of this step."""
+        """Return weights 1/2 for the rank and its peer of this step."""
         check_rank(rank, size)
         if size & (size - 1):
             raise bad_value("size", "must be a power of 2 for OnePeer", size, "use Graph.exponential(size)")
@@ -122,7 +122,7 @@ def mixing_matrix(topology: Topology, size: int, step: int = 0) -> Tensor:
 def second_eigenvalue(topology: Topology, size: int, step: int = 0) -> float:
     """Return the second largest absolute eigenvalue of the mixing matrix, in [0, 1].
 
-    After t mixings the distance from consensus is about its t-th power; 1 minus it is the spectral gap.
+    After t mixings the distance from consensus is about its t-th power. The spectral gap is 1 minus it.
 
     Example:
         >>> round(second_eigenvalue(Ring(), 8), 4)  # (1 + 2 cos(pi / 4)) / 3
@@ -135,13 +135,13 @@ def second_eigenvalue(topology: Topology, size: int, step: int = 0) -> float:
 
 
 class Checked:
-    """A topology and the number of ranks it is for, checked at every step before anything is sent.
+    """A topology for a number of ranks, checked at every step before anything is sent.
 
-    Rows that were right in the step before are not checked again, and those of the topologies above are right
-    at every step if they are at the first. Other topologies cost one evaluation of all rows per step.
+    Rows that were correct in the last step are not checked again, and the topologies of this module are
+    correct at every step if they are at the first. Others cost one evaluation of all rows per step.
 
     Args:
-        topology: who mixes with whom, the same on all ranks.
+        topology: which ranks mix, the same on all ranks.
         size: number of ranks.
 
     Raises:
@@ -154,24 +154,24 @@ class Checked:
 
     def __init__(self, topology: Topology, size: int) -> None:
         self._topology, self._size = topology, size
-        self._sure = type(topology) in _ALWAYS_SYMMETRIC
+        self._checked_once = type(topology) in _ALWAYS_SYMMETRIC
         self._rows = check(topology, size)
 
     def row(self, rank: int, step: int) -> Mapping[int, float]:
         """Return a rank's row of the mixing matrix of a step, as `Topology.weights` does.
 
         Raises:
-            ConfigError: on every rank: the ranks' rows of this step would make real ranks hang, or would
-                change equal values.
+            ConfigError: with the rows of this step ranks would hang, or equal values would change; raised on
+                every rank.
         """
-        if self._sure:
+        if self._checked_once:
             return self._topology.weights(rank, self._size, step)
         self._rows = check(self._topology, self._size, step, self._rows)
         return self._rows[rank]
 
 
 def describe(topology: Topology, size: int) -> str:
-    """Return words that are equal on ranks whose rows are, at all steps or at least at the first 16.
+    """Describe a topology; descriptions are equal if the rows of the first 16 steps (or of all steps) are.
 
     Example:
         >>> describe(Ring(), 4)
@@ -189,13 +189,13 @@ def describe(topology: Topology, size: int) -> str:
 def check(
     topology: Topology, size: int, step: int = 0, known: Sequence[Mapping[int, float]] = ()
 ) -> Sequence[Mapping[int, float]]:
-    """Refuse a topology on which real ranks would hang, or whose mixing would change equal values.
+    """Refuse a topology with which ranks would hang, or whose mixing would change equal values.
 
     Args:
-        topology: who mixes with whom.
+        topology: which ranks mix.
         size: number of ranks.
         step: number of mixings before this one.
-        known: rows that were right.
+        known: rows that were checked before.
 
     Returns:
         Each rank's row of the mixing matrix.
@@ -218,5 +218,5 @@ def check(
     return rows
 
 
-_ALWAYS_SYMMETRIC = (Complete, Graph, OnePeer, Ring)  # these types, not what others derive from them
-_DESCRIBED = 16  # steps: several periods of what changes with the logarithm of the number of ranks
+_ALWAYS_SYMMETRIC = (Complete, Graph, OnePeer, Ring)  # exactly these: a subclass may change the rows
+_DESCRIBED = 16  # steps: several periods of a topology that repeats after log2(size) steps
