@@ -67,7 +67,9 @@ def _conserved(rank, world_size, method, bucket_bytes):
             if p.grad is not None:
                 applied[n] += p.grad.double()
         optimizer.step()
-    owed = {n: state.get("residual") for n, state in sync.state_dict()["parameters"].items()}
+    states = sync.state_dict()["parameters"]
+    # nothing is owed of what travels densely
+    owed = {n: states[n].get("residual", torch.zeros(p.shape)) for n, p in model.named_parameters()}
     sync.close()
     return made, applied, owed, flat(model)
 

@@ -24,7 +24,7 @@ from stenograd.heat.plateau import DetectMetricPlateau
 from stenograd.heat.takeover import hold, take_over
 from stenograd.launch.process_group import join
 from stenograd.sync.gradient_sync import GradientSync
-from stenograd.sync.handshake import broadcast_model, compare, synced_parameters, versions
+from stenograd.sync.handshake import broadcast_model, compare, synced_parameters
 from stenograd.sync.parameter_averaging import difference_method
 
 __all__ = ["DASO"]
@@ -213,15 +213,13 @@ class DASO(Loop):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {model!r}: pass the model to train")
         parameters = synced_parameters(model, [self.local_optimizer])
-        shapes = {f"parameter {name}": f"{tuple(p.shape)} {p.dtype}" for name, p in parameters.items()}
         settings = {
-            **versions(),
             "nodes": [list(node) for node in self._layout.nodes],
             "DASO's plan": repr(self._plan),
             "global_method": self._global_method.text,
             "sending_chunk_size": self.split_val,
         }
-        compare(self._driver, {**settings, **shapes}, next(iter(parameters.values())).device)
+        compare(self._driver, settings, parameters)
         self.close()
         take_over(model, self.local_optimizer)
         broadcast_model(self._driver, model)

@@ -15,7 +15,7 @@ from stenograd.data.finite import is_finite
 from stenograd.errors import bad_value
 from stenograd.mlbench.wrapper import Closure, Marks, evaluate, kept_attributes
 from stenograd.sync.gossip import Gossip
-from stenograd.sync.handshake import compare, versions
+from stenograd.sync.handshake import compare
 from stenograd.topology.mixing import Graph
 
 __all__ = ["DecentralizedAggregation", "DecentralizedSGD"]
@@ -154,10 +154,10 @@ class DecentralizedSGD(torch.optim.Optimizer):
         self._aggregation = DecentralizedAggregation(
             rank, neighbors, use_cuda, weights=weights, timeout_s=timeout_s
         )
-        settings = {**versions(), "by_layer": bool(by_layer)}
+        settings: dict[str, Any] = {"by_layer": bool(by_layer)}
         forms = [f"{p.dtype} of shape {tuple(p.shape)}" for p in self._parameters()]
         settings |= {f"parameter {i}": form for i, form in enumerate(forms)}
-        compare(self._gossip.driver, settings, _device(use_cuda))
+        compare(self._gossip.driver, settings, device=_device(use_cuda))
 
     @property
     def traffic(self) -> Traffic:

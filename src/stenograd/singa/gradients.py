@@ -15,7 +15,7 @@ from stenograd.errors import CheckpointError, TensorTypeError
 from stenograd.singa.exchanges import Exchanges
 from stenograd.singa.fusion import Fusion, Group
 from stenograd.singa.graph import Walker, backward, parameters_of
-from stenograd.sync.handshake import compare, versions
+from stenograd.sync.handshake import compare
 
 __all__ = ["Gradients"]
 
@@ -152,10 +152,8 @@ class Gradients:
         """Check, before the first step, that all ranks have the same parameters, mode and threshold."""
         if self._compared:
             return
-        parameters = parameters_of(loss)
-        description = {f"parameter {self.name(p)}": f"{tuple(p.shape)} {p.dtype}" for p in parameters}
-        what = {"threshold": threshold, "mode": str(how), "parameters": len(parameters)}
-        compare(self._driver, {**versions(), **what, **description}, parameters[0].device)
+        parameters = {self.name(p): p for p in parameters_of(loss)}
+        compare(self._driver, {"threshold": threshold, "mode": str(how)}, parameters)
         self._compared = True
 
 

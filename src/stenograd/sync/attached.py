@@ -14,7 +14,7 @@ from torch import nn
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.traffic import Traffic
-from stenograd.sync.handshake import Wrapping, versions
+from stenograd.sync.handshake import Wrapping, compare
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["Attached"]
@@ -118,14 +118,10 @@ class Attached:
     def _accumulated(self, before: int) -> None:
         """Note that passes since `before` were not exchanged."""
 
-    def _description(
-        self, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return what must be equal on all ranks."""
-        shapes = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}
-        buffers = {f"buffer {n}": f"{tuple(b.shape)} {b.dtype}" for n, b in self._model.named_buffers()}
-        own = {**versions(), "method": self.method.text, **settings}
-        return {**own, "parameters": len(shapes), **shapes, **buffers}
+    def _compare(self, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> None:
+        """Check that all ranks have the same model, method and settings."""
+        own = {"method": self.method.text, **settings}
+        compare(self._driver, own, parameters, buffers=dict(self._model.named_buffers()))
 
     def _watch(self, modules: Iterable[nn.Module]) -> None:
         """Follow added parameter groups, and forward passes of the model and of what it came wrapped in."""

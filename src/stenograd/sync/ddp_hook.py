@@ -21,7 +21,7 @@ from stenograd.compression.contract import Compressor
 from stenograd.data.buckets import Bucket
 from stenograd.errors import StenogradError, TensorTypeError, first_line
 from stenograd.sync.backward_passes import at_end, next_order, warn_of_skip
-from stenograd.sync.handshake import compare, unwrapped, versions
+from stenograd.sync.handshake import compare, unwrapped
 
 __all__ = ["DDPHook", "register"]
 
@@ -108,8 +108,9 @@ class DDPHook:
         module: nn.Module = ddp.module
         self._driver = Driver.own(ddp.process_group, timeout_s=timeout_s)
         load_kernels(how, self._driver.world_size, module.parameters())
-        described = {**versions(), "method": how.text, "skip_bad_steps": skip_bad_steps}
-        compare(self._driver, described, next(module.parameters()).device)
+        settings = {"method": how.text, "skip_bad_steps": skip_bad_steps}
+        device = next(module.parameters()).device
+        compare(self._driver, settings, dict(module.named_parameters()), device=device)
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._exchange = TensorExchange(how, self._driver, waits=True)
         self._order = next_order()

@@ -117,7 +117,8 @@ class Gossip:
     def __init__(self, driver: Driver, topology: Topology, *, lost: str = "raise") -> None:
         self.driver = driver.private()
         described = {"topology": describe(topology, driver.world_size), "lost": lost}
-        compare(self.driver, described, self.driver.words_device())  # so all are told of one rank's mistake
+        # Before anything is checked, so that all ranks are told of one rank's mistake.
+        compare(self.driver, described, device=self.driver.words_device())
         self._checked = Checked(topology, driver.world_size)
         if lost not in _LOST:
             raise bad_value("lost", f"must be one of {', '.join(_LOST)}", lost, "use 'raise'")

@@ -28,7 +28,6 @@ from stenograd.sync.handshake import (
     Wrapping,
     as_optimizers,
     broadcast_model,
-    compare,
     refuse_taken,
     synced_parameters,
     unwrapped,
@@ -214,7 +213,7 @@ class GradientSync(Hooked, Attached):
         )
         device = next(iter(parameters.values())).device
         settings = {"bucket_bytes": self._bucket_bytes, _SETTINGS: self._checks}
-        compare(self._driver, self._description(parameters, settings), device)
+        self._compare(parameters, settings)
         self._exchange.arrange(buckets, device)
         before = self._slots
         for slot in before.values():

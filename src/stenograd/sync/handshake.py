@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "broadcast_model",
     "broadcast_tensors",
     "compare",
+    "describe",
     "refuse_taken",
     "synced_parameters",
     "unwrapped",
@@ -187,18 +189,44 @@ def synced_parameters(
     return synced
 
 
-def compare(driver: AnyDriver, description: Mapping[str, Any], device: torch.device) -> None:
+def describe(
+    settings: Mapping[str, Any], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by what it is: versions and kernels, settings, tensors.
+
+    Example:
+        >>> found = describe({"method": "topk"}, {"w": torch.zeros(2)}, {})
+        >>> found["method"], found["parameters"], found["parameter w"], "kernels" in found
+        ('topk', 1, '(2,) torch.float32', True)
+    """
+    tensors = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}
+    tensors |= {f"buffer {n}": f"{tuple(b.shape)} {b.dtype}" for n, b in buffers.items()}
+    return {**versions(), **settings, "parameters": len(parameters), **tensors}
+
+
+def compare(
+    driver: AnyDriver,
+    settings: Mapping[str, Any],
+    parameters: Mapping[str, Tensor] = MappingProxyType({}),
+    *,
+    buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    device: torch.device | None = None,
+) -> None:
     """Check that every rank describes the same thing; also find out who is on which host, for `traffic`.
 
     Args:
         driver: the way to the other ranks.
-        description: JSON-able values by what they are, such as "method" or "parameter fc.weight".
-        device: where messages may live (NCCL wants CUDA).
+        settings: JSON-able values by what they are, such as "method"; versions and kernels are added.
+        parameters: whose names, shapes and types are compared, in this order.
+        buffers: likewise.
+        device: where messages may live (NCCL wants CUDA); None for where the first parameter does.
 
     Raises:
         MismatchError: on every rank, naming the first difference and the two ranks.
     """
-    mine = json.dumps(description)
+    if device is None:
+        device = next((p.device for p in parameters.values()), driver.words_device())
+    mine = json.dumps(describe(settings, parameters, buffers))
     digest = hashlib.sha256(mine.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
     messages = driver.gather_bytes(json.dumps([_host(), digest]).encode(), device)
     about: list[list[str]] = [json.loads(text) for text in messages]

@@ -26,7 +26,6 @@ from stenograd.sync.handshake import (
     Wrapping,
     as_optimizers,
     broadcast_model,
-    compare,
     refuse_taken,
     synced_parameters,
     unwrapped,
@@ -145,7 +144,7 @@ class ParameterSync(Attached):
         self._hold_if_due()
         parameters = synced_parameters(self._model, self._optimizers)
         settings = {"bucket_bytes": self._bucket_bytes, "settings": self._settings}
-        compare(self._driver, self._description(parameters, settings), next(iter(parameters.values())).device)
+        self._compare(parameters, settings)
         broadcast_model(self._driver, self._model)
         if self._averager is not None:
             self._averager.close()
