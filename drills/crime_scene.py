@@ -24,12 +24,14 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from hosts import Hosts
 from namespaces import ip
 
+from stenograd.testing.methods import by_name
+
 if TYPE_CHECKING:
     from faults import Verdict
 
 __all__ = ["Scene"]
 
-_METHODS = ("dense", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "sign", "qsgd", "threshold", "randomk")
+METHODS = by_name()
 _START_S = 60.0  # for a training to reach the moment of its fault
 _NAMED = re.compile(r"rank\(s\) ([\d, ]+) (?:did not answer|did not come)")
 _DISK_BYTES = 64 << 20
@@ -58,7 +60,7 @@ class Scene:
         self, forks: Forks, draw: Random, size: int, folder: Path, timeout_s: float, meet: str, on_hosts: bool
     ) -> None:
         self.draw, self.size, self.ranks, self.moment, self.seconds = draw, size, list[Rank](), "", 0.0
-        self.method = draw.choice(_METHODS)
+        self.method = draw.choice(METHODS)
         self._forks, self._folder, self._timeout_s = forks, folder, timeout_s
         self._hosts = Hosts(size, "none") if on_hosts else None
         self._out = folder / "out"

@@ -197,11 +197,11 @@ def run(forks: Forks, kind: str, seed: int, ranks: int = 0, timeout_s: float = 3
     return verdict
 
 
-def _row(kind: str, verdicts: Sequence[Verdict]) -> str:
+def _row(kind: str, verdicts: Sequence[Verdict]) -> list[str]:
     good = sum(not v.wrong for v in verdicts)
     slowest = max(v.seconds for v in verdicts)
     errors = ", ".join(sorted(set().union(*(v.errors for v in verdicts))))
-    return f"| {kind} | {good} of {len(verdicts)} | {slowest:.1f} | {errors} |"
+    return [kind, f"{good} of {len(verdicts)}", f"{slowest:.1f}", errors]
 
 
 def main() -> int:
@@ -232,9 +232,8 @@ def main() -> int:
     good = sum(not v.wrong for v in verdicts)
     if not args.json:
         print(f"\ntimeout_s = {args.timeout_s:g}; survivors have {args.timeout_s + GRACE_S:g} s")
-        print("| fault | as it should be | slowest (s) | errors seen |\n|---|---|---|---|")
-        for kind in kinds:
-            print(_row(kind, [v for v in verdicts if v.kind == kind]))
+        rows = [_row(kind, [v for v in verdicts if v.kind == kind]) for kind in kinds]
+        show(["fault", "as it should be", "slowest (s)", "errors seen"], rows)
         print(f"\n{good} of {len(verdicts)} in {time.monotonic() - start:.0f} s")
     return 0 if good == len(verdicts) else 1
 

@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from crew import Killing, context, train
 
-METHODS = (
-    "dense;fp16;bf16;topk:ratio=0.05;threshold:value=0.01;randomk:ratio=0.25;randomblock:ratio=0.25;"
-    "sign;qsgd;powersgd"
-)
+from stenograd.testing.methods import by_name
+
+METHODS = by_name()
 _SAVE_STEPS = 3
 _EPOCHS = 3
 _STEP_S = 0.04  # about what a step with its share of saving takes
@@ -55,7 +54,7 @@ class Result:
 def main() -> int:
     """Print a table; the exit status is 1 if a run ended otherwise than it should."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--methods", default=METHODS, help="separated by semicolons")
+    parser.add_argument("--methods", default=";".join(METHODS), help="separated by semicolons")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=3, help="cases at a time")
     args = parser.parse_args()

@@ -30,7 +30,7 @@ def fresh_kernels(monkeypatch):
     """Kernels as in a new process: none is loaded, though some are on disk."""
 
     def forget():
-        for name in [name for name in sys.modules if name.startswith("stenograd.kernels.cpu_")]:
+        for name in [name for name in sys.modules if name.startswith("stenograd.kernels.cpu.")]:
             monkeypatch.delitem(sys.modules, name)
         backend._load.cache_clear()
         monkeypatch.setattr(warming, "_loaded", set())
@@ -42,7 +42,7 @@ def fresh_kernels(monkeypatch):
 
 def loaded():
     """Every kernel with the kinds of arguments that it was compiled for."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("stenograd.kernels.cpu_")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("stenograd.kernels.cpu.")]
     kernels = [k for module in modules for k in vars(module).values() if hasattr(k, "signatures")]
     return {(kernel.py_func.__qualname__, str(kind)) for kernel in kernels for kind in kernel.signatures}
 
