@@ -12,6 +12,7 @@ __all__ = ["BUCKET_BYTES", "METHODS", "data", "flat", "mlp"]
 BUCKET_BYTES = 600  # six buckets; the two larger matrices are one each
 METHODS = suite()
 
+
 def mlp(seed: int) -> nn.Sequential:
     """Return a model of 1,084 parameters."""
     with torch.random.fork_rng():

@@ -38,8 +38,8 @@ from stenograd.kernels.reference import scatter as reference_scatter
 from stenograd.kernels.reference import sign as reference_sign
 from stenograd.kernels.reference import values as plain_values
 from stenograd.launch.failure_detector import Presence
-from stenograd.testing.methods import configurations
 from stenograd.simulate import run
+from stenograd.testing.methods import configurations
 
 __all__ = ["CASES", "Wrong", "warm"]
 

@@ -12,7 +12,7 @@ SMALL_BUCKETS = 1200  # bytes: several buckets, and the middle layer is larger t
 
 
 def wire_rounding(requests):
-    """What the order of a sum on the wire may change: 4 roundings of a 16-bit type, 0 where sums are finer."""
+    """What the order of a sum on the wire may change: 4 roundings of 16 bits, or 0 where sums are finer."""
     types = {t.dtype for request in requests if request.op is Op.MEAN for t in request.tensors}
     eps = max((torch.finfo(dtype).eps for dtype in types), default=0.0)
     return 4 * eps if eps > torch.finfo(torch.float32).eps else 0.0

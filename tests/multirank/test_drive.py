@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-
 from models import wire_rounding
 
 from stenograd.catalog.method import method
@@ -60,7 +59,9 @@ def test_gloo_gives_what_simulate_gives(pool):
             for rank in range(world_size):
                 average, error, payload = ranks[rank][i]
                 near = {"rtol": rounding or 1e-5, "atol": rounding or 1e-6}
-                torch.testing.assert_close(average, simulated[rank].average, **near, msg=lambda m, t=text: f"{t}: {m}")
+                torch.testing.assert_close(
+                    average, simulated[rank].average, **near, msg=lambda m, t=text: f"{t}: {m}"
+                )
                 torch.testing.assert_close(error, simulated[rank].error, rtol=1e-5, atol=1e-6)
                 assert torch.equal(average, ranks[0][i][0])
                 assert sum(nbytes) <= payload <= sum(nbytes) + 8 * len(nbytes), text  # alignment padding

@@ -98,7 +98,9 @@ def _check_against_simulation(ranks, world_size):
                 got = ranks[rank][i][0][number]
                 assert torch.equal(got, ranks[0][i][0][number]), text
                 near = {"rtol": rounding or 1e-4, "atol": rounding or 1e-5}
-                torch.testing.assert_close(got, simulated[rank].average, **near, msg=lambda m, t=text: f"{t}: {m}")
+                torch.testing.assert_close(
+                    got, simulated[rank].average, **near, msg=lambda m, t=text: f"{t}: {m}"
+                )
         for rank in range(world_size):
             torch.testing.assert_close(ranks[rank][i][1], simulated[rank].error, rtol=1e-4, atol=1e-4)
             moved = sum(moved_bytes(r.op, r.nbytes, world_size) for r in requests)

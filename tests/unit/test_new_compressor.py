@@ -48,7 +48,8 @@ class TernGrad(Codec):
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Draw a level for each element and pack level + 1."""
-        scales = torch.stack([part.abs().amax() if len(part) else x.new_zeros(()) for part in x.split(site.numels)])
+        parts = x.split(site.numels)
+        scales = torch.stack([p.abs().amax() if len(p) else p.new_zeros(()) for p in parts])
         chance = x.abs().double() / self._spread(scales, site)
         draws = torch.rand(len(x), generator=site.generator(self.seed, shared=False)).to(x.device)
         levels = torch.where(draws < chance, x.sign(), torch.zeros_like(x))
@@ -68,7 +69,7 @@ LISTS = """
 import importlib, json, sys
 from pathlib import Path
 found = {}
-for path in sorted(Path(folder) / name for folder in sys.argv[1:] for name in Path(folder).glob("*.py")):
+for path in sorted(Path(sys.argv[1]).glob("*.py")):
     sys.path.insert(0, str(path.parent))
     text = path.read_text()
     for name in ("ALL_METHODS", "METHODS", "RIVALS", "CASES"):
@@ -78,8 +79,10 @@ for path in sorted(Path(folder) / name for folder in sys.argv[1:] for name in Pa
                 found[f"{path.stem}.{name}"] = "terngrad" in json.dumps(list(value), default=repr)
 print(json.dumps(found))
 """
-# Comparisons about something else than methods, made with a few that are named in them.
+# Comparisons about something else than methods, and programs of many kinds, each with a few methods in turn
+# (the drill of the same programs walks all of them).
 CHOSEN = {"scaling.METHODS", "small_tensors.METHODS", "time_to_accuracy.RIVALS", "versions.METHODS"}
+CHOSEN |= {"test_programs.CASES", "test_programs.METHODS"}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,12 @@ def extended(tmp_path_factory):
     def run(*arguments):
         done = subprocess.run(
             [sys.executable, *map(str, arguments)],
-            env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+            env=env,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -105,7 +113,9 @@ def extended(tmp_path_factory):
 
 def test_it_is_a_method_and_passes_the_conformance_suite(extended):
     """Two examples, each plain and under error feedback."""
-    told = extended("-c", """
+    told = extended(
+        "-c",
+        """
 import json, stenograd, torch
 from stenograd.catalog.registry import entries
 from stenograd.simulate import exchange
@@ -115,8 +125,10 @@ for c in mine.values():
     check(c)
 sent = []
 exchange(stenograd.method("terngrad").compressor, [torch.randn(10, 10)] * 2, spy=sent.append)
-print(json.dumps([stenograd.__file__, "terngrad" in stenograd.methods(), list(mine), sum(r.nbytes for r in sent)]))
-""")
+nbytes = sum(request.nbytes for request in sent)
+print(json.dumps([stenograd.__file__, "terngrad" in stenograd.methods(), list(mine), nbytes]))
+""",
+    )
     file, named, mine, nbytes = json.loads(told)
     assert not file.startswith(str(ROOT))
     assert named
@@ -137,6 +149,8 @@ def test_the_command_lists_and_compares_it(extended):
 
 def test_every_suite_drill_and_benchmark_walks_it(extended):
     """Their modules are imported and asked for their lists; only comparisons of chosen methods lack it."""
-    told = json.loads(extended("-c", LISTS, ROOT / "drills", ROOT / "benchmarks", ROOT / "tests" / "multirank"))
+    told = {}
+    for folder in ("drills", "benchmarks", "tests/multirank"):
+        told |= json.loads(extended("-c", LISTS, ROOT / folder))
     assert {name for name, holds in told.items() if not holds} == CHOSEN
     assert len(told) >= 15

@@ -17,7 +17,6 @@ from stenograd.simulate import exchange
 from stenograd.testing.methods import by_name, modes
 
 
-
 def _with_residuals():
     """Every method and mode that takes error feedback, with it."""
     for text in [*by_name(), *modes()]:

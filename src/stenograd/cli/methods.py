@@ -53,7 +53,15 @@ def run(size: int, workers: int) -> int:
     title = (
         f"one float32 tensor of {size:,} elements ({rows} rows), {workers} workers; bytes per step and worker"
     )
-    head = ("method", "feedback", "payload bytes", "moved bytes", "bits/element", "compression", "what it sends")
+    head = (
+        "method",
+        "feedback",
+        "payload bytes",
+        "moved bytes",
+        "bits/element",
+        "compression",
+        "what it sends",
+    )
     found = sorted(entries().items())
     show(head, [_cells(name, entry, size, workers) for name, entry in found], title)
     keys = [(name, own_keys(entry) or "none of its own") for name, entry in found]

@@ -16,6 +16,7 @@ from stenograd.errors import bad_value
 
 __all__ = ["Display", "headline", "megabytes", "percent", "row_line"]
 
+
 def percent(share: float) -> str:
     """Format a share.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from stenograd.errors import bad_value
+from stenograd.launch.local_workers import environment
 
 __all__ = ["FCGraph", "environment", "place"]
 
@@ -76,18 +76,3 @@ def place(hosts: Sequence[str] | str | None, rank: int) -> dict[str, str]:
         "LOCAL_RANK": str(on_host.index(rank)),
         "LOCAL_WORLD_SIZE": str(len(on_host)),
     }
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the length of a block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, old in before.items():
-            if old is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = old

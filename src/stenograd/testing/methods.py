@@ -1,4 +1,4 @@
-"""Method texts for suites, drills and benchmarks, made from the registry: a new compressor is in all of them."""
+"""Method texts for suites, drills and benchmarks, made from the registry, so that none needs an edit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def modes() -> list[str]:
 
 
 def wrapped() -> list[str]:
-    """Return texts with the keys that every method takes: feedback, small dense tensors, warm-up and clipping.
+    """Return texts with the keys that every method takes: feedback, dense small tensors, warm-up, clipping.
 
     Example:
         >>> "fp16:feedback=true" in wrapped()
