@@ -27,7 +27,7 @@ from typing import Any
 __all__ = ["MOMENTS", "ForkedRanks", "Rank"]
 
 MOMENTS = ("collective", "forward", "step", "save")  # of a fault; see `_watch`
-_START_S = 120.0
+_START_S = 300.0  # imports and kernels, also on a machine that is busy with much else
 _POLL_S = 0.01
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -87,8 +87,8 @@ class ForkedRanks:
             env: variables on top of the server's.
             log: file for its output and errors.
             fault: what to do to it and when. `at` is one of `MOMENTS`, `nth` counts them from 1, and `do`
-                is a key of the actions in `_arm`; `after_s` delays it (0 if left out), and `mark` is a file that
-                gets the time at which it happens (none if left out).
+                is a key of the actions in `_arm`; `after_s` delays it (0 if left out), and `mark` is a file
+                that gets the time at which it happens (none if left out).
             namespace: network namespace to enter.
         """
         rank = Rank(log)

@@ -74,7 +74,7 @@ def _sum_error(folder: Path, workers: int) -> float:
     from stenograd.checkpoint.reshard import reshard
 
     manifest = read_manifest(folder, saved_steps(folder)[-1])
-    old = [read_rank(folder, manifest, rank)["trainer"]["sync"] for rank in range(manifest.world_size)]
+    old = [read_rank(folder, manifest, rank)["sync"] for rank in range(manifest.world_size)]
     before, after = _sums(old), _sums(reshard(old, workers))
     norms = [
         float((after[name] - total).norm() / total.norm()) for name, total in before.items() if total.any()

@@ -122,7 +122,7 @@ def _differences(a: Path, b: Path) -> str:
         return f"they ended at steps {steps}"
     manifests = [read_manifest(folder, steps[0]) for folder in (a, b)]
     for rank in range(manifests[0].world_size):
-        one, other = (read_rank(f, m, rank)["trainer"] for f, m in zip((a, b), manifests, strict=True))
+        one, other = (read_rank(f, m, rank) for f, m in zip((a, b), manifests, strict=True))
         for key in ("model", "optimizer", "sync"):
             if not alike(one[key], other[key]):
                 return f"{key} of rank {rank} differs"
