@@ -33,12 +33,14 @@ BAD_RANK = 1
 LARGEST = torch.finfo(torch.float32).max
 # Overflows where float32 all but does, and cannot be told from a bad gradient for free.
 _SILENT = ("bf16", "powersgd")  # how their texts begin
+_EVERY_ELEMENT = ("powersgd", "random")  # likewise; see `harm`
 
 
 def harm(values: Tensor, kind: str, rank: int, method: str) -> Tensor:
     """Return a copy with one bad element: on rank 1, or on all ranks where only their sum overflows.
 
-    PowerSGD sums over a matrix, so all its elements are as large as can be.
+    PowerSGD sums over a matrix, and random methods send other elements in every step: there, all
+    elements are as large as can be.
     """
     half = method.startswith("fp16")
     if kind != "overflow":
@@ -48,7 +50,7 @@ def harm(values: Tensor, kind: str, rank: int, method: str) -> Tensor:
     else:
         bad = LARGEST
     out = values.clone()
-    if bad == LARGEST and method.startswith("powersgd"):
+    if bad == LARGEST and method.startswith(_EVERY_ELEMENT):
         out.fill_(bad)
     elif bad is not None:
         out.view(-1)[3] = bad
