@@ -22,8 +22,9 @@ from typing import Any
 
 from hosts import Hosts, HostsError
 
-METHODS = ["dense", "fp16", "bf16", "topk", "threshold", "randomk", "randomblock", "sign"]
-METHODS += ["qsgd", "powersgd"]
+import stenograd
+
+METHODS = stenograd.methods()
 STEPS = 20
 _INTERFACE = "eth0"
 _SETTLE_S = 0.3  # until the last packets are counted
@@ -81,7 +82,6 @@ def run_rank(methods: list[str]) -> None:
     """Measure each method; rank 0 prints a line of JSON with all ranks' counts."""
     import torch
 
-    import stenograd
     from stenograd.comm.agreement import everyone
     from stenograd.comm.driver import Driver
 
@@ -98,8 +98,6 @@ def measure(method: str) -> dict[str, int]:
     """Return this rank's counts over some steps of one method."""
     import torch
     from torch import nn
-
-    import stenograd
 
     model = nn.Sequential(
         nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)

@@ -8,20 +8,19 @@ Bar: with kernels on disk, the first compressed step takes at most twice the med
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 
 import torch
-from ranks import Ranks
 from torch import nn
 
 import stenograd
+from stenograd.testing.pool import RankPool
 
+METHODS = stenograd.methods()
 _STEPS = 12
 _SLACK_S = 0.5
 
@@ -31,13 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("methods", nargs="*")
     args = parser.parse_args(argv)
-    if "RANK" in os.environ:
-        print(json.dumps(_measure(args.methods[0])))
-        return 0
     print(f"{args.ranks} ranks, {os.cpu_count()} cores; seconds of the slowest rank")
     print(f"{'method':<12} {'attach':>8} {'first step':>11} {'median step':>12}  within the bar")
     late = 0
-    for method in args.methods or stenograd.methods():
+    for method in args.methods or METHODS:
         attach, first, median = (max(column) for column in zip(*_run(method, args.ranks), strict=True))
         good = first <= 2 * median + _SLACK_S
         late += not good
@@ -48,22 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(method: str, count: int) -> list[list[float]]:
-    """Return what every rank measured, once each has its kernels on disk."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    more = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(count)}
-    with Ranks(timeout_s=300, echo=False) as ranks:
-        for rank in range(count):
-            env = {**os.environ, **shared, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.start([sys.executable, __file__, method], env)
-        return [json.loads(text.splitlines()[-1]) for text in ranks.wait()]
+    """Return what every rank measured, in processes of its own: kernels are on disk, and none is loaded."""
+    with RankPool(count) as pool:
+        pool.run(count, _measure, method)  # puts them on disk
+    with RankPool(count) as pool:
+        return pool.run(count, _measure, method, timeout_s=300)
 
 
-def _measure(method: str) -> list[float]:
+def _measure(rank: int, method: str) -> list[float]:
     """Attach to a network of a million parameters, and take a few steps."""
-    stenograd.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

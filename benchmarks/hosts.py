@@ -13,8 +13,11 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -23,7 +26,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from namespaces import HostsError, command, ip, names, remove, require_rights
-from ranks import Ranks
 
 __all__ = ["Hosts", "HostsError", "parse_rate", "why_not"]
 
@@ -33,6 +35,8 @@ _NUMBERS = count()
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself
 _MAX_HOSTS = 254
+_POLL_S = 0.1
+_TAIL_LINES = 15
 _FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobody else listens
 _LEFT_OUT = ("TORCHELASTIC_", "STENOGRAD_STORE", "OMPI_", "PMI", "SLURM_")  # an outer launcher's variables
 
@@ -139,7 +143,7 @@ class Hosts:
         self._runs += 1
         base = {key: value for key, value in os.environ.items() if not key.startswith(_LEFT_OUT)}
         shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | base | dict(env or {})
-        with Ranks(timeout_s, echo) as ranks:
+        with _Ranks(timeout_s, echo) as ranks:
             for host in range(self.count):
                 for local in range(ranks_per_host):
                     inside = ["ip", "netns", "exec", self._host(host), *command]
@@ -203,6 +207,86 @@ class Hosts:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Ranks:
+    """Processes in rank order; leaving the `with` block kills those that still run, with their children.
+
+    Args:
+        timeout_s: seconds that `wait` gives them.
+        echo: show rank 0's output while it comes.
+    """
+
+    def __init__(self, timeout_s: float, echo: bool) -> None:
+        self._timeout_s, self._echo = timeout_s, echo
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._shown_bytes = 0
+
+    def __enter__(self) -> _Ranks:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._folder.cleanup()
+
+    def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the next rank."""
+        with self._log(len(self._processes)).open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own, so that its children can be killed with it
+            )
+        self._processes.append(process)
+
+    def wait(self) -> list[str]:
+        """Return every rank's output when all have succeeded.
+
+        Raises:
+            HostsError: one failed, or the time is over.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            codes = [process.poll() for process in self._processes]
+            self._show()
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:
+                what = f"rank {failed[0]} ended with status {codes[failed[0]]}"
+                raise HostsError(f"{what}; its last lines:\n{self._tail(failed[0])}")
+            if None not in codes:
+                return [self._text(rank) for rank in range(len(codes))]
+            if time.monotonic() > deadline:
+                late = codes.index(None)
+                what = f"rank {late} did not end within {self._timeout_s:g} s"
+                raise HostsError(f"{what}; its last lines:\n{self._tail(late)}")
+            time.sleep(_POLL_S)
+
+    def _show(self) -> None:
+        if not self._echo:
+            return
+        with self._log(0).open("rb") as log:
+            log.seek(self._shown_bytes)
+            new = log.read()
+        self._shown_bytes += len(new)
+        sys.stdout.write(new.decode(errors="replace"))
+        sys.stdout.flush()
+
+    def _tail(self, rank: int) -> str:
+        return "\n".join(self._text(rank).rstrip().splitlines()[-_TAIL_LINES:])
+
+    def _text(self, rank: int) -> str:
+        return self._log(rank).read_text(errors="replace")
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}"
 
 
 def _remove_leftovers() -> None:

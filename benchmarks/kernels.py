@@ -40,7 +40,6 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
     sparse = [dispatch.select(torch.randn(n, generator=g), k) for _ in range(4)]
     signs = [dispatch.sign_encode_feedback(x, None, 1024, [n])] * 4
     codes = [dispatch.qsgd_encode_feedback(x, None, 4, 512, [n], 0)] * 4
-    half, brain = torch.zeros(n, dtype=torch.float16), torch.zeros(n, dtype=torch.bfloat16)
     places, values = sparse[0]
     packed, coded = dispatch.pack_places(places, n), dispatch.pack_values(values, "int8")
     rare = x * (torch.rand(n, generator=g) < 0.005)
@@ -52,7 +51,6 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
         "top-k 1 %: encode, 99.5 % zeros": lambda: dispatch.select(rare, k),
         "top-k 1 %: decode and average 4": lambda: dispatch.scatter_mean(sparse, n, out),
         "top-k 1 %: decode and average 3": lambda: dispatch.scatter_mean(sparse[:3], n, out),
-        "threshold, about 1 %: encode with feedback": lambda: dispatch.select_threshold(x, r, 2.59),
         "sign: encode with feedback": lambda: dispatch.sign_encode_feedback(x, r, 1024, [n]),
         "sign: decode and average 4": lambda: dispatch.sign_decode_mean(signs, 1024, [n], out),
         "qsgd 4 bit: encode with feedback": lambda: dispatch.qsgd_encode_feedback(x, r, 4, 512, [n], 1),
@@ -61,8 +59,6 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
         "places 1 %: unpack": lambda: dispatch.unpack_places(packed, n, k),
         "values 1 % as int8: pack": lambda: dispatch.pack_values(values, "int8"),
         "values 1 % as int8: unpack": lambda: dispatch.unpack_values(coded, "int8", k),
-        "cast to float16 with check": lambda: dispatch.cast_finite(x, torch.float16, 0.5, half),
-        "cast to bfloat16 with check": lambda: dispatch.cast_finite(x, torch.bfloat16, 1.0, brain),
         "finite check": lambda: dispatch.not_finite(x),
         "torch.aminmax": lambda: torch.aminmax(x),
         "100 elements, 100 times: top-k encode": hundred(lambda: dispatch.select_feedback(*small, 1)),

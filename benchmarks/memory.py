@@ -28,10 +28,7 @@ from torch import nn
 import stenograd
 from stenograd.launch.process_group import run_local
 
-RIVALS = [
-    *("ddp", "ddp-powersgd", "dense", "fp16", "topk:ratio=0.01", "threshold:value=0.003"),
-    *("sign", "qsgd:bits=4", "powersgd:rank=4"),
-]
+RIVALS = ["ddp", "ddp-powersgd", *stenograd.methods()]
 _CHILD = "STENOGRAD_BENCHMARK_CHILD"
 
 

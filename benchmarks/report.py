@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
 
     Example:
         >>> sorted(machine())
-        ['cores', 'cpu', 'stenograd', 'linux', 'python', 'ram_gb', 'torch']
+        ['cores', 'cpu', 'linux', 'python', 'ram_gb', 'stenograd', 'torch']
     """
     return {
         "cpu": _cpu(),

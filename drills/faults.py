@@ -19,134 +19,123 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from crime_scene import Scene
-from forks import Forks
+from fault_run import FaultRun, Verdict
+from forked_ranks import ForkedRanks
 
-__all__ = ["KINDS", "Verdict", "run"]
+from stenograd.cli.table import show
+
+__all__ = ["KINDS", "break_one"]
 
 GRACE_S = 5.0  # after timeout_s, the time in which all survivors must have ended
 _PEERS = "PeerLost"
 
 
-@dataclass
-class Verdict:
-    """What one run showed; no `wrong` means that all was as it should be."""
-
-    kind: str
-    seed: int
-    what: str = ""
-    seconds: float = 0.0
-    errors: set[str] = field(default_factory=set)
-    wrong: list[str] = field(default_factory=list)
-
-
-def _at_once(do: str, rank_0: bool, scene: Scene, verdict: Verdict) -> None:
+def _at_once(do: str, rank_0: bool, run: FaultRun, verdict: Verdict) -> None:
     """A rank is killed, stopped, raises, quits or sleeps at a moment of its own."""
-    victim = 0 if rank_0 else scene.draw.randrange(1, scene.size)
-    fault = scene.fault(do)
-    scene.start({victim: fault})
-    scene.await_fault(victim)
-    rest = [r for r in range(scene.size) if r != victim]
-    scene.await_end(rest, GRACE_S)
+    victim = 0 if rank_0 else run.draw.randrange(1, run.size)
+    fault = run.fault(do)
+    run.start({victim: fault})
+    run.await_fault(victim)
+    rest = [r for r in range(run.size) if r != victim]
+    run.await_end(rest, GRACE_S)
     if do == "raise" and fault["at"] == "save":  # all ranks agree on how a save went
-        scene.await_end([victim], GRACE_S)
-        scene.expect(verdict, range(scene.size), "StenogradError", None, f"rank {victim}: ZeroDivisionError")
+        run.await_end([victim], GRACE_S)
+        run.expect(verdict, range(run.size), "StenogradError", None, f"rank {victim}: ZeroDivisionError")
         return
-    scene.expect(verdict, rest, _PEERS, [victim])
+    run.expect(verdict, rest, _PEERS, [victim])
     if do == "stop":  # whoever continues it must not keep it for ever
-        scene.resume(victim)
+        run.resume(victim)
     if do == "nap":
-        scene.kill(victim)
-    scene.await_end([victim], GRACE_S)
+        run.kill(victim)
+    run.await_end([victim], GRACE_S)
     if do == "raise":
-        scene.expect(verdict, [victim], "ZeroDivisionError", [])
+        run.expect(verdict, [victim], "ZeroDivisionError", [])
     if do == "stop":
-        scene.expect(verdict, [victim], _PEERS, None)
+        run.expect(verdict, [victim], _PEERS, None)
 
 
-def _link(scene: Scene, verdict: Verdict) -> None:
+def _link(run: FaultRun, verdict: Verdict) -> None:
     """A host's link goes down, on its own side or the switch's; all ranks survive, apart from each other."""
-    victim = scene.draw.randrange(scene.size)
-    inside = scene.draw.random() < 0.5
-    scene.start({victim: scene.fault("mark")})
-    scene.await_fault(victim)
-    scene.cut(victim, inside)
-    _apart(scene, verdict, victim)
+    victim = run.draw.randrange(run.size)
+    inside = run.draw.random() < 0.5
+    run.start({victim: run.fault("mark")})
+    run.await_fault(victim)
+    run.cut(victim, inside)
+    _apart(run, verdict, victim)
 
 
-def _slow(scene: Scene, verdict: Verdict) -> None:
+def _slow(run: FaultRun, verdict: Verdict) -> None:
     """A host's link becomes so slow that no step ends, or loses all packets longer than its burst."""
-    victim = scene.draw.randrange(scene.size)
-    how = scene.draw.choice(["tbf rate 1kbit burst 1540 latency 60s", "tbf rate 1kbit burst 32 latency 60s"])
-    scene.start({victim: scene.fault("mark")})
-    scene.await_fault(victim)
-    scene.slow(victim, how)
+    victim = run.draw.randrange(run.size)
+    how = run.draw.choice(["tbf rate 1kbit burst 1540 latency 60s", "tbf rate 1kbit burst 32 latency 60s"])
+    run.start({victim: run.fault("mark")})
+    run.await_fault(victim)
+    run.slow(victim, how)
     verdict.what += f", {how}"
-    _apart(scene, verdict, victim)
+    _apart(run, verdict, victim)
 
 
-def _apart(scene: Scene, verdict: Verdict, victim: int) -> None:
-    everyone = list(range(scene.size))
-    scene.await_end(everyone, GRACE_S)
-    scene.expect(verdict, [r for r in everyone if r != victim], _PEERS, [victim])
-    scene.expect(verdict, [victim], _PEERS, None)
+def _apart(run: FaultRun, verdict: Verdict, victim: int) -> None:
+    everyone = list(range(run.size))
+    run.await_end(everyone, GRACE_S)
+    run.expect(verdict, [r for r in everyone if r != victim], _PEERS, [victim])
+    run.expect(verdict, [victim], _PEERS, None)
 
 
-def _disk(action: str, scene: Scene, verdict: Verdict) -> None:
+def _disk(action: str, run: FaultRun, verdict: Verdict) -> None:
     """The output folder's disk becomes full, or read-only, at a moment; every rank says so."""
     text = {"fill": "No space left", "freeze": "Read-only file system"}[action]
-    scene.mount()
-    scene.start({0: scene.fault("mark")})
-    scene.await_fault(0)
-    scene.fill() if action == "fill" else scene.freeze()
-    everyone = list(range(scene.size))
-    scene.await_end(everyone, GRACE_S)
-    scene.expect(verdict, everyone, "StenogradError|CheckpointError|OSError", None, text)
+    run.mount()
+    run.start({0: run.fault("mark")})
+    run.await_fault(0)
+    run.fill() if action == "fill" else run.freeze()
+    everyone = list(range(run.size))
+    run.await_end(everyone, GRACE_S)
+    run.expect(verdict, everyone, "StenogradError|CheckpointError|OSError", None, text)
 
 
-def _port(scene: Scene, verdict: Verdict) -> None:
+def _port(run: FaultRun, verdict: Verdict) -> None:
     """A second job is started with the first one's port: it says so, and the first goes on."""
-    scene.start({0: scene.fault("mark")})
-    scene.await_fault(0)
-    first, scene.ranks = scene.ranks, []
-    scene.begin_fault()
-    scene.start({})
-    everyone = list(range(scene.size))
-    scene.await_end(everyone, GRACE_S)
-    scene.expect(verdict, everyone, "LaunchError", None)
-    scene.ranks += first
-    if not scene.goes_on(first):
+    run.start({0: run.fault("mark")})
+    run.await_fault(0)
+    first, run.ranks = run.ranks, []
+    run.begin_fault()
+    run.start({})
+    everyone = list(range(run.size))
+    run.await_end(everyone, GRACE_S)
+    run.expect(verdict, everyone, "LaunchError", None)
+    run.ranks += first
+    if not run.goes_on(first):
         verdict.wrong.append("the first job did not go on")
-    for rank in range(scene.size, 2 * scene.size):
-        scene.kill(rank)
-    scene.await_end(list(range(scene.size, 2 * scene.size)), GRACE_S)
+    for rank in range(run.size, 2 * run.size):
+        run.kill(rank)
+    run.await_end(list(range(run.size, 2 * run.size)), GRACE_S)
 
 
-def _absent(scene: Scene, verdict: Verdict) -> None:
+def _absent(run: FaultRun, verdict: Verdict) -> None:
     """A rank never comes: the others name it within the timeout."""
-    victim = scene.draw.randrange(scene.size)
-    scene.begin_fault()
-    scene.start({}, without=victim)
-    rest = [r for r in range(scene.size) if r != victim]
-    scene.await_end(rest, GRACE_S)
-    scene.expect(verdict, rest, "LaunchError", None, "" if victim == 0 else f"missing: {victim}")
+    victim = run.draw.randrange(run.size)
+    run.begin_fault()
+    run.start({}, without=victim)
+    rest = [r for r in range(run.size) if r != victim]
+    run.await_end(rest, GRACE_S)
+    run.expect(verdict, rest, "LaunchError", None, "" if victim == 0 else f"missing: {victim}")
 
 
-def _mismatch(scene: Scene, verdict: Verdict) -> None:
+def _mismatch(run: FaultRun, verdict: Verdict) -> None:
     """One rank was started with another method."""
-    victim = scene.draw.randrange(scene.size)
-    scene.begin_fault()
-    scene.start({}, other_method=victim)
-    everyone = list(range(scene.size))
-    scene.await_end(everyone, GRACE_S)
-    scene.expect(verdict, everyone, "MismatchError", None, "method")
+    victim = run.draw.randrange(run.size)
+    run.begin_fault()
+    run.start({}, other_method=victim)
+    everyone = list(range(run.size))
+    run.await_end(everyone, GRACE_S)
+    run.expect(verdict, everyone, "MismatchError", None, "method")
 
 
-KINDS: dict[str, Callable[[Scene, Verdict], None]] = {
+KINDS: dict[str, Callable[[FaultRun, Verdict], None]] = {
     "kill": partial(_at_once, "kill", False),
     "kill-rank0": partial(_at_once, "kill", True),
     "stop": partial(_at_once, "stop", False),
@@ -166,7 +155,7 @@ _TEN = list(KINDS)[:10]
 _ON_HOSTS = ("link-down", "slow-link")
 
 
-def run(forks: Forks, kind: str, seed: int, ranks: int = 0, timeout_s: float = 3.0) -> Verdict:
+def break_one(forks: ForkedRanks, kind: str, seed: int, ranks: int = 0, timeout_s: float = 3.0) -> Verdict:
     """Break one training.
 
     Args:
@@ -181,27 +170,27 @@ def run(forks: Forks, kind: str, seed: int, ranks: int = 0, timeout_s: float = 3
     verdict = Verdict(kind, seed)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         meet = "tcp" if "rank0" in kind or kind in ("one-port", *_ON_HOSTS) else draw.choice(["tcp", "file"])
-        with Scene(forks, draw, size, Path(folder), timeout_s, meet, kind in _ON_HOSTS) as scene:
-            verdict.what = f"{size} ranks, {scene.method}, {meet}"
+        with FaultRun(forks, draw, size, Path(folder), timeout_s, meet, kind in _ON_HOSTS) as run:
+            verdict.what = f"{size} ranks, {run.method}, {meet}"
             try:
-                KINDS[kind](scene, verdict)
-                verdict.what += f", {scene.moment}" if scene.moment else ""
-                verdict.seconds = scene.seconds
-                if scene.seconds > timeout_s + GRACE_S:
-                    verdict.wrong.append(f"took {scene.seconds:.1f} s")
-                verdict.wrong += scene.leftovers()
+                KINDS[kind](run, verdict)
+                verdict.what += f", {run.moment}" if run.moment else ""
+                verdict.seconds = run.seconds
+                if run.seconds > timeout_s + GRACE_S:
+                    verdict.wrong.append(f"took {run.seconds:.1f} s")
+                verdict.wrong += run.leftovers()
             except TimeoutError as error:
                 verdict.wrong.append(str(error))
             if verdict.wrong:
-                verdict.wrong.append(scene.logs())
+                verdict.wrong.append(run.logs())
     return verdict
 
 
-def _row(kind: str, verdicts: Sequence[Verdict]) -> str:
+def _row(kind: str, verdicts: Sequence[Verdict]) -> list[str]:
     good = sum(not v.wrong for v in verdicts)
     slowest = max(v.seconds for v in verdicts)
     errors = ", ".join(sorted(set().union(*(v.errors for v in verdicts))))
-    return f"| {kind} | {good} of {len(verdicts)} | {slowest:.1f} | {errors} |"
+    return [kind, f"{good} of {len(verdicts)}", f"{slowest:.1f}", errors]
 
 
 def main() -> int:
@@ -223,8 +212,8 @@ def main() -> int:
         parser.error(f"there is no kind {unknown[0]!r}: choose from {', '.join(KINDS)}")
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     start = time.monotonic()
-    with Forks() as forks, ThreadPoolExecutor(args.jobs) as pool:
-        one = partial(run, forks, ranks=args.ranks, timeout_s=args.timeout_s)
+    with ForkedRanks() as forks, ThreadPoolExecutor(args.jobs) as pool:
+        one = partial(break_one, forks, ranks=args.ranks, timeout_s=args.timeout_s)
         verdicts = []
         for verdict in pool.map(lambda pair: one(*pair), [(kind, seed) for kind in kinds for seed in seeds]):
             verdicts.append(verdict)
@@ -232,9 +221,8 @@ def main() -> int:
     good = sum(not v.wrong for v in verdicts)
     if not args.json:
         print(f"\ntimeout_s = {args.timeout_s:g}; survivors have {args.timeout_s + GRACE_S:g} s")
-        print("| fault | as it should be | slowest (s) | errors seen |\n|---|---|---|---|")
-        for kind in kinds:
-            print(_row(kind, [v for v in verdicts if v.kind == kind]))
+        rows = [_row(kind, [v for v in verdicts if v.kind == kind]) for kind in kinds]
+        show(["fault", "as it should be", "slowest (s)", "errors seen"], rows)
         print(f"\n{good} of {len(verdicts)} in {time.monotonic() - start:.0f} s")
     return 0 if good == len(verdicts) else 1
 

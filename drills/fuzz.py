@@ -94,20 +94,18 @@ def _send(writer: int, tally: Tally) -> None:
         data = data[os.write(writer, data) :]
 
 
-def table(tallies: list[Tally]) -> str:
-    """Return the tallies as a table."""
-    lines = ["| decoder | cases | answers | named errors | wrong | s |", "|---|---|---|---|---|---|"]
-    for t in tallies:
-        answers = t.did["answer"]
-        named = sum(t.did.values()) - answers
-        wrong = len(t.wrong) if len(t.wrong) < 5 else "5+"
-        lines.append(f"| {t.name} | {t.cases:,} | {answers:,} | {named:,} | {wrong} | {t.seconds:.0f} |")
-    return "\n".join(lines)
+def _row(t: Tally) -> list[object]:
+    answers = t.did["answer"]
+    named = sum(t.did.values()) - answers
+    wrong = len(t.wrong) if len(t.wrong) < 5 else "5+"
+    return [t.name, f"{t.cases:,}", f"{answers:,}", f"{named:,}", wrong, f"{t.seconds:.0f}"]
 
 
 def fuzz_all(names: list[str], cases: int, seed: int) -> bool:
     """Fuzz decoders, print the table, and return whether nothing was wrong."""
     from fuzz_cases import warm
+
+    from stenograd.cli.table import show
 
     warm()
     tallies = []
@@ -115,7 +113,7 @@ def fuzz_all(names: list[str], cases: int, seed: int) -> bool:
         tallies.append(fuzz(name, cases, seed))
         for line in tallies[-1].wrong:
             print(f"{name}: {line}", flush=True)
-    print(table(tallies), flush=True)
+    show(["decoder", "cases", "answers", "named errors", "wrong", "s"], [_row(t) for t in tallies])
     print(f"\n{sum(t.cases for t in tallies):,} cases, {len(names)} decoders", flush=True)
     return not any(t.wrong for t in tallies) and all(t.cases == cases for t in tallies)
 

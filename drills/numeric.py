@@ -15,14 +15,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from common import BUCKET_BYTES, METHODS, data, flat, mlp, table
+from common import BUCKET_BYTES, METHODS, data, flat, mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
+from stenograd.cli.table import show
 from stenograd.comm.driver import Driver
 from stenograd.mlbench.decentralized import DecentralizedSGD
 from stenograd.sync.parameter_averaging import ParameterAverager
+from stenograd.testing.methods import by_name
 from stenograd.testing.pool import RankPool
 
 WORLD, STEPS = 3, 33
@@ -31,13 +33,14 @@ BAD_RANK = 1
 LARGEST = torch.finfo(torch.float32).max
 # Overflows where float32 all but does, and cannot be told from a bad gradient for free.
 _SILENT = ("bf16", "powersgd")  # how their texts begin
-DDP = ["dense", "fp16", "topk", "sign", "powersgd"]
+_EVERY_ELEMENT = ("powersgd", "random")  # likewise; see `harm`
 
 
 def harm(values: Tensor, kind: str, rank: int, method: str) -> Tensor:
     """Return a copy with one bad element: on rank 1, or on all ranks where only their sum overflows.
 
-    PowerSGD sums over a matrix, so all its elements are as large as can be.
+    PowerSGD sums over a matrix, and random methods send other elements in every step: there, all
+    elements are as large as can be.
     """
     half = method.startswith("fp16")
     if kind != "overflow":
@@ -47,7 +50,7 @@ def harm(values: Tensor, kind: str, rank: int, method: str) -> Tensor:
     else:
         bad = LARGEST
     out = values.clone()
-    if bad == LARGEST and method.startswith("powersgd"):
+    if bad == LARGEST and method.startswith(_EVERY_ELEMENT):
         out.fill_(bad)
     elif bad is not None:
         out.view(-1)[3] = bad
@@ -184,11 +187,9 @@ def both(rank: int, kind: str, method: str, bad: dict[int, str]) -> dict[str, An
 
 def cases() -> dict[str, tuple[str, str]]:
     """Return what to run: the kind of training and the method, by name."""
-    out = {name: ("sync", text) for name, text in METHODS.items()}
-    out |= {f"DDP hook, {name}": ("ddp", METHODS[name]) for name in DDP}
-    out |= {
-        f"parameter averaging, {m}": ("averaging", m) for m in ("dense", "bf16", "fp16", "topk:ratio=0.1")
-    }
+    out = {text: ("sync", text) for text in METHODS}
+    out |= {f"DDP hook, {text}": ("ddp", text) for text in by_name()}
+    out |= {f"parameter averaging, {text}": ("averaging", text) for text in by_name()}
     return {**out, "gossip": ("gossip", "dense")}
 
 
@@ -242,7 +243,7 @@ def main() -> int:
         "reports",
         "result",
     ]
-    print(table(header, rows))
+    show(header, rows)
     print(f"bad steps: {BAD}; {len(rows) - failures} of {len(rows)} in {time.perf_counter() - start:.0f} s")
     return 1 if failures else 0
 

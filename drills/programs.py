@@ -34,23 +34,20 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 import program_collectives as collectives
 import program_networks as networks
-from common import table
 from ledger import Job, digest, watched
 
-import stenograd
-from stenograd.catalog.registry import compressors, entries
-from stenograd.compression.contract import Compressor
+from stenograd.cli.table import show
+from stenograd.testing.methods import configurations
 from stenograd.testing.pool import RankPool, RanksFailed
 
-__all__ = ["PROGRAMS", "configurations", "faults", "run"]
+__all__ = ["METHODS", "PROGRAMS", "faults", "run"]
 
 PROGRAMS: dict[str, Callable[[Job], list[float]]] = {
     "gan": partial(networks.gan, engines=2),
@@ -74,23 +71,9 @@ PROGRAMS: dict[str, Callable[[Job], list[float]]] = {
     "alternating": networks.alternating,
     "checkpointed": networks.checkpointed,
 }
-# Sizes that suit models of a thousand parameters; a method that is not named here runs with its defaults.
-SIZES: dict[str, dict[str, Any]] = {
-    "topk": {"ratio": 0.1},
-    "randomk": {"ratio": 0.3},
-    "randomblock": {"ratio": 0.5},
-    "powersgd": {"rank": 2},
-    "threshold": {"value": 0.01},
-}
+METHODS = configurations()
 TOLERANCE = 1e-5  # of the norm of a parameter's summed gradient; in float32, 200 steps lose about 1e-6
 FALLS = 0.9  # at most this part of the first losses must be left, from 100 steps on
-
-
-def configurations() -> list[str]:
-    """Return every method by name, and every example of every compressor, as the text that makes it."""
-    texts = [_text(name, SIZES.get(name, {})) for name in stenograd.methods()]
-    texts += [_text(*_keys(example)) for cls in compressors() for example in cls.examples()]
-    return list(dict.fromkeys(texts))
 
 
 def run(rank: int, world: int, program: str, method: str, steps: int) -> dict[str, Any]:
@@ -154,7 +137,7 @@ def main() -> int:
     args = parser.parse_args()
     start, rows, failures = time.perf_counter(), [], 0
     programs = [n for n in PROGRAMS if any(part in n for part in args.programs.split(","))]
-    methods = [m for m in configurations() if m.startswith(tuple(args.methods.split(",")))]
+    methods = [m for m in METHODS if m.startswith(tuple(args.methods.split(",")))]
     worlds = [int(world) for world in args.worlds.split(",")]
     with RankPool(max(worlds)) as pool:
         for program in programs:
@@ -164,7 +147,7 @@ def main() -> int:
                     rows.append(row)
                     print(*row, sep=", ", flush=True)
                     failures += row[-1] != "pass"
-    print(table(["program", "ranks", "method", "lost at most", "losses left", "seconds", "result"], rows))
+    show(["program", "ranks", "method", "lost at most", "losses left", "seconds", "result"], rows)
     print(f"{len(rows) - failures} of {len(rows)} in {time.perf_counter() - start:.0f} s")
     return 1 if failures else 0
 
@@ -181,24 +164,6 @@ def _case(pool: RankPool, program: str, world: int, method: str, steps: int) -> 
         worst = f"{max(ranks[0]['lost'].values()):.0e}" if ranks[0]["lost"] else "-"
         left = f"{fallen(ranks):.2f}"
     return [program, world, method, worst, left, f"{time.perf_counter() - begun:.1f}", result]
-
-
-def _text(name: str, keys: Mapping[str, Any]) -> str:
-    """Return a method's text; small tensors are compressed too, or these models would travel densely."""
-    if entries()[name].compressor.default_dense_below:
-        keys = {**keys, "dense_below": 0}
-    items = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in keys.items())
-    return stenograd.method(f"{name}:{items}").text
-
-
-def _keys(example: Compressor) -> tuple[str, dict[str, Any]]:
-    """Return the name and the keys that make an example."""
-    for entry in entries().values():
-        own = {f.name: getattr(example, f.name) for f in fields(example) if f.name not in entry.preset}
-        if entry.compressor is type(example) and entry.compressor(**{**entry.preset, **own}) == example:
-            usual = {f.name: f.default for f in fields(example)}
-            return entry.name, {key: value for key, value in own.items() if value != usual[key]}
-    raise LookupError(f"no method name makes {example}: add one to its class's names")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """1,000 steps of every synchronous method on 3 ranks: are replicas equal bit for bit, is a flipped bit found?
 
-python drills/replicas.py [--steps 1000] [--methods dense,topk]
+python drills/replicas.py [--steps 1000] [--methods "dense;topk"]
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import time
 from typing import Any
 
 import torch
-from common import BUCKET_BYTES, METHODS, data, flat, mlp, table
+from common import BUCKET_BYTES, METHODS, data, flat, mlp
 from torch import nn
 
 import stenograd
+from stenograd.cli.table import show
 from stenograd.errors import ReplicaDivergence
 from stenograd.kernels.hash import hash_tensor
 from stenograd.testing.pool import RankPool
@@ -78,18 +79,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=1000, help=f"a multiple of {EVERY}")
-    parser.add_argument("--methods", default=",".join(METHODS), help="names, comma-separated")
+    parser.add_argument("--methods", default="", help="parts of texts, separated by semicolons; none for all")
     args = parser.parse_args()
     start, rows, failed = time.perf_counter(), [], []
     with RankPool(WORLD) as pool:
-        for name in (n for n in METHODS if n in args.methods):
-            ranks = pool.run(WORLD, drill, METHODS[name], args.steps, timeout_s=600)
+        for name in (n for n in METHODS if any(part in n for part in args.methods.split(";"))):
+            ranks = pool.run(WORLD, drill, name, args.steps, timeout_s=600)
             passed, row = judge(ranks, args.steps)
             rows.append([name, *row, "pass" if passed else "FAIL"])
             print(*rows[-1], sep=", ", flush=True)
             failed += [] if passed else [(name, ranks)]
     header = ["method", "buckets", "steps", "checks", "replicas equal", "flipped bit found at", "result"]
-    print(table(header, rows))
+    show(header, rows)
     print(
         f"flipped: bit {BIT} of an element of {FLIPPED[0]} on rank {FLIPPED[1]} after step {args.steps}; "
         f"checked every {EVERY}"

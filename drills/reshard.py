@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from crew import context, train
+from forked_ranks import ForkedRanks
 
 WORLDS = (4, 2, 3)
 _EPOCHS = 15
@@ -28,32 +28,33 @@ def main() -> int:
     parser.add_argument("--methods", default="topk:ratio=0.05;powersgd", help="separated by semicolons")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    making, worst = context(), 0.0
+    worst = 0.0
     print(f"{'method':<20} {'4 -> 2 -> 3':>12} {'4 ranks':>9} {'points':>7} {'sum off by':>11}", flush=True)
-    for method in args.methods.split(";"):
-        pairs = [_compared(making, method, seed) for seed in range(args.seeds)]
-        changed, straight = (100 * sum(column) / len(pairs) for column in list(zip(*pairs, strict=True))[:2])
-        off = max(pair[2] for pair in pairs)
-        worst = max(worst, straight - changed)
-        print(
-            f"{method:<20} {changed:>10.2f} % {straight:>7.2f} % {changed - straight:>+7.2f} {off:>11.1e}",
-            flush=True,
-        )
+    with ForkedRanks() as forks:
+        for method in args.methods.split(";"):
+            pairs = [_compared(forks, method, seed) for seed in range(args.seeds)]
+            changed, straight = (
+                100 * sum(column) / len(pairs) for column in list(zip(*pairs, strict=True))[:2]
+            )
+            off = max(pair[2] for pair in pairs)
+            worst = max(worst, straight - changed)
+            scores = f"{changed:>10.2f} % {straight:>7.2f} % {changed - straight:>+7.2f}"
+            print(f"{method:<20} {scores} {off:>11.1e}", flush=True)
     return 1 if worst > 1 else 0
 
 
-def _compared(making: Any, method: str, seed: int) -> tuple[float, float, float]:
+def _compared(forks: ForkedRanks, method: str, seed: int) -> tuple[float, float, float]:
     """Return both accuracies and the largest relative error of a residual's sum over the ranks."""
     # Equal samples a step on all numbers of ranks would need other batches; the command keeps batch and rate.
     common = ["--method", method, "--seed", seed, "--batch-size", 16, "--timeout-s", 60, "--save-every", 5]
     with tempfile.TemporaryDirectory(prefix="drill-") as parent:
         straight, changed = Path(parent) / "straight", Path(parent) / "changed"
-        _run(making, WORLDS[0], [*common, "--epochs", _EPOCHS, "--out", straight])
+        _run(forks, WORLDS[0], [*common, "--epochs", _EPOCHS, "--out", straight])
         off = 0.0
         for i, workers in enumerate(WORLDS):
             more = ["--resume"] if i else []
             off = max(off, _sum_error(changed, workers)) if i else 0.0
-            _run(making, workers, [*common, "--epochs", _EPOCHS * (i + 1) // 3, "--out", changed, *more])
+            _run(forks, workers, [*common, "--epochs", _EPOCHS * (i + 1) // 3, "--out", changed, *more])
         scores = [
             json.loads((folder / "result.json").read_text())["eval_accuracy"]
             for folder in (changed, straight)
@@ -61,8 +62,8 @@ def _compared(making: Any, method: str, seed: int) -> tuple[float, float, float]
     return scores[0], scores[1], off
 
 
-def _run(making: Any, workers: int, arguments: list[object]) -> None:
-    codes, output = train(making, workers, arguments, limit_s=300)
+def _run(forks: ForkedRanks, workers: int, arguments: list[object]) -> None:
+    codes, output = forks.train(arguments, workers, limit_s=300)
     if any(codes):
         raise RuntimeError(f"exit codes {codes}:\n{output[-800:]}")
 
@@ -73,7 +74,7 @@ def _sum_error(folder: Path, workers: int) -> float:
     from stenograd.checkpoint.reshard import reshard
 
     manifest = read_manifest(folder, saved_steps(folder)[-1])
-    old = [read_rank(folder, manifest, rank)["trainer"]["sync"] for rank in range(manifest.world_size)]
+    old = [read_rank(folder, manifest, rank)["sync"] for rank in range(manifest.world_size)]
     before, after = _sums(old), _sums(reshard(old, workers))
     norms = [
         float((after[name] - total).norm() / total.norm()) for name, total in before.items() if total.any()

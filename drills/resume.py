@@ -1,7 +1,7 @@
 """Kill training at random moments, resume it, and compare with an uninterrupted run bit for bit.
 
-For each method and seed: a small run on handwritten digits is killed (signal 9) during a random step, one
-random rank or all of them; it is started again with --resume, and must end with the same parameters,
+For each method and seed: a small run on handwritten digits is killed (signal 9) shortly after a random step,
+one random rank or all of them; it is started again with --resume, and must end with the same parameters,
 optimizer state, method's state and metrics as the run that nobody disturbed. TMPDIR=/dev/shm is faster where
 the disk is slow to force files to it.
 """
@@ -14,20 +14,18 @@ import random
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from crew import Killing, context, train
+from forked_ranks import ForkedRanks
 
-METHODS = (
-    "dense;fp16;bf16;topk:ratio=0.05;threshold:value=0.01;randomk:ratio=0.25;randomblock:ratio=0.25;"
-    "sign;qsgd;powersgd"
-)
+from stenograd.testing.methods import by_name
+
+METHODS = by_name()
 _SAVE_STEPS = 3
 _EPOCHS = 3
 _STEP_S = 0.04  # about what a step with its share of saving takes
@@ -55,11 +53,11 @@ class Result:
 def main() -> int:
     """Print a table; the exit status is 1 if a run ended otherwise than it should."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--methods", default=METHODS, help="separated by semicolons")
+    parser.add_argument("--methods", default=";".join(METHODS), help="separated by semicolons")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=3, help="cases at a time")
     args = parser.parse_args()
-    making, start = context(), time.perf_counter()
+    start = time.perf_counter()
     cases = [
         Case(method, seed, 2 + (seed % 5 == 4))
         for method in args.methods.split(";")
@@ -67,8 +65,8 @@ def main() -> int:
     ]
     print(f"{'method':<24} {'bit-identical':>14} {'one rank':>9} {'all ranks':>10} {'most steps lost':>16}")
     results: list[Result] = []
-    with ProcessPoolExecutor(args.jobs, mp_context=making) as jobs:
-        for result in jobs.map(partial(_drilled, making), cases):
+    with ForkedRanks() as forks, ThreadPoolExecutor(args.jobs) as jobs:
+        for result in jobs.map(partial(_drilled, forks), cases):
             results.append(result)
             if len(results) % args.seeds == 0:
                 _show(results[-args.seeds :])
@@ -76,9 +74,9 @@ def main() -> int:
     return 1 if any(result.wrong for result in results) else 0
 
 
-def _drilled(making: Any, case: Case) -> Result:
+def _drilled(forks: ForkedRanks, case: Case) -> Result:
     try:
-        result = _drill(making, case)
+        result = _drill(forks, case)
     except Exception as error:
         result = Result(case, (), 0, f"{type(error).__name__}: {error}")
     if result.wrong:
@@ -86,30 +84,32 @@ def _drilled(making: Any, case: Case) -> Result:
     return result
 
 
-def _drill(making: Any, case: Case) -> Result:
+def _drill(forks: ForkedRanks, case: Case) -> Result:
     common = ["--method", case.method, "--seed", case.seed, "--batch-size", 240 // case.workers]
     common += ["--timeout-s", 30, "--epochs", _EPOCHS, "--save-steps", _SAVE_STEPS]
     draw = random.Random(f"{case.method} {case.seed}")
     with tempfile.TemporaryDirectory(prefix="drill-") as parent:
         straight, broken = Path(parent) / "straight", Path(parent) / "broken"
-        codes, output = train(making, case.workers, [*common, "--out", straight])
+        codes, output = forks.train([*common, "--out", straight], case.workers)
         if any(codes):
             return Result(case, (), 0, f"the uninterrupted run ended with {codes}:\n{output[-800:]}")
         steps = sum(json.loads(line)["steps"] for line in _lines(straight))
         ranks = range(case.workers) if draw.random() < 0.5 else [draw.randrange(case.workers)]
-        killing = Killing(draw.randint(1, steps), draw.uniform(0, _STEP_S), tuple(ranks))
-        codes, output = train(making, case.workers, [*common, "--out", broken], killing)
-        if any(codes[rank] != -9 for rank in killing.ranks) or 0 in codes:
-            return Result(case, killing.ranks, 0, f"{killing} gave exit codes {codes}:\n{output[-800:]}")
-        codes, output = train(making, case.workers, [*common, "--out", broken, "--resume"])
+        last = draw.randint(1, steps - 1)  # the last step whose update was made
+        fault = {"at": "step", "nth": last, "do": "kill", "after_s": draw.uniform(0, _STEP_S)}
+        killed, faults = tuple(ranks), dict.fromkeys(ranks, fault)
+        codes, output = forks.train([*common, "--out", broken], case.workers, faults)
+        if any(codes[rank] != -9 for rank in killed) or 0 in codes:
+            return Result(case, killed, 0, f"{fault} gave exit codes {codes}:\n{output[-800:]}")
+        codes, output = forks.train([*common, "--out", broken, "--resume"], case.workers)
         if any(codes):
-            return Result(case, killing.ranks, 0, f"the resumed run ended with {codes}:\n{output[-800:]}")
+            return Result(case, killed, 0, f"the resumed run ended with {codes}:\n{output[-800:]}")
         at = int(output.split("(step ")[1].split(")")[0]) if "(step " in output else 0
-        lost = max(0, killing.step - 1 - at)
+        lost = max(0, last - at)
         wrong = _differences(straight, broken)
         if lost > _SAVE_STEPS:
             wrong = f"{lost} steps were lost; {wrong}"
-        return Result(case, killing.ranks, lost, wrong)
+        return Result(case, killed, lost, wrong)
 
 
 def _differences(a: Path, b: Path) -> str:
@@ -122,7 +122,7 @@ def _differences(a: Path, b: Path) -> str:
         return f"they ended at steps {steps}"
     manifests = [read_manifest(folder, steps[0]) for folder in (a, b)]
     for rank in range(manifests[0].world_size):
-        one, other = (read_rank(f, m, rank)["trainer"] for f, m in zip((a, b), manifests, strict=True))
+        one, other = (read_rank(f, m, rank) for f, m in zip((a, b), manifests, strict=True))
         for key in ("model", "optimizer", "sync"):
             if not alike(one[key], other[key]):
                 return f"{key} of rank {rank} differs"

@@ -27,29 +27,13 @@ import torch
 from torch import nn
 
 import stenograd
+from stenograd.cli.table import show
+from stenograd.testing.methods import suite
 from stenograd.testing.pool import RankPool, RanksFailed
 
-__all__ = ["Plan", "draw_plan", "train"]
+__all__ = ["METHODS", "Plan", "draw_plan", "train"]
 
-_METHODS = (
-    "dense",
-    "fp16",
-    "bf16",
-    "topk:ratio=0.05",
-    "topk:ratio=0.1,values=float30",
-    "topk:ratio=0.2,values=int8",
-    "topk:ratio=0.1,reduce=regions",
-    "topk:ratio=0.1,compact=false",
-    "threshold:value=0.01",
-    "randomk:ratio=0.1",
-    "randomblock:ratio=0.1",
-    "sign:block=64",
-    "sign:majority=true",
-    "qsgd:bits=2",
-    "qsgd:bits=4,block=64",
-    "powersgd:rank=1",
-    "powersgd:rank=2,warm_start=false",
-)
+METHODS = suite()
 _EVENTS = ("nan", "no_sync", "reload", "slow")
 _TIMEOUT_S = 120.0  # generous: a busy machine is no fault here
 _KILLED_TIMEOUT_S = 20.0
@@ -93,7 +77,7 @@ def draw_plan(draw: random.Random, most_steps: int) -> Plan:
         if draw.random() < 0.15
     }
     return Plan(
-        method=draw.choice(_METHODS),
+        method=draw.choice(METHODS),
         widths=tuple(draw.choice([1, 3, 16, 33, 64]) for _ in range(draw.randrange(1, 5))),
         dtype=draw.choice(["float32", "float32", "float64", "bfloat16"]),
         bucket_bytes=draw.choice([64, 1000, 8192, 4 << 20]),
@@ -217,9 +201,7 @@ def soak(steps: int, seed: int, minutes: float) -> bool:
             happened.update(event for event, _ in plan.events.values())
             happened["killed"] += plan.killed >= 0
             happened["rounds"] += 1
-    print("| method | steps | wrong rounds |\n|---|---|---|")
-    for method in _METHODS:
-        print(f"| {method} | {done[method]} | {wrong.count(method)} |")
+    show(["method", "steps", "wrong rounds"], [[how, done[how], wrong.count(how)] for how in METHODS])
     told = ", ".join(f"{count} {what}" for what, count in sorted(happened.items()))
     print(f"\n{sum(done.values()):,} steps in {time.monotonic() - start:.0f} s: {told}", flush=True)
     return not wrong

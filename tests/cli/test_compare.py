@@ -29,7 +29,7 @@ def test_compare(command, tmp_path):
 
 
 def test_defaults_are_methods():
-    assert {method(text).text.partition(":")[0] for text in compare.DEFAULT_METHODS} <= set(methods())
+    assert {method(text).text.partition(":")[0] for text in compare.default_methods()} == set(methods())
 
 
 @pytest.mark.parametrize(

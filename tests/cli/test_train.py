@@ -60,7 +60,7 @@ def test_two_workers(trained):
 def newest(folder):
     """The ranks' training states of the newest checkpoint."""
     manifest = read_manifest(folder, saved_steps(folder)[-1])
-    return [read_rank(folder, manifest, rank)["trainer"] for rank in range(manifest.world_size)]
+    return [read_rank(folder, manifest, rank) for rank in range(manifest.world_size)]
 
 
 def test_resumed_equals_uninterrupted(command, trained, tmp_path):

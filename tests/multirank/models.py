@@ -4,26 +4,18 @@ import torch
 from torch import nn
 
 import stenograd
+from stenograd.data.requests import Op
+from stenograd.testing.methods import suite
 
-ALL_METHODS = {
-    "dense": "dense",
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "topk": "topk:ratio=0.1",
-    "threshold": "threshold:value=0.01",
-    "randomk": "randomk:ratio=0.1",
-    "randomblock": "randomblock:ratio=0.1",
-    "sign": "sign:dense_below=0",
-    "sign-voted": "sign:majority=true,block=64,dense_below=20",
-    "qsgd": "qsgd:bits=4",
-    "powersgd": "powersgd:rank=2",
-    "topk-wrapped": "topk:ratio=0.1,dense_below=20,warmup_steps=5,clip_norm=1.0",
-    "powersgd-cold": "powersgd:rank=1,warm_start=false",
-    "fp16-feedback": "fp16:feedback=true",
-    "dense-clipped": "dense:clip_value=0.5",
-    "fp16-clipped": "fp16:clip_value=0.5,clip_norm=1.0",
-}
+ALL_METHODS = suite()
 SMALL_BUCKETS = 1200  # bytes: several buckets, and the middle layer is larger than one
+
+
+def wire_rounding(requests):
+    """What the order of a sum on the wire may change: 4 roundings of 16 bits, or 0 where sums are finer."""
+    types = {t.dtype for request in requests if request.op is Op.MEAN for t in request.tensors}
+    eps = max((torch.finfo(dtype).eps for dtype in types), default=0.0)
+    return 4 * eps if eps > torch.finfo(torch.float32).eps else 0.0
 
 
 def mlp(seed):

@@ -7,10 +7,10 @@ from models import mlp
 from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, MethodError, NonFiniteError
 from stenograd.sync.parameter_averaging import ParameterAverager, average, difference_method, spread
+from stenograd.testing.methods import by_name
 from stenograd.testing.pool import RanksFailed
 
-METHODS = ["dense", "bf16", "fp16", "topk:ratio=0.1", "threshold:value=0.01", "randomk:ratio=0.2"]
-METHODS += ["randomblock:ratio=0.2", "sign:dense_below=0", "qsgd:bits=4", "powersgd:rank=2"]
+METHODS = by_name()
 
 
 def _parameters(rank, seed=0):

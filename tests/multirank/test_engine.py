@@ -47,7 +47,7 @@ def _long_run(rank, world_size, method):
     return parameters, buckets, sync.step
 
 
-@pytest.mark.parametrize("method", ALL_METHODS.values(), ids=ALL_METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_ranks_stay_bit_identical_for_200_steps(pool, method):
     ranks = pool.run(3, _long_run, 3, method)
     assert ranks[0][1] >= 3, "the test needs several buckets"
@@ -80,7 +80,7 @@ def _interrupted(rank, world_size, method):
     return whole, flat(model)
 
 
-@pytest.mark.parametrize("method", ALL_METHODS.values(), ids=ALL_METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_save_load_continue_is_bit_identical(pool, method):
     for whole, resumed in pool.run(2, _interrupted, 2, method):
         assert torch.equal(whole, resumed)
@@ -112,7 +112,7 @@ def _one_bad_step(rank, world_size, method, bad):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("method", ALL_METHODS.values(), ids=ALL_METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_one_bad_step_on_one_rank_costs_exactly_that_step(pool, method, bad):
     ranks = pool.run(2, _one_bad_step, 2, method, bad)
     for skipped, kept, parameters in ranks:

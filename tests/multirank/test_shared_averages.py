@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import flat, mlp, shards, step
+from models import flat, mlp, shards, step, wire_rounding
 
 import stenograd
 from stenograd.catalog.method import method
@@ -12,16 +12,10 @@ from stenograd.compression.contract import Site
 from stenograd.data.requests import scatter, together
 from stenograd.errors import WireError
 from stenograd.simulate import exchange, run
+from stenograd.testing.methods import configurations
 from stenograd.testing.pool import RankPool
 
-METHODS = [
-    "topk:ratio=0.1",
-    "topk:ratio=0.1,reduce=regions",
-    "topk:ratio=0.1,reduce=regions,feedback=false",
-    "sign:block=64,dense_below=20",
-    "qsgd:bits=3,block=32",
-    "qsgd:bits=2,block=100,feedback=true",
-]
+METHODS = configurations()
 SHAPES = [torch.Size(s) for s in [(30, 40), (5,), (0, 3), (17, 11), ()]]
 
 
@@ -99,11 +93,14 @@ def _check_against_simulation(ranks, world_size):
                 want_error=True,
                 spy=requests.append,
             )
-            states = [e.state for e in simulated]
+            states, rounding = [e.state for e in simulated], wire_rounding(requests)
             for rank in range(world_size):
                 got = ranks[rank][i][0][number]
                 assert torch.equal(got, ranks[0][i][0][number]), text
-                torch.testing.assert_close(got, simulated[rank].average, rtol=1e-4, atol=1e-5)
+                near = {"rtol": rounding or 1e-4, "atol": rounding or 1e-5}
+                torch.testing.assert_close(
+                    got, simulated[rank].average, **near, msg=lambda m, t=text: f"{t}: {m}"
+                )
         for rank in range(world_size):
             torch.testing.assert_close(ranks[rank][i][1], simulated[rank].error, rtol=1e-4, atol=1e-4)
             moved = sum(moved_bytes(r.op, r.nbytes, world_size) for r in requests)

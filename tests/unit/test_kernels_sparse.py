@@ -89,23 +89,6 @@ def test_what_is_taken_and_what_stays_add_up():
 
 @settings(deadline=None, max_examples=80)
 @given(
-    n=st.integers(0, 200) | st.sampled_from([1024, 40_000]),
-    threshold=st.sampled_from([0.0, 1e-42, 0.3, 1.0, 2.5, 99.0, float("inf")]),
-    kind=st.sampled_from(KINDS),
-    feedback=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_the_large_enough_are_the_references(n, threshold, kind, feedback, seed):
-    x, r = data(n, kind, seed)
-    mine, theirs = (r, r.clone()) if feedback else (None, None)
-    fast = cpu_select.select_threshold(x, mine, threshold)
-    same(fast, plain_select.select_threshold(x.clone(), theirs, threshold))
-    if feedback:
-        same((mine,), (theirs,))
-
-
-@settings(deadline=None, max_examples=80)
-@given(
     n=st.integers(1, 300) | st.just(20_000),
     ranks=st.integers(1, 5),
     ordered=st.booleans(),
@@ -195,8 +178,6 @@ def test_wrong_arguments_say_what_is_wrong():
         dispatch.select(x, 6)
     with pytest.raises(ConfigError, match="residual must have the 5 elements of x, got 4"):
         dispatch.select_feedback(x, torch.zeros(4), 1)
-    with pytest.raises(ConfigError, match="threshold must be at least 0, got nan"):
-        dispatch.select_threshold(x, None, float("nan"))
     with pytest.raises(TensorTypeError, match="must be flat and floating"):
         dispatch.select(torch.zeros(2, 2), 1)
     with pytest.raises(ConfigError, match="must not be empty"):

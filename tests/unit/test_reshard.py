@@ -1,5 +1,6 @@
 """Re-sharding keeps the sum of residuals over the ranks, whatever the method, the sizes and the worlds."""
 
+import contextlib
 import copy
 
 import pytest
@@ -11,19 +12,19 @@ from stenograd.catalog.method import method
 from stenograd.checkpoint.reshard import reshard
 from stenograd.compression.contract import Site
 from stenograd.data.buckets import Bucket, split_state
-from stenograd.errors import CheckpointError, ConfigError
+from stenograd.errors import CheckpointError, ConfigError, MethodError
 from stenograd.simulate import exchange
+from stenograd.testing.methods import by_name, modes
 
-METHODS = [
-    "topk:ratio=0.1",
-    "topk:ratio=0.3,values=bfloat16",
-    "powersgd:rank=2",
-    "sign:dense_below=1",
-    "qsgd:feedback=true",
-    "threshold:value=0.5",
-    "randomk:ratio=0.2",
-    "fp16:feedback=true",
-]
+
+def _with_residuals():
+    """Every method and mode that takes error feedback, with it."""
+    for text in [*by_name(), *modes()]:
+        with contextlib.suppress(MethodError):
+            yield method(f"{text}{',' if ':' in text else ':'}feedback=true").text
+
+
+METHODS = list(_with_residuals())
 SHAPES = [(), (0,), (1,), (7,), (40,), (6, 9), (3, 0, 2), (33, 17), (2, 3, 4)]
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stenograd.compression.contract import Site
+from stenograd.compression.contract import Feedback, Site
 from stenograd.compressors.randomblock import RandomBlock
 from stenograd.compressors.randomk import RandomK
 from stenograd.compressors.threshold import Threshold
@@ -97,8 +97,8 @@ def test_unbiased_scales_by_n_over_k(method):
     (e,) = exchange(method(ratio=0.25, unbiased=True), [torch.ones(8)], want_error=True)
     assert sorted(e.average.tolist()) == [0] * 6 + [4] * 2
     assert torch.equal(e.error, 1 - e.average)
-    assert method(unbiased=True).biased is False
-    assert method().biased is True
+    assert method(unbiased=True).feedback is Feedback.NEVER
+    assert method().feedback is Feedback.ON
 
 
 @pytest.mark.parametrize("method", [RandomK, RandomBlock])

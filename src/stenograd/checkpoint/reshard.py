@@ -102,7 +102,8 @@ class Joint:
         """
         if not isinstance(state.get("parameters"), Mapping):
             raise CheckpointError(
-                "only a state of stenograd.distribute can be re-sharded: load it on as many ranks"
+                "only a state of a gradient method of stenograd.distribute can be re-sharded: load it on as "
+                "many ranks as saved it"
             )
         if self._count == 0:
             self._about = {key: value for key, value in state.items() if key != "parameters"}

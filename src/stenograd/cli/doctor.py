@@ -9,10 +9,9 @@ import subprocess
 import sys
 
 import torch
-from rich.table import Table
 
 import stenograd
-from stenograd.cli.report import console
+from stenograd.cli.table import show
 from stenograd.comm.driver import Driver
 from stenograd.data.requests import mean
 from stenograd.errors import StenogradError
@@ -33,11 +32,8 @@ sys.exit(run_local([sys.executable, "-c", child], 2, timeout_s=30))
 def run() -> int:
     """Print the findings, and return 0 if an all-reduce between two processes works, else 1."""
     problem = _all_reduce_problem()
-    table = Table("what", "found", show_header=False)
-    for what, found in {**_versions(), **_machine(), "launcher": _launcher()}.items():
-        table.add_row(what, found)
-    table.add_row("all-reduce of 2 processes", problem or "works")
-    console().print(table)
+    found = {**_versions(), **_machine(), "launcher": _launcher()}
+    show(("what", "found"), [*found.items(), ("all-reduce of 2 processes", problem or "works")])
     return 1 if problem else 0
 
 

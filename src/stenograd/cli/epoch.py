@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from stenograd import tasks
 from stenograd.cli.plan import Plan
 
-__all__ = ["Progress", "merged"]
+__all__ = ["Progress"]
 
 
 @dataclass(kw_only=True)
@@ -76,21 +75,6 @@ class Progress:
     def _legs_steps(self, plan: Plan, pool: Tensor) -> int:
         before = sum(steps for _, steps in self.legs[:-1])
         return _steps(plan, len(pool), before, self.legs[-1][0])
-
-
-def merged(progresses: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """Return the progress of one rank of another world: rank 0 takes all ranks' sums, the others none.
-
-    Example:
-        >>> from dataclasses import asdict
-        >>> two = [asdict(Progress(epoch=3, legs=[[2, 5]], loss=loss, count=8)) for loss in (1.0, 2.5)]
-        >>> [merged(two, rank)["loss"] for rank in range(3)]
-        [3.5, 0.0, 0.0]
-    """
-    new = dict(progresses[0])
-    for key in ("loss", "correct", "count"):
-        new[key] = sum(progress[key] for progress in progresses) if rank == 0 else 0.0
-    return new
 
 
 def _pool(plan: Plan, epoch: int, legs: Sequence[Sequence[int]]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +14,11 @@ from typing import Any
 import torch
 
 import stenograd
-from stenograd.checkpoint.collective import Found, read_set, write_set
+from stenograd.checkpoint.api import Loaded, load_checkpoint, save_checkpoint
 from stenograd.checkpoint.files import write_atomically
-from stenograd.checkpoint.rank_files import Manifest, check_identity, manifest_path, saved_steps
+from stenograd.checkpoint.rank_files import check_identity, manifest_path, saved_steps
 from stenograd.cli.loop import Trainer
 from stenograd.cli.rows import Row
-from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, ConfigError
 
 __all__ = ["RunFolder", "make_folder", "versions", "write_json"]
@@ -81,23 +81,26 @@ class RunFolder:
 
     def save(self, trainer: Trainer, rows: Sequence[Row]) -> None:
         """Write all ranks' checkpoints after the steps taken so far, and delete all but the last two."""
-        content = {"trainer": trainer.state(), "rows": [asdict(row) for row in rows]}
-        method = trainer.sync.method.text
-        write_set(
-            trainer.driver, self.path, trainer.taken, content, method=method, identity=self.identity, keep=2
-        )
+        extra = {"identity": self._comparable(), "rows": [asdict(row) for row in rows], **trainer.position()}
+        save_checkpoint(self.path, step=trainer.taken, extra=extra, keep=2, **trainer.parts())
 
-    def load(self, driver: Driver) -> Found | None:
-        """Read the newest whole checkpoint; None where there is none.
+    def load(self, trainer: Trainer) -> Loaded | None:
+        """Continue from the newest whole checkpoint; None where there is none.
 
         Raises:
             CheckpointError: none is whole, or it is of another run.
         """
-
-        def check(manifest: Manifest) -> None:
-            self._check(manifest_path(self.path, manifest.step), manifest.identity)
-
-        return read_set(driver, self.path, check=check)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "going on from step")  # the caller prints why
+            loaded = load_checkpoint(self.path, **trainer.parts())
+        if loaded is None:
+            return None
+        path = manifest_path(self.path, loaded.step)
+        if not isinstance(loaded.extra, Mapping) or "identity" not in loaded.extra:
+            raise CheckpointError(f"{path}: not of a `stenograd train` run: give the folder of one")
+        self._check(path, loaded.extra["identity"])
+        trainer.go_on(loaded)
+        return loaded
 
     def _check(self, path: Path, saved: Mapping[str, Any]) -> None:
         check_identity(path, saved, self._comparable(), except_for=("world_size",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -12,16 +12,17 @@ import torch
 
 from stenograd import tasks
 from stenograd.catalog.method import Method
-from stenograd.checkpoint.reshard import Joint
-from stenograd.cli.epoch import Progress, merged
+from stenograd.checkpoint.api import Loaded
+from stenograd.cli.epoch import Progress
 from stenograd.cli.plan import Plan
-from stenograd.cli.rows import Row, Score, fingerprint
-from stenograd.comm.agreement import everyone, sum_over_ranks
+from stenograd.cli.rows import Row, Score
+from stenograd.comm.agreement import sum_over_ranks
 from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import Op
-from stenograd.errors import CheckpointError, MismatchError
+from stenograd.kernels.hash import hash_tensor
 from stenograd.sync.gradient_sync import distribute
+from stenograd.sync.replica_guard import ReplicaGuard
 
 __all__ = ["Trainer"]
 
@@ -59,9 +60,10 @@ class Trainer:
         self.sync = distribute(
             self.model, self.optimizer, method, bucket_bytes=opt.bucket_bytes, timeout_s=opt.timeout_s
         )
+        self._guard = ReplicaGuard(self.model, driver)
 
     def begin_epoch(self, epoch: int) -> int:
-        """Begin an epoch, or go on with it where `restore` found it begun; return the steps to go."""
+        """Begin an epoch, or go on with it where `go_on` found it begun; return the steps to go."""
         if self.progress.epoch != epoch:
             self.progress = Progress(epoch=epoch)
         self.progress.join(self.driver.world_size)
@@ -75,15 +77,16 @@ class Trainer:
             on_step: called after every step.
 
         Raises:
-            MismatchError: the ranks' parameters are no longer equal.
+            ReplicaDivergence: the ranks' parameters are no longer equal.
         """
         self.begin_epoch(epoch)
         now = self.progress
         self._train(now, on_step)
         start = time.perf_counter()
         trained = self._score([now.loss, now.correct, now.count])
-        evaluated = self.evaluate()
-        self.check_equal()
+        with self.sync.consensus():
+            evaluated = self.evaluate()
+            self.check_equal()
         sent = now.moved_bytes if self.driver.world_size > 1 else now.payload_bytes
         return Row(
             epoch=epoch,
@@ -115,73 +118,42 @@ class Trainer:
         return self._score(sums)
 
     def check_equal(self) -> str:
-        """Check that all ranks have equal parameters, and return their fingerprint.
+        """Check that all ranks have equal parameters, and return their hash in 16 hexadecimal digits.
 
         Raises:
-            MismatchError: they differ.
+            ReplicaDivergence: they differ; names tensors and ranks.
         """
-        mine = fingerprint(self.model)
-        for rank, theirs in enumerate(everyone(self.driver, mine)):
-            if theirs != mine:
-                raise MismatchError(
-                    f"ranks {self.driver.rank} and {rank} have different parameters ({mine} and {theirs}): "
-                    "restart from the last checkpoint, and report this"
-                )
-        return mine
+        with self.sync.consensus():
+            self._guard.check(self.taken)
+        hashes = torch.stack([hash_tensor(parameter).cpu() for parameter in self.model.parameters()])
+        return f"{int(hash_tensor(hashes)) % (1 << 64):016x}"
 
-    def state(self) -> dict[str, Any]:
-        """Return all that decides the next step on this rank."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            "sync": self.sync.state_dict(),
-            "taken": self.taken,
-            "total_steps": self._total_steps,
-            "progress": asdict(self.progress),
-        }
+    def parts(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, as `save_checkpoint` and `load_checkpoint` take it."""
+        named = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {**named, "sync": self.sync, "timeout_s": self.plan.options.timeout_s}
 
-    def restore(self, state: dict[str, Any], everyone: Iterable[dict[str, Any]] = ()) -> None:
-        """Continue from what `state` returned.
+    def position(self) -> dict[str, Any]:
+        """Return where the training stands, for a checkpoint's `extra`; all ranks call it."""
+        now = self.progress
+        sums = sum_over_ranks(self.driver, [now.loss, now.correct, now.count])
+        return {"progress": asdict(now), "sums": sums, "total_steps": self._total_steps}
 
-        Args:
-            state: this rank's, or rank 0's of another number of ranks.
-            everyone: those of all ranks, in rank order; looked at where their number is another one. Then
-                residuals are re-sharded (`stenograd.reshard`), the learning rate's schedule goes on at the
-                same share of all its steps, and `Progress.batches` says who trains on the rest of the epoch.
+    def go_on(self, loaded: Loaded) -> None:
+        """Take the position of a checkpoint whose parts were loaded.
 
-        Raises:
-            CheckpointError: it is not this model's, optimizer's or method's.
+        With another number of ranks, rank 0 takes the sums of all ranks' samples and the others none, the
+        learning rate's schedule goes on at the same share of all its steps, and `Progress.batches` says who
+        trains on the rest of the epoch.
         """
-        rank, world_size = self.driver.rank, self.driver.world_size
-        try:
-            if state["sync"]["world_size"] != world_size:
-                joint, progresses = Joint(), list[dict[str, Any]]()
-                for other in everyone:
-                    joint.add(other["sync"])
-                    progresses.append(other["progress"])
-                sync, progress = joint.share(rank, world_size), merged(progresses, rank)
-                state = {**state, "sync": sync, "progress": progress}
-            self.sync.load_state_dict(state["sync"])
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.scheduler is not None:
-                self._restore_scheduler(state)
-            self.taken = state["taken"]
-            self.progress = Progress(**state["progress"])
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as cause:
-            reason = " ".join(str(cause).split())[:200]
-            raise CheckpointError(
-                f"the checkpoint does not fit: {reason}: remove it, or restore a copy"
-            ) from cause
-
-    def _restore_scheduler(self, state: dict[str, Any]) -> None:
-        assert self.scheduler is not None
-        self.scheduler.load_state_dict(state["scheduler"])
-        if state["total_steps"] != self._total_steps and self.scheduler.last_epoch > 0:
-            share = self.scheduler.last_epoch / state["total_steps"]
-            self.scheduler.last_epoch = round(share * self._total_steps) - 1
-            self.scheduler.step()  # sets the rates that belong to the place
+        self.taken, self.progress = loaded.step, Progress(**loaded.extra["progress"])
+        if loaded.resharded:
+            sums = loaded.extra["sums"] if self.driver.rank == 0 else (0.0, 0.0, 0.0)
+            self.progress.loss, self.progress.correct, self.progress.count = sums
+        before, scheduler = loaded.extra["total_steps"], self.scheduler
+        if scheduler is not None and before != self._total_steps and scheduler.last_epoch > 0:
+            scheduler.last_epoch = round(scheduler.last_epoch / before * self._total_steps) - 1
+            scheduler.step()  # sets the rates that belong to the place
 
     def _train(self, now: Progress, on_step: Callable[[], None]) -> None:
         """Take the epoch's remaining steps, and keep account of them."""
@@ -209,9 +181,8 @@ class Trainer:
         self.optimizer.zero_grad()
         loss, correct, count = task.loss(self.model, inputs.to(device), targets.to(device))
         loss.backward()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if not all(bool(torch.isfinite(grad).all()) for grad in grads):
-            return 0.0, 0, 0  # averages are equal on all ranks, so all skip
+        if not self.sync.finite:
+            return 0.0, 0, 0  # on all ranks alike
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

@@ -7,12 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from stenograd.catalog.method import METHOD_KEYS, Method, method, methods
+from stenograd.catalog.method import METHOD_KEYS, Method, method
 from stenograd.catalog.registry import Entry, entries
 from stenograd.cli.plan import check_option
-from stenograd.cli.report import console
+from stenograd.cli.table import show
 from stenograd.comm.simulate import exchange
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Feedback
@@ -52,27 +51,25 @@ def run(size: int, workers: int) -> int:
     if size * workers > _MOST_ELEMENTS:
         rule = f"times --workers must be at most {_MOST_ELEMENTS}, for each is simulated with its numbers"
         raise bad_value("--size", rule, size, f"use {_MOST_ELEMENTS // workers} or less")
-    screen, rows = console(), _nearly_square(size)[0]
+    rows = _nearly_square(size)[0]
     title = (
         f"one float32 tensor of {size:,} elements ({rows} rows), {workers} workers; bytes per step and worker"
     )
-    table = Table(title=title)
-    for name in ("method", "feedback"):
-        table.add_column(name)
-    for name in ("payload bytes", "moved bytes", "bits/element", "compression"):
-        table.add_column(name, justify="right")
-    table.add_column("what it sends", overflow="fold")
-    for name, entry in sorted(entries().items()):
-        table.add_row(*_cells(name, entry, size, workers))
-    screen.print(table)
-    keys = Table(title="keys, as in topk:ratio=0.05,warmup_steps=100")
-    keys.add_column("method")
-    keys.add_column("key=default", overflow="fold")
-    for name in methods():
-        keys.add_row(name, own_keys(entries()[name]) or "none of its own")
+    head = (
+        "method",
+        "feedback",
+        "payload bytes",
+        "moved bytes",
+        "bits/element",
+        "compression",
+        "what it sends",
+    )
+    found = sorted(entries().items())
+    show(head, [_cells(name, entry, size, workers) for name, entry in found], title)
+    keys = [(name, own_keys(entry) or "none of its own") for name, entry in found]
     shared = ", ".join(f"{key} ({kind.__name__})" for key, kind in METHOD_KEYS.items())
-    keys.add_row("all of them", shared)
-    screen.print(keys)
+    title = "keys, as in topk:ratio=0.05,warmup_steps=100"
+    show(("method", "key=default"), [*keys, ("all of them", shared)], title)
     return 0
 
 

@@ -6,23 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stenograd.catalog.method import Method
 from stenograd.cli.plan import Plan
 from stenograd.cli.rows import Row
+from stenograd.cli.table import console
 from stenograd.errors import bad_value
 
-__all__ = ["Display", "console", "headline", "megabytes", "percent", "row_line"]
-
-_PLAIN_WIDTH = 160  # columns for tables that go to a file or a pipe
-
-
-def console() -> Console:
-    """Return the standard output, wide enough for tables where it is not a terminal."""
-    screen = Console(highlight=False, markup=False)
-    return screen if screen.is_terminal else Console(highlight=False, markup=False, width=_PLAIN_WIDTH)
+__all__ = ["Display", "headline", "megabytes", "percent", "row_line"]
 
 
 def percent(share: float) -> str:

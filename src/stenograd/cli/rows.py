@@ -1,14 +1,10 @@
-"""What a training reports: a row for each epoch, scores, and the fingerprint of its parameters."""
+"""What a training reports: a row for each epoch, and scores."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-__all__ = ["Row", "Score", "fingerprint"]
+__all__ = ["Row", "Score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +41,3 @@ class Row:
     compression: float
     steps: int
     skipped: int
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of all parameters' bytes.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> before = fingerprint(layer)
-        >>> _ = layer.weight.data.add_(1)
-        >>> before == fingerprint(layer)
-        False
-    """
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(raw.numpy().tobytes())
-    return digest.hexdigest()[:16]

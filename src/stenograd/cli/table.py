@@ -1,56 +1,38 @@
-"""The table that `stenograd compare` ends with."""
+"""Tables on the terminal, for commands and drills alike."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from stenograd.cli.plan import Plan
-from stenograd.cli.report import megabytes, percent
+__all__ = ["console", "show"]
 
-if TYPE_CHECKING:
-    from stenograd.cli.compare import Result
-
-__all__ = ["show_results"]
+_PLAIN_WIDTH = 160  # columns for tables that go to a file or a pipe
+_NUMBERS = tuple("+-0123456789")
 
 
-def show_results(screen: Console, plan: Plan, results: Sequence[Result]) -> None:
-    """Print one row a method."""
-    workers = "1 worker" if plan.world_size == 1 else f"{plan.world_size} workers"
-    seed = plan.options.seed
-    title = f"{plan.task.name}, {workers}, {plan.epochs} epochs of {plan.steps} steps, seed {seed}"
+def console() -> Console:
+    """Return the standard output, wide enough for tables where it is not a terminal."""
+    screen = Console(highlight=False, markup=False)
+    return screen if screen.is_terminal else Console(highlight=False, markup=False, width=_PLAIN_WIDTH)
+
+
+def show(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
+    """Print a table; a column of numbers, also with units behind them, is aligned to the right.
+
+    Args:
+        head: names of the columns.
+        rows: cells, printed as `str` does; a short row leaves its last columns empty.
+        title: stands above the table.
+    """
+    texts = [[str(cell) for cell in row] for row in rows]
     table = Table(title=title)
-    table.add_column("method", overflow="fold")
-    for name in ("eval accuracy", "eval loss", "ms/step", "sent/step", "compression", "waited", "total"):
-        table.add_column(name, justify="right", overflow="fold")
-    for result in results:
-        table.add_row(*_cells(result))
-    screen.print(table)
-
-
-def _cells(result: Result) -> list[str]:
-    numbers = (
-        result.eval_accuracy,
-        result.eval_loss,
-        result.step_ms,
-        result.moved_bytes_per_step,
-        result.compression,
-        result.wait_s,
-        result.seconds,
-    )
-    if result.error is not None or None in numbers:
-        return [result.method, f"failed: {result.error}"]
-    accuracy, loss, step_ms, moved, compression, wait_s, seconds = (float(n or 0) for n in numbers)
-    return [
-        result.method,
-        percent(accuracy),
-        f"{loss:.4f}",
-        f"{step_ms:.2f}",
-        megabytes(moved),
-        f"{compression:.1f}x",
-        f"{wait_s:.2f} s",
-        f"{seconds:.1f} s",
-    ]
+    for index, name in enumerate(head):
+        cells = [row[index] for row in texts if row[index:] and row[index]]
+        numbers = bool(cells) and all(cell.startswith(_NUMBERS) for cell in cells)
+        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+    for row in texts:
+        table.add_row(*row)
+    console().print(table)

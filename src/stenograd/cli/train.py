@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from stenograd.catalog.method import Method, method
-from stenograd.checkpoint.collective import Found
+from stenograd.checkpoint.api import Loaded
 from stenograd.cli.folder import RunFolder, make_folder
 from stenograd.cli.loop import Trainer
 from stenograd.cli.options import Options
@@ -88,13 +88,12 @@ def _restarts() -> bool:
 
 
 def _body(ready: _Ready, driver: Driver) -> int:
-    saved = ready.folder.load(driver) if ready.folder is not None and ready.resume else None
     trainer = Trainer(ready.plan, ready.method, driver)
     display = Display(driver.rank)
     try:
         parameters = sum(p.numel() for p in trainer.model.parameters())
         display.line(headline(ready.plan, ready.method, parameters))
-        rows = _resumed(ready, trainer, saved, display)
+        rows = _resumed(ready, trainer, display)
         trace = ready.job.trace
         with trainer.sync.trace(str(trace)) if trace is not None else nullcontext():
             rows = _train(ready, trainer, rows, display)
@@ -104,13 +103,12 @@ def _body(ready: _Ready, driver: Driver) -> int:
     return 0
 
 
-def _resumed(ready: _Ready, trainer: Trainer, saved: Found | None, display: Display) -> list[Row]:
+def _resumed(ready: _Ready, trainer: Trainer, display: Display) -> list[Row]:
     """Take the checkpoint's state and return its epochs; begin the run's files."""
     rows: list[Row] = []
+    saved = ready.folder.load(trainer) if ready.folder is not None and ready.resume else None
     if saved is not None:
-        everyone = (content["trainer"] for content in saved.each())
-        agree(trainer.driver, lambda: trainer.restore(saved.content["trainer"], everyone))
-        rows = [Row(**row) for row in saved.content["rows"]]
+        rows = [Row(**row) for row in saved.extra["rows"]]
         for line in saved.refused:
             display.line(f"a newer checkpoint is damaged and was left: {line}")
         display.line(_whence(trainer, saved, len(rows)))
@@ -127,9 +125,9 @@ def _on_rank_0(trainer: Trainer, write: Callable[[], None]) -> None:
     agree(trainer.driver, write if trainer.driver.rank == 0 else lambda: None)
 
 
-def _whence(trainer: Trainer, saved: Found, epochs: int) -> str:
+def _whence(trainer: Trainer, saved: Loaded, epochs: int) -> str:
     """Say where a resumed run goes on."""
-    before, now = saved.manifest.world_size, trainer.driver.world_size
+    before, now = saved.world_size, trainer.driver.world_size
     place = f"after epoch {epochs}"
     if trainer.progress.epoch > epochs:
         place += f" and {trainer.progress.steps} steps"

@@ -1,6 +1,8 @@
 """Which version of a kernel runs: numba for float32 in the CPU's memory, plain torch for everything else.
 
 The environment variable STENOGRAD_KERNELS forces one: `reference`, `numba`, or `triton` (for CUDA tensors).
+numba is a dependency of the package; where it cannot be imported all the same, plain torch runs, and a
+warning says so once.
 """
 
 from __future__ import annotations
@@ -27,8 +29,7 @@ _MOST = 1 << 31  # elements, whose places an int32 holds
 def pick(family: str, name: str, *tensors: Tensor, numel: int = 0) -> Callable[..., Any]:
     """Return the version of a function that suits some tensors.
 
-    numba is imported on the first call that needs it, not with Stenograd; without it the reference runs, and
-    a warning says so once.
+    numba is imported on the first call that needs it, not with Stenograd.
 
     Args:
         family: the modules' common name, such as "sign" for `reference.sign` and `cpu.sign`.

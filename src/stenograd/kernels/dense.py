@@ -1,17 +1,14 @@
-"""Dense codes: signs, levels and 16-bit floats; see `dispatch`."""
+"""Dense codes: signs, levels and 16-bit floats."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from stenograd.errors import ConfigError
 from stenograd.kernels.backend import check_out, matching, pick, present
 
 __all__ = [
-    "cast_finite",
     "not_finite",
     "qsgd_decode_mean",
     "qsgd_encode_feedback",
@@ -140,35 +137,6 @@ def qsgd_decode_mean(
     kind = check_out(payloads, n, out)
     total: Tensor = pick("quantize", "qsgd_decode_mean", kind, numel=n)(payloads, bits, block, numels, out)
     return total
-
-
-def cast_finite(
-    x: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None
-) -> tuple[Tensor, bool]:
-    """Multiply, round to nearest even in 16 bits, and tell whether any result is infinite or NaN.
-
-    Args:
-        x: flat tensor; left alone.
-        dtype: torch.float16 or torch.bfloat16.
-        scale: factor, rounded to float32.
-        out: where to write it, contiguous and of that dtype; new memory otherwise, which can cost four times
-            as much as the cast.
-
-    Raises:
-        ConfigError: any other dtype, or out of another kind.
-        TensorTypeError: x is not flat and floating.
-
-    Example:
-        >>> cast_finite(torch.tensor([1.0, 40000.0]), torch.float16, scale=2.0)
-        (tensor([2., inf], dtype=torch.float16), True)
-    """
-    x = matching(x, None)
-    if out is not None and not (out.dtype is dtype and out.shape == x.shape and out.is_contiguous()):
-        raise ConfigError(
-            f"out must be {x.numel()} contiguous {dtype}, got {out.dtype} of {tuple(out.shape)}"
-        )
-    y, overflow = pick("values", "cast_finite", x)(x, dtype, scale, out)
-    return y, overflow
 
 
 def not_finite(x: Tensor) -> bool:

@@ -8,7 +8,6 @@ a global random generator, and nothing depends on the number of threads.
 from __future__ import annotations
 
 from stenograd.kernels.dense import (
-    cast_finite,
     not_finite,
     qsgd_decode_mean,
     qsgd_encode_feedback,
@@ -22,13 +21,11 @@ from stenograd.kernels.sparse import (
     scatter_mean,
     select,
     select_feedback,
-    select_threshold,
     unpack_places,
     unpack_values,
 )
 
 __all__ = [
-    "cast_finite",
     "not_finite",
     "pack_places",
     "pack_values",
@@ -38,7 +35,6 @@ __all__ = [
     "scatter_mean",
     "select",
     "select_feedback",
-    "select_threshold",
     "sign_decode_mean",
     "sign_encode_feedback",
     "unpack_places",

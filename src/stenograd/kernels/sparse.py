@@ -1,4 +1,4 @@
-"""Sparse vectors: select, scatter, and write in few bits; see `dispatch`."""
+"""Sparse vectors: select, scatter, and write in few bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import ConfigError
-from stenograd.kernels.backend import check_out, matching, pick, present
+from stenograd.kernels.backend import check_out, matching, pick
 from stenograd.kernels.reference import indices
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "scatter_mean",
     "select",
     "select_feedback",
-    "select_threshold",
     "unpack_places",
     "unpack_values",
 ]
@@ -74,33 +73,6 @@ def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     x = matching(x, None)
     _check_k(x, k)
     places, values = pick("select", "select", x)(x, k)
-    return places, values
-
-
-def select_threshold(x: Tensor, residual: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
-    """Take all elements that are large enough: `S = {i : |v_i| >= threshold, v_i != 0}`, `v = x + r`.
-
-    Args:
-        x: flat tensor (n,); left alone.
-        residual: flat tensor (n,), overwritten as by `select_feedback`; None for none.
-        threshold: at least 0; NaN elements count as larger than any.
-
-    Returns:
-        Places, ascending, and values; as many as there are.
-
-    Raises:
-        ConfigError: threshold below 0 or NaN, or lengths that differ.
-        TensorTypeError: a tensor is not flat and floating.
-
-    Example:
-        >>> select_threshold(torch.tensor([0.1, -0.9, 0.3, 0.2]), None, threshold=0.25)
-        (tensor([1, 2], dtype=torch.int32), tensor([-0.9000,  0.3000]))
-    """
-    if not threshold >= 0:
-        raise ConfigError(f"threshold must be at least 0, got {threshold}: give a typical magnitude")
-    x = matching(x, residual)
-    function = pick("select", "select_threshold", *present(x, residual))
-    places, values = function(x, residual, threshold)
     return places, values
 
 

@@ -17,22 +17,18 @@ from torch import Tensor
 
 from stenograd.errors import WireError
 from stenograd.kernels.reference import quantize as reference_quantize
-from stenograd.kernels.reference import select as reference_select
 from stenograd.kernels.reference import sign as reference_sign
 from stenograd.kernels.reference.bits import pack_bits, packed_bytes
-from stenograd.kernels.reference.indices import place_type
 
 __all__ = [
     "kernel",
     "qsgd_decode_mean",
     "qsgd_encode_feedback",
-    "select_threshold",
     "sign_decode_mean",
     "sign_encode_feedback",
 ]
 
 _WIDEST = 65536  # elements of a block that one program can hold
-_PIECE = 1024
 _EXACT = {"enable_fp_fusion": False}  # a * b + c rounded twice, as everywhere else
 
 try:
@@ -71,7 +67,7 @@ def _suits(x: Tensor, residual: Tensor | None, width: int) -> bool:
 def sign_encode_feedback(
     x: Tensor, residual: Tensor | None, block: int, numels: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Send signs and mean magnitudes, and leave the error in residual; see `dispatch`."""
+    """Send signs and mean magnitudes, and leave the error in residual."""
     blocks = reference_sign.block_count(block, numels, x.numel())
     starts, width = _starts(block, tuple(numels), x.device)
     if not (blocks and _suits(x, residual, width)):
@@ -103,7 +99,7 @@ def _sign(
 def qsgd_encode_feedback(
     x: Tensor, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Round at random, and leave the error in residual; see `dispatch`."""
+    """Round at random, and leave the error in residual."""
     levels = reference_quantize.levels_of(bits)
     blocks = reference_sign.block_count(block, numels, x.numel())
     starts, width = _starts(block, tuple(numels), x.device)
@@ -156,7 +152,7 @@ def _quantize(
 def sign_decode_mean(
     payloads: Sequence[tuple[Tensor, Tensor]], block: int, numels: Sequence[int], out: Tensor | None = None
 ) -> Tensor:
-    """Add what the ranks sent in rank order and divide by their number; see `dispatch`."""
+    """Add what the ranks sent in rank order and divide by their number."""
     return _decoded(payloads, 1, 2, 1, block, numels, out)
 
 
@@ -167,7 +163,7 @@ def qsgd_decode_mean(
     numels: Sequence[int],
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add what the ranks sent in rank order and divide by their number; see `dispatch`."""
+    """Add what the ranks sent in rank order and divide by their number."""
     return _decoded(payloads, bits, 1, reference_quantize.levels_of(bits), block, numels, out)
 
 
@@ -225,53 +221,3 @@ def _add_decoded(
     value = (code * factor).to(tl.float32) - levels
     value *= tl.div_rn(tl.load(scales + row), levels)
     tl.store(total + start + lane, tl.load(total + start + lane, inside, 0.0) + value, inside)
-
-
-def select_threshold(x: Tensor, residual: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
-    """Take what is at least the threshold, and no zero: one pass adds and counts, one compacts."""
-    n = x.numel()
-    if not (n and _suits(x, residual, 1)):
-        return reference_select.select_threshold(x, residual, threshold)
-    bound = max(int(torch.tensor(threshold, dtype=torch.float32).view(torch.int32)), 1)
-    v, add = (x, False) if residual is None else (residual, True)
-    counts = torch.empty(triton.cdiv(n, _PIECE), dtype=torch.int64, device=x.device)
-    _add_count[(counts.numel(),)](x, v, counts, bound, n, _PIECE, add)
-    ends = counts.cumsum(0)
-    places = torch.empty(int(ends[-1]), dtype=place_type(n), device=x.device)
-    values = x.new_empty(places.numel())
-    _compact[(counts.numel(),)](v, ends - counts, places, values, bound, n, _PIECE, add)
-    return places, values
-
-
-@kernel
-def _add_count(
-    x: Any, v: Any, counts: Any, bound: Any, n: Any, width: tl.constexpr, add: tl.constexpr
-) -> None:
-    at = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
-    y = tl.load(v + at, at < n, 0.0)
-    if add:
-        y += tl.load(x + at, at < n, 0.0)
-        tl.store(v + at, y, at < n)
-    hits = (y.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= bound
-    tl.store(counts + tl.program_id(0), tl.sum(hits.to(tl.int64)))
-
-
-@kernel
-def _compact(
-    v: Any,
-    offsets: Any,
-    places: Any,
-    values: Any,
-    bound: Any,
-    n: Any,
-    width: tl.constexpr,
-    clear: tl.constexpr,
-) -> None:
-    at = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
-    y = tl.load(v + at, at < n, 0.0)
-    hits = (y.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= bound
-    to = tl.load(offsets + tl.program_id(0)) + tl.cumsum(hits.to(tl.int64)) - 1
-    tl.store(places + to, at.to(places.dtype.element_ty), hits)
-    tl.store(values + to, y, hits)
-    if clear:
-        tl.store(v + at, tl.zeros_like(y), hits)

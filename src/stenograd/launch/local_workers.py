@@ -18,7 +18,7 @@ from types import FrameType
 from stenograd.errors import LaunchError, bad_value
 from stenograd.launch.detect import STORE_VARIABLE
 
-__all__ = ["TIMEOUT_VARIABLE", "run_local"]
+__all__ = ["TIMEOUT_VARIABLE", "environment", "run_local"]
 
 TIMEOUT_VARIABLE = "STENOGRAD_TIMEOUT_S"  # how long `init` waits for the others unless told otherwise
 
@@ -86,6 +86,29 @@ def run_local(
         run = _Run(argv, _variables(base, workers, timeout_s, directory), workers, Path(directory))
         with _sigterm_interrupts():
             return run.until_all_ended()
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process for the length of a block.
+
+    Example:
+        >>> with environment({"STENOGRAD_EXAMPLE": "1"}):
+        ...     os.environ["STENOGRAD_EXAMPLE"]
+        '1'
+        >>> "STENOGRAD_EXAMPLE" in os.environ
+        False
+    """
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = old
 
 
 class _Terminated(BaseException):

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from stenograd.comm.agreement import agree, sum_over_ranks
 from stenograd.comm.driver import Driver, joined
 from stenograd.errors import bad_value
+from stenograd.launch.local_workers import environment
 from stenograd.launch.process_group import World, init, shutdown
 
 __all__ = ["FCGraph", "global_average", "initialize_backends"]
@@ -177,21 +178,6 @@ def _place(hosts: Sequence[str] | str | None, rank: int) -> dict[str, str]:
         "LOCAL_RANK": str(on_host.index(rank)),
         "LOCAL_WORLD_SIZE": str(len(on_host)),
     }
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the length of a block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, old in before.items():
-            if old is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = old
 
 
 @contextmanager

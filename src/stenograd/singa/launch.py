@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 from stenograd.errors import ConfigError, LaunchError, bad_value
 from stenograd.launch.detect import STORE_VARIABLE
+from stenograd.launch.local_workers import environment
 from stenograd.launch.process_group import World, init, shutdown
 from stenograd.launch.process_group import join as join_ranks
 
@@ -90,8 +90,8 @@ def join(token: Any, local_rank: int | None, world_size: int | None, timeout_s: 
 
 def _join_with_token(token: NcclIdHolder, rank: int, size: int, timeout_s: float) -> World:
     token.claim(rank)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    with _environment({STORE_VARIABLE: token.path} | {key: str(value) for key, value in numbers.items()}):
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with environment({STORE_VARIABLE: token.path} | {key: str(value) for key, value in place.items()}):
         world = init(timeout_s=timeout_s)
     Finalize(None, shutdown, exitpriority=0)  # children of multiprocessing run no atexit functions
     return world
@@ -115,18 +115,3 @@ def _check_equal(name: str, given: int | None, found: int, world: World) -> None
     if given is not None and given != found:
         rule = f"must be {found}, as {world.launcher} started rank {world.rank} of {world.world_size}"
         raise bad_value(name, rule, given, "leave it out, or pass an NcclIdHolder", ConfigError)
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the duration of the block."""
-    before = {key: os.environ.get(key) for key in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value

@@ -192,7 +192,7 @@ class ParameterSync(Attached):
         self._hold_if_due()
         assert self._averager is not None
         counters = {"passes": self._passes, "round": self.round, "skipped": self.skipped}
-        return {**self._identity(), **counters, "parameters": {}, "averager": self._averager.state_dict()}
+        return {**self._identity(), **counters, "averager": self._averager.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`, also in mid-round; load the model and its optimizer, too.

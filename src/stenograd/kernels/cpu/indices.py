@@ -17,7 +17,7 @@ __all__ = ["pack_places", "unpack_places"]
 
 
 def pack_places(places: Tensor, n: int) -> Tensor:
-    """Write ascending places: low bits as they are, the rest in unary; see `dispatch`."""
+    """Write ascending places: low bits as they are, the rest in unary."""
     packed = torch.zeros(places_bytes(n, places.numel()), dtype=torch.uint8)
     if not _pack(view(places), n, sum(planes_of(n, places.numel())), view(packed)):
         raise ConfigError(f"places must be strictly ascending in [0, {n}): sort them")
@@ -61,7 +61,7 @@ def _pack_plane(places: Any, shift: int, bits: int, packed: Any) -> int:
 
 
 def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
-    """Read back what `pack_places` wrote; see `dispatch`."""
+    """Read back what `pack_places` wrote."""
     needed = places_bytes(n, k)
     if packed.numel() != needed:
         raise WireError(f"{k} of {n} places take {needed} bytes, got {packed.numel()}")

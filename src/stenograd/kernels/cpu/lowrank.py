@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.cpu.jit import kernel, reordering, view
+from stenograd.kernels.lowrank import Place
 
 __all__ = ["expand", "orthonormal", "project_columns", "project_rows"]
 
-Place = tuple[int, int, int, int, int]
 _NONE = np.empty(0, np.float32)
 
 
 def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor) -> Tensor:
-    """Add in place, then multiply the matrices by thin ones; see `dispatch_lowrank`."""
+    """Add in place, then multiply the matrices by thin ones."""
     out = torch.empty(queries.shape[0], queries.shape[1], place[3])
     _rows(view(x), _NONE if addend is None else view(addend), place, view(queries.contiguous()), view(out))
     return out
 
 
 def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
-    """Multiply thin matrices by the matrices; see `dispatch_lowrank`."""
+    """Multiply thin matrices by the matrices."""
     out = torch.zeros(factors.shape[0], factors.shape[1], place[4])
     _columns(view(x), place, view(factors.contiguous()), view(out))
     return out
@@ -33,7 +33,7 @@ def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
 def expand(
     x: Tensor | None, average: Tensor, place: Place, factors: Tensor, mine: Tensor, mean: Tensor
 ) -> None:
-    """Take one product of thin matrices from x and write the other; see `dispatch_lowrank`."""
+    """Take one product of thin matrices from x and write the other."""
     thin = [view(t.contiguous()) for t in (factors, mine, mean)]
     _expand(_NONE if x is None else view(x), view(average), place, *thin)
 

@@ -24,7 +24,7 @@ _U32 = np.uint32
 def qsgd_encode_feedback(
     x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Round at random, and leave the error in residual; see `dispatch`."""
+    """Round at random, and leave the error in residual."""
     n, levels = sum(numels), levels_of(bits)
     scales = torch.empty(block_count(block, numels, length_of(x, residual)))
     words = np.empty(n * bits // 32 + 2, np.uint32)
@@ -153,7 +153,7 @@ def qsgd_decode_mean(
     numels: Sequence[int],
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add what the ranks sent in rank order and divide by their number; see `dispatch`."""
+    """Add what the ranks sent in rank order and divide by their number."""
     n, levels = sum(numels), levels_of(bits)
     blocks = block_count(block, numels, n)
     check_scales(payloads, blocks)

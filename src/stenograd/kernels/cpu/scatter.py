@@ -18,7 +18,7 @@ _REGION = 8192  # elements of the result that are finished at a time, in the fir
 
 
 def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor | None = None) -> Tensor:
-    """Add sparse vectors in rank order and divide by their number; see `dispatch`."""
+    """Add sparse vectors in rank order and divide by their number."""
     total = torch.empty(n) if out is None else out
     ascending = True
     for places, values in vectors:

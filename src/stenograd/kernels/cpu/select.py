@@ -15,37 +15,20 @@ from torch import Tensor
 from stenograd.kernels.cpu.jit import CHUNK, bits_of, kernel, view
 from stenograd.kernels.cpu.lanes import at_least_32, lowest_bit
 
-__all__ = ["select", "select_feedback", "select_threshold"]
+__all__ = ["select", "select_feedback"]
 
 _SAMPLE = 16384  # magnitudes from which a bound is guessed; a third as many cost 0.1 ms less of 5
 _NONE = np.empty(0, np.float32)
 
 
 def select_feedback(x: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Take the k largest of `x + residual` and leave the rest in residual; see `dispatch`."""
+    """Take the k largest of `x + residual` and leave the rest in residual."""
     return _largest(view(x), view(residual), k, clear=True)
 
 
 def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest and their places, ascending; see `dispatch`."""
+    """Return the k largest and their places, ascending."""
     return _largest(_NONE, view(x), k, clear=False)
-
-
-def select_threshold(x: Tensor, residual: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
-    """Take what is at least the threshold, and no zero; see `dispatch`."""
-    bound = max(np.float32(threshold).view(np.uint32), np.uint32(1))
-    addend, v = (_NONE, view(x)) if residual is None else (view(x), view(residual))
-    clear, n = residual is not None, v.size
-    sample = _magnitudes(addend, v, max(1, n // _SAMPLE | 1))
-    share = np.count_nonzero(sample >= bound) / max(1, sample.size)
-    room = n if n <= _SAMPLE else min(n, int(1.2 * share * n) + n // 256 + 64)
-    places, values = _room(room)
-    count = _sweep(addend, v, bound, clear, places, values)
-    if count == room < n:  # there may be more
-        _restore(places, values, v)
-        places, values = _room(_count(v, bound))
-        count = _sweep(_NONE, v, bound, clear, places, values)
-    return torch.from_numpy(places[:count]), torch.from_numpy(values[:count])
 
 
 def _largest(addend: Any, v: Any, k: int, *, clear: bool) -> tuple[Tensor, Tensor]:
@@ -156,14 +139,6 @@ def _at_least(v: Any, bound: Any) -> Any:
     for i in range(v.size):
         word |= np.uint32(bits_of(v[i]) >= bound) << np.uint32(i)
     return word
-
-
-@kernel
-def _count(v: Any, bound: Any) -> int:
-    count = 0
-    for i in range(v.size):
-        count += bits_of(v[i]) >= bound
-    return count
 
 
 @kernel

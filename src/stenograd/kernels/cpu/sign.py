@@ -32,7 +32,7 @@ _NONE = np.empty(0, np.float32)
 def sign_encode_feedback(
     x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Send signs and mean magnitudes, and leave the error in residual; see `dispatch`."""
+    """Send signs and mean magnitudes, and leave the error in residual."""
     n = sum(numels)
     scales = torch.empty(block_count(block, numels, length_of(x, residual)))
     words = np.empty(n // 32 + 1, np.uint32)
@@ -101,7 +101,7 @@ def _not_negative(v: Any) -> Any:
 def sign_decode_mean(
     payloads: Sequence[tuple[Tensor, Tensor]], block: int, numels: Sequence[int], out: Tensor | None = None
 ) -> Tensor:
-    """Add what the ranks sent in rank order and divide by their number; see `dispatch`."""
+    """Add what the ranks sent in rank order and divide by their number."""
     n = sum(numels)
     blocks = block_count(block, numels, n)
     check_scales(payloads, blocks)

@@ -17,7 +17,7 @@ _CHUNK = {"cpu": 1 << 14, "cuda": 1 << 22}  # words at a time: on the CPU all of
 
 
 def hash_words(words: Tensor) -> Tensor:
-    """Return `sum_i mix(w_i + (i + 1) golden) mod 2**64` as a 0-d int64; see `dispatch_hash`.
+    """Return `sum_i mix(w_i + (i + 1) golden) mod 2**64` as a 0-d int64.
 
     Example:
         >>> one, other = hash_words(torch.tensor([1, 2])), hash_words(torch.tensor([2, 1]))

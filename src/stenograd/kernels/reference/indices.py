@@ -35,12 +35,7 @@ def places_bytes(n: int, k: int) -> int:
 
 
 def pack_places(places: Tensor, n: int) -> Tensor:
-    """Write ascending places: low bits as they are, the rest in unary; see `dispatch`.
-
-    Example:
-        >>> pack_places(torch.tensor([3, 500, 999]), n=1000).numel()
-        4
-    """
+    """Write ascending places: low bits as they are, the rest in unary."""
     places, k = places.long(), places.numel()
     planes = planes_of(n, k)
     if k and not (int(places[0]) >= 0 and int(places[-1]) < n and bool((places.diff() > 0).all())):
@@ -53,12 +48,7 @@ def pack_places(places: Tensor, n: int) -> Tensor:
 
 
 def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
-    """Read back what `pack_places` wrote; see `dispatch`.
-
-    Example:
-        >>> unpack_places(pack_places(torch.tensor([3, 500, 999]), n=1000), n=1000, k=3)
-        tensor([  3, 500, 999], dtype=torch.int32)
-    """
+    """Read back what `pack_places` wrote."""
     planes, marks = planes_of(n, k), mark_count(n, k)
     if packed.numel() != places_bytes(n, k):
         raise WireError(f"{k} of {n} places take {places_bytes(n, k)} bytes, got {packed.numel()}")

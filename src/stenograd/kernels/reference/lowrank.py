@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["expand", "orthonormal", "project_columns", "project_rows"]
+from stenograd.kernels.lowrank import Place
 
-Place = tuple[int, int, int, int, int]
+__all__ = ["expand", "orthonormal", "project_columns", "project_rows"]
 
 
 def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor) -> Tensor:
-    """Add in place, then multiply the matrices by thin ones; see `dispatch_lowrank`."""
+    """Add in place, then multiply the matrices by thin ones."""
     m = _matrices(x, place)
     if addend is not None:
         m.add_(_matrices(addend, place))
@@ -21,14 +21,14 @@ def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor
 
 
 def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
-    """Multiply thin matrices by the matrices; see `dispatch_lowrank`."""
+    """Multiply thin matrices by the matrices."""
     return factors @ _matrices(x, place)
 
 
 def expand(
     x: Tensor | None, average: Tensor, place: Place, factors: Tensor, mine: Tensor, mean: Tensor
 ) -> None:
-    """Take one product of thin matrices from x and write the other; see `dispatch_lowrank`."""
+    """Take one product of thin matrices from x and write the other."""
     left = factors.mT
     if x is not None:
         _matrices(x, place).baddbmm_(left, mine, alpha=-1)

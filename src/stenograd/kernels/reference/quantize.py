@@ -20,14 +20,7 @@ _WORD = 0xFFFFFFFF
 def qsgd_encode_feedback(
     x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Round at random, and leave the error in residual; see `dispatch`.
-
-    Example:
-        >>> residual = torch.zeros(2)
-        >>> codes, scales = qsgd_encode_feedback(torch.tensor([1.0, -2.0]), residual, 8, 2, [2], seed=0)
-        >>> scales, bool(residual.abs().max() < 2 / 127)
-        (tensor([2.]), True)
-    """
+    """Round at random, and leave the error in residual."""
     levels = levels_of(bits)
     block_count(block, numels, length_of(x, residual))
     v = corrected(x, residual)
@@ -52,13 +45,7 @@ def qsgd_decode_mean(
     numels: Sequence[int],
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add what the ranks sent, one after another, and divide by their number; see `dispatch`.
-
-    Example:
-        >>> payload = torch.tensor([2], dtype=torch.uint8), torch.tensor([3.0])
-        >>> qsgd_decode_mean([payload, payload], bits=2, block=1, numels=[1])
-        tensor([3.])
-    """
+    """Add what the ranks sent, one after another, and divide by their number."""
     n, levels = sum(numels), levels_of(bits)
     check_scales(payloads, block_count(block, numels, n))
     total = torch.empty(n, device=payloads[0][1].device) if out is None else out

@@ -17,12 +17,7 @@ def scatter_mean(
     n: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add sparse vectors one after another into zeros and divide by their number; see `dispatch`.
-
-    Example:
-        >>> scatter_mean([(torch.tensor([0]), torch.tensor([2.0]))] * 2, n=2)
-        tensor([2., 0.])
-    """
+    """Add sparse vectors one after another into zeros and divide by their number."""
     if not vectors:
         raise ConfigError("vectors must not be empty, got []: give one (places, values) per rank")
     total = torch.empty(n, device=vectors[0][1].device) if out is None else out

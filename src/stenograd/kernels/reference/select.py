@@ -1,4 +1,4 @@
-"""Selection in plain torch: the largest elements, or those that are large enough."""
+"""Selection of the largest elements in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stenograd.kernels.reference.indices import place_type
 
-__all__ = ["magnitude_bits", "select", "select_feedback", "select_threshold"]
+__all__ = ["magnitude_bits", "select", "select_feedback"]
 
 _SAMPLE = 32768  # magnitudes from which a bound for the k-th largest is guessed
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,27 +27,17 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 
 def select_feedback(x: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Take the k largest of `x + residual` and leave the rest in residual; see `dispatch`.
-
-    Example:
-        >>> residual = torch.tensor([0.0, 2.0])
-        >>> select_feedback(torch.tensor([1.0, 1.0]), residual, 1), residual
-        ((tensor([1], dtype=torch.int32), tensor([3.])), tensor([1., 0.]))
-    """
+    """Take the k largest of `x + residual` and leave the rest in residual."""
     places, values = select(residual.add_(x), k)
     residual.index_fill_(0, places.long(), 0)
     return places, values
 
 
 def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest and their places, ascending; see `dispatch`.
+    """Return the k largest and their places, ascending.
 
     Only the elements that reach a bound, guessed from a regular sample, are sorted: if there are at least k
     of them, all of the k largest are among them.
-
-    Example:
-        >>> select(torch.tensor([0.1, -0.9, 0.9, 0.2]), 1)
-        (tensor([1], dtype=torch.int32), tensor([-0.9000]))
     """
     bits = magnitude_bits(x)
     places = (bits >= _bound(bits, k)).nonzero().view(-1)
@@ -59,21 +49,6 @@ def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         above, equal = bits > last, bits == last
         places = places[above | equal & (equal.cumsum(0) <= k - above.sum())]
     return _taken(x, places[:k])
-
-
-def select_threshold(x: Tensor, residual: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
-    """Take what is at least the threshold, and no zero; see `dispatch`.
-
-    Example:
-        >>> select_threshold(torch.tensor([0.1, -0.9, 0.0]), None, 0.5)
-        (tensor([1], dtype=torch.int32), tensor([-0.9000]))
-    """
-    v = x if residual is None else residual.add_(x)
-    bound = magnitude_bits(torch.tensor(threshold, dtype=v.dtype)).clamp_(min=1)
-    places, values = _taken(v, (magnitude_bits(v) >= bound.to(v.device)).nonzero().view(-1))
-    if residual is not None:
-        residual.index_fill_(0, places.long(), 0)
-    return places, values
 
 
 def _taken(x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

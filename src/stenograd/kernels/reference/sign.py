@@ -19,13 +19,7 @@ _LANES = 64
 def sign_encode_feedback(
     x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Send signs and mean magnitudes, and leave the error in residual; see `dispatch`.
-
-    Example:
-        >>> residual = torch.zeros(2)
-        >>> sign_encode_feedback(torch.tensor([1.0, -3.0]), residual, block=2, numels=[2]), residual
-        ((tensor([1], dtype=torch.uint8), tensor([2.])), tensor([-1., -1.]))
-    """
+    """Send signs and mean magnitudes, and leave the error in residual."""
     block_count(block, numels, length_of(x, residual))
     v = corrected(x, residual)
     scales = [v.new_zeros(0, dtype=torch.float32)]
@@ -59,13 +53,7 @@ def lane_means(rows: Tensor) -> Tensor:
 def sign_decode_mean(
     payloads: Sequence[tuple[Tensor, Tensor]], block: int, numels: Sequence[int], out: Tensor | None = None
 ) -> Tensor:
-    """Add what the ranks sent, one after another, and divide by their number; see `dispatch`.
-
-    Example:
-        >>> payload = torch.tensor([1], dtype=torch.uint8), torch.tensor([2.0])
-        >>> sign_decode_mean([payload, payload], block=2, numels=[2])
-        tensor([ 2., -2.])
-    """
+    """Add what the ranks sent, one after another, and divide by their number."""
     n = sum(numels)
     check_scales(payloads, block_count(block, numels, n))
     total = torch.empty(n, device=payloads[0][1].device) if out is None else out

@@ -10,7 +10,6 @@ from stenograd.kernels.reference.bits import block_views
 
 __all__ = [
     "VALUE_BLOCK",
-    "cast_finite",
     "check_values",
     "not_finite",
     "pack_values",
@@ -22,12 +21,7 @@ _KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.in
 
 
 def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
-    """Write float32 numbers as float32, bfloat16 or int8 with scales; see `dispatch`.
-
-    Example:
-        >>> pack_values(torch.tensor([1.0, -2.0]), "int8")
-        (tensor([  64, -127], dtype=torch.int8), tensor([2.]))
-    """
+    """Write float32 numbers as float32, bfloat16 or int8 with scales."""
     if kind not in _KINDS:
         raise ConfigError(f"kind must be one of {list(_KINDS)}, got {kind!r}: choose one")
     if kind != "int8":
@@ -42,12 +36,7 @@ def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
 
 
 def unpack_values(packed: tuple[Tensor, ...], kind: str, count: int) -> Tensor:
-    """Read back what `pack_values` wrote, as float32; see `dispatch`.
-
-    Example:
-        >>> unpack_values((torch.tensor([127, -127], dtype=torch.int8), torch.tensor([2.0])), "int8", 2)
-        tensor([ 2., -2.])
-    """
+    """Read back what `pack_values` wrote, as float32."""
     check_values(packed, kind, count)
     y = packed[0].to(torch.float32)
     if kind == "int8":
@@ -78,29 +67,8 @@ def check_values(packed: tuple[Tensor, ...], kind: str, count: int) -> None:
         raise WireError(f"{count} values as {kind} are {[f'{m} {t}' for t, m in needed]}, got {got}")
 
 
-def cast_finite(
-    x: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None
-) -> tuple[Tensor, bool]:
-    """Scale, round to 16 bits, and say whether any result is infinite or NaN; see `dispatch`.
-
-    Example:
-        >>> cast_finite(torch.tensor([1.0, 1e6]), torch.float16)
-        (tensor([1., inf], dtype=torch.float16), True)
-    """
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise ConfigError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}: choose one")
-    y = torch.empty_like(x, dtype=dtype) if out is None else out
-    y.copy_(x if scale == 1 else x * scale)
-    return y, not_finite(y)
-
-
 def not_finite(x: Tensor) -> bool:
-    """Return whether any element is infinite or NaN; see `dispatch`.
-
-    Example:
-        >>> not_finite(torch.tensor([1.0, float("nan")]))
-        True
-    """
+    """Return whether any element is infinite or NaN."""
     if x.numel() == 0:
         return False
     return not bool(torch.stack(x.aminmax()).isfinite().all())  # NaN is both least and greatest

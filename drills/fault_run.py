@@ -12,30 +12,41 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from forks import Forks, Rank
-from injected import MOMENTS
+from forked_ranks import MOMENTS, ForkedRanks, Rank
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from hosts import Hosts
 from namespaces import ip
 
-if TYPE_CHECKING:
-    from faults import Verdict
+from stenograd.testing.methods import by_name
 
-__all__ = ["Scene"]
+__all__ = ["METHODS", "FaultRun", "Verdict"]
 
-_METHODS = ("dense", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "sign", "qsgd", "threshold", "randomk")
+METHODS = by_name()
 _START_S = 60.0  # for a training to reach the moment of its fault
 _NAMED = re.compile(r"rank\(s\) ([\d, ]+) (?:did not answer|did not come)")
 _DISK_BYTES = 64 << 20
 
 
-class Scene:
+@dataclass
+class Verdict:
+    """What one run showed; no `wrong` means that all was as it should be."""
+
+    kind: str
+    seed: int
+    what: str = ""
+    seconds: float = 0.0
+    errors: set[str] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+
+
+class FaultRun:
     """The `with` block makes folder and hosts, and removes them with all processes.
 
     Args:
@@ -55,10 +66,17 @@ class Scene:
     """
 
     def __init__(
-        self, forks: Forks, draw: Random, size: int, folder: Path, timeout_s: float, meet: str, on_hosts: bool
+        self,
+        forks: ForkedRanks,
+        draw: Random,
+        size: int,
+        folder: Path,
+        timeout_s: float,
+        meet: str,
+        on_hosts: bool,
     ) -> None:
         self.draw, self.size, self.ranks, self.moment, self.seconds = draw, size, list[Rank](), "", 0.0
-        self.method = draw.choice(_METHODS)
+        self.method = draw.choice(METHODS)
         self._forks, self._folder, self._timeout_s = forks, folder, timeout_s
         self._hosts = Hosts(size, "none") if on_hosts else None
         self._out = folder / "out"
@@ -74,7 +92,7 @@ class Scene:
                 "MASTER_PORT": _free_port(),
             }
 
-    def __enter__(self) -> Scene:
+    def __enter__(self) -> FaultRun:
         if self._hosts is not None:
             self._hosts.__enter__()
             self._env["GLOO_SOCKET_IFNAME"] = "eth0"

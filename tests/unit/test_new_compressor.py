@@ -1,0 +1,156 @@
+"""A compressor is one file: written into a copy of the package, it is found by every list that is walked.
+
+The file holds TernGrad (Wen et al., NeurIPS 2017, "TernGrad: Ternary Gradients to Reduce Communication in
+Distributed Deep Learning"): each element of a tensor becomes s, 0 or -s, where s is the tensor's largest
+magnitude, with the chance |x| / s of not being 0. So its expectation is x, and it travels in two bits.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stenograd
+
+ROOT = Path(__file__).resolve().parents[2]
+TERNGRAD = '''
+"""TernGrad: three levels per element, drawn at random."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from stenograd.compression.contract import Codec, Payload, Site
+from stenograd.kernels.reference.bits import pack_bits, unpack_bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TernGrad(Codec):
+    """Send s * sign(x) with the chance |x| / s, else 0; s is the largest magnitude of each tensor."""
+
+    names: ClassVar = {"terngrad": {}}
+    summary: ClassVar[str] = "sign or nothing, 2 bits per element and a scale per tensor"
+
+    seed: int = 0
+
+    @classmethod
+    def examples(cls) -> Iterator["TernGrad"]:
+        """Yield two seeds."""
+        yield cls()
+        yield cls(seed=7)
+
+    def encode(self, x: Tensor, site: Site) -> Payload:
+        """Draw a level for each element and pack level + 1."""
+        parts = x.split(site.numels)
+        scales = torch.stack([p.abs().amax() if len(p) else p.new_zeros(()) for p in parts])
+        chance = x.abs().double() / self._spread(scales, site)
+        draws = torch.rand(len(x), generator=site.generator(self.seed, shared=False)).to(x.device)
+        levels = torch.where(draws < chance, x.sign(), torch.zeros_like(x))
+        return pack_bits((levels + 1).to(torch.uint8), 2), scales
+
+    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
+        """Multiply levels by their scales."""
+        codes, scales = payload
+        levels = unpack_bits(codes, 2, len(like)).to(like.dtype) - 1
+        return levels * self._spread(scales, site)
+
+    def _spread(self, scales: Tensor, site: Site) -> Tensor:
+        return scales.repeat_interleave(torch.tensor(site.numels, device=scales.device))
+'''
+# Prints, by module, whether each list of methods that a drill or a benchmark walks holds the new one.
+LISTS = """
+import importlib, json, sys
+from pathlib import Path
+found = {}
+for path in sorted(Path(sys.argv[1]).glob("*.py")):
+    sys.path.insert(0, str(path.parent))
+    text = path.read_text()
+    for name in ("ALL_METHODS", "METHODS", "RIVALS", "CASES"):
+        if f"\\n{name} = " in text or f"\\n{name}: " in text or "import" in text and f" {name}" in text:
+            value = getattr(importlib.import_module(path.stem), name, None)
+            if value is not None:
+                found[f"{path.stem}.{name}"] = "terngrad" in json.dumps(list(value), default=repr)
+print(json.dumps(found))
+"""
+# Comparisons about something else than methods, and programs of many kinds, each with a few methods in turn
+# (the drill of the same programs walks all of them).
+CHOSEN = {"scaling.METHODS", "small_tensors.METHODS", "time_to_accuracy.RIVALS", "versions.METHODS"}
+CHOSEN |= {"test_programs.CASES", "test_programs.METHODS"}
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """Runs Python with a copy of the package that holds TernGrad."""
+    folder = tmp_path_factory.mktemp("extended")
+    package = Path(stenograd.__file__).parent
+    shutil.copytree(package, folder / "stenograd", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "stenograd" / "compressors" / "terngrad.py").write_text(TERNGRAD)
+    # Kernels written in PyTorch, since a copy has none on disk.
+    env = {**os.environ, "PYTHONPATH": str(folder), "STENOGRAD_KERNELS": "reference", "COLUMNS": "200"}
+
+    def run(*arguments):
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            env=env,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_it_is_a_method_and_passes_the_conformance_suite(extended):
+    """Two examples, each plain and under error feedback."""
+    told = extended(
+        "-c",
+        """
+import json, stenograd, torch
+from stenograd.catalog.registry import entries
+from stenograd.simulate import exchange
+from stenograd.testing.conformance import cases, check
+mine = {name: c for name, c in cases() if "TernGrad" in name}
+for c in mine.values():
+    check(c)
+sent = []
+exchange(stenograd.method("terngrad").compressor, [torch.randn(10, 10)] * 2, spy=sent.append)
+nbytes = sum(request.nbytes for request in sent)
+print(json.dumps([stenograd.__file__, "terngrad" in stenograd.methods(), list(mine), nbytes]))
+""",
+    )
+    file, named, mine, nbytes = json.loads(told)
+    assert not file.startswith(str(ROOT))
+    assert named
+    assert mine == [
+        name
+        for seed in (0, 7)
+        for name in (f"TernGrad(seed={seed})", f"ErrorFeedback(inner=TernGrad(seed={seed}))")
+    ]
+    assert nbytes == 100 * 2 // 8 + 4
+
+
+def test_the_command_lists_and_compares_it(extended):
+    row = next(line for line in extended("-m", "stenograd", "methods").splitlines() if "terngrad" in line)
+    assert "2 bits per element" in row
+    told = extended("-c", "from stenograd.cli.compare import default_methods as d; print(*d())")
+    assert "terngrad" in told.split()
+
+
+def test_every_suite_drill_and_benchmark_walks_it(extended):
+    """Their modules are imported and asked for their lists; only comparisons of chosen methods lack it."""
+    told = {}
+    for folder in ("drills", "benchmarks", "tests/multirank"):
+        told |= json.loads(extended("-c", LISTS, ROOT / folder))
+    assert {name for name, holds in told.items() if not holds} == CHOSEN
+    assert len(told) >= 15
