@@ -183,13 +183,13 @@ def _clipped(rank, agg_grad):
 
 @pytest.mark.parametrize("agg_grad", [True, False])
 def test_clipping_is_on_the_averaged_gradient(pool, agg_grad):
-    """Mean gradient 2 on 15 elements, norm 2 sqrt(15), clipped to 1: 1/sqrt(15) each; D-M3: weights, too."""
+    """Mean gradient 2 on 15 elements, norm 2 sqrt(15), clipped to 1: 1/sqrt(15) each; with weights, too."""
     for update in pool.run(3, _clipped, agg_grad):
         torch.testing.assert_close(update, torch.full((15,), 1 / math.sqrt(15)), rtol=1e-5, atol=0)
 
 
 def _closures(rank):
-    """D-M2: the closure recomputes gradients; SGD, Custom, and weights."""
+    """the closure recomputes gradients; SGD, Custom, and weights."""
     out = []
     for make in (
         lambda m: CentralizedSGD(3, m, **SGD),

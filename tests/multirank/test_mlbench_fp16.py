@@ -27,7 +27,7 @@ def _backward(fp, rank, step, world_size=2):
     loss = nn.functional.mse_loss(fp.fp16_model(xs[rank].to(kind)).float(), ys[rank])
     before = float(loss)
     fp.backward_loss(loss)
-    assert float(loss) == before  # D-M6: the caller's loss is left alone
+    assert float(loss) == before  # the caller's loss is left alone
     return loss
 
 

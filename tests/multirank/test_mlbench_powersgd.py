@@ -62,7 +62,7 @@ SHAPES = [(20, 30), (9,), (8, 4, 3, 3), (), (1, 1), (40, 2)]
 
 
 def _feedback(rank, shapes, by_layer, reuse_query):
-    """sum_r e_r + N applied = sum_r (g_r + e_r_old); 1-D exact; the global generator untouched (D-M5)."""
+    """sum_r e_r + N applied = sum_r (g_r + e_r_old); 1-D exact; the global generator untouched."""
     model = Tensors(*shapes)
     arguments = {"world_size": 3, "rank": 2, "by_layer": by_layer, "reuse_query": reuse_query}
     optimizer = PowerSGD(model, lr=1.0, **arguments)

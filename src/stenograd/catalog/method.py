@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.registry import Entry, entries, schedules
-from stenograd.compression.contract import Compressor, Feedback, Site
+from stenograd.compression.contract import Compressor, Feedback, Site, Transport
 from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.small_all_reduce import small_rounds
+from stenograd.compression.transports import SmallAllReduce
 from stenograd.compressors.identity import Identity
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.every_step import EveryStep
@@ -135,8 +137,8 @@ class Method:
         Args:
             dense: whether it is a bucket of small tensors (`Bucket.dense`).
         """
-        later = Identity() if dense else self.compressor
-        return Identity() if self.warmup_steps else later, later
+        later = _SmallDense() if dense else self.compressor
+        return later if dense or not self.warmup_steps else Identity(), later
 
     def clip(self, x: Tensor, numels: Sequence[int]) -> None:
         """Clip tensors of so many elements that lie one after another in the flat x, in place.
@@ -153,6 +155,17 @@ class Method:
             for part in x.split(list(numels)):
                 norm = torch.linalg.vector_norm(part)
                 part.mul_(torch.where(norm > self.clip_norm, self.clip_norm / norm, 1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SmallDense(Identity):
+    """Dense averaging of few numbers, which is not compared with DDP's bit for bit, so it may be sooner."""
+
+    def transport(self, site: Site) -> Transport:
+        """Take two hops where a ring takes more."""
+        nbytes = site.numel * site.dtype.itemsize
+        few = small_rounds(nbytes, site.world_size, site.device) == 2
+        return SmallAllReduce() if few else super().transport(site)
 
 
 def methods() -> list[str]:

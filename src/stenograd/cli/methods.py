@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stenograd.catalog.method import METHOD_KEYS, Method, method
-from stenograd.catalog.registry import Entry, entries
+from stenograd.catalog.registry import Entry, entries, schedules
 from stenograd.cli.plan import check_option
 from stenograd.cli.table import show
 from stenograd.comm.simulate import exchange
@@ -67,9 +67,13 @@ def run(size: int, workers: int) -> int:
     found = sorted(entries().items())
     show(head, [_cells(name, entry, size, workers) for name, entry in found], title)
     keys = [(name, own_keys(entry) or "none of its own") for name, entry in found]
+    plans = [
+        (f"{name}: before a slash", ", ".join(f"{f.name}={_text(f.default)}" for f in fields(cls)))
+        for name, (cls, _) in sorted(schedules().items())
+    ]
     shared = ", ".join(f"{key} ({kind.__name__})" for key, kind in METHOD_KEYS.items())
     title = "keys, as in topk:ratio=0.05,warmup_steps=100"
-    show(("method", "key=default"), [*keys, ("all of them", shared)], title)
+    show(("method", "key=default"), [*keys, ("all of them", shared), *plans], title)
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stenograd.data.requests import Rounds, gather, means, scatter
+from stenograd.data.requests import Op, Rounds, gather, means, scatter
 
 __all__ = ["mean_in_order", "small_means", "small_rounds"]
 
@@ -21,7 +21,7 @@ def small_rounds(nbytes: int, world_size: int, device: torch.device) -> int:
     return 2 if small else 1
 
 
-def small_means(tensors: Sequence[Tensor], world_size: int) -> Rounds[tuple[Tensor, ...]]:
+def small_means(tensors: Sequence[Tensor], world_size: int, op: Op = Op.MEAN) -> Rounds[tuple[Tensor, ...]]:
     """Average tensors of one dtype, as `requests.means` does and with as many bytes, but sooner.
 
     Every rank sends each other one its part of the numbers, adds up its own part of all ranks' numbers in
@@ -32,6 +32,7 @@ def small_means(tensors: Sequence[Tensor], world_size: int) -> Rounds[tuple[Tens
     Args:
         tensors: floating, of one dtype; not overwritten unless `requests.means` is taken.
         world_size: number of ranks.
+        op: `MEAN`, or `SUM` to add up.
 
     Example:
         >>> from stenograd.simulate import run
@@ -40,14 +41,14 @@ def small_means(tensors: Sequence[Tensor], world_size: int) -> Rounds[tuple[Tens
     """
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     if small_rounds(nbytes, world_size, tensors[0].device) == 1:
-        return (yield from means(tensors))
+        return (yield from means(tensors, op))
     flat = torch.cat([t.reshape(-1) for t in tensors])
-    average = yield from mean_in_order(flat, world_size)
+    average = yield from mean_in_order(flat, world_size, op)
     pieces = average.split([t.numel() for t in tensors])
     return tuple(piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True))
 
 
-def mean_in_order(x: Tensor, world_size: int) -> Rounds[Tensor]:
+def mean_in_order(x: Tensor, world_size: int, op: Op = Op.MEAN) -> Rounds[Tensor]:
     """Average a flat tensor by numbers that are added up in rank order: `sum_r (x_r / N)`, r ascending.
 
     So the result is that of a loop in one process, bit for bit; the order in which an all-reduce adds depends
@@ -62,7 +63,7 @@ def mean_in_order(x: Tensor, world_size: int) -> Rounds[Tensor]:
         return x
     padded = torch.nn.functional.pad(x, (0, -x.numel() % world_size))
     rows = yield from scatter(padded.view(world_size, -1))
-    share = 1.0 / world_size  # multiplied first, so that the sum cannot overflow
+    share = 1.0 if op is Op.SUM else 1.0 / world_size  # multiplied first, so that the sum cannot overflow
     mine = rows[0][0] * share
     for (theirs,) in rows[1:]:
         mine.add_(theirs * share)

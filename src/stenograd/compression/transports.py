@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Exchange, Site, State, Transport
+from stenograd.compression.contract import Exchange, Payload, Site, State, Transport
+from stenograd.compression.small_all_reduce import small_means
 from stenograd.data.finite import Finite, not_finite
 from stenograd.data.requests import Op, Rounds, commit, gather, gather_ragged, mean, means
 
 if TYPE_CHECKING:
     from stenograd.compression.codec import Codec
 
-__all__ = ["AllGather", "AllReduce"]
+__all__ = ["AllGather", "AllReduce", "SmallAllReduce"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +44,25 @@ class AllReduce(Transport):
             payload, error = codec.encode_error(x, residual, site)
         else:
             payload = codec.encode(x, site)
-        averaged = yield from means(payload, self.op)
+        averaged = yield from self.reduced(payload, site)
         finite = yield from _overflow(x, averaged)
         site = replace(site, buffer=None if error is x else x)  # x is done with
         return Exchange(codec.decode(averaged, x, site), state, error, finite)
+
+    def reduced(self, payload: Payload, site: Site) -> Rounds[Payload]:
+        """Average, or add up, the codes of all ranks."""
+        return (yield from means(payload, self.op))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallAllReduce(AllReduce):
+    """An all-reduce of few numbers in two hops, where a ring takes two for each other rank."""
+
+    rounds: int = 2
+
+    def reduced(self, payload: Payload, site: Site) -> Rounds[Payload]:
+        """Average, or add up, the codes of all ranks; see `small_means`."""
+        return (yield from small_means(payload, site.world_size, self.op))
 
 
 def _overflow(x: Tensor, averaged: Sequence[Tensor]) -> Rounds[Tensor | None]:

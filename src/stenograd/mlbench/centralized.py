@@ -64,7 +64,7 @@ class GenericCentralizedOptimizer(Wrapper):
         >>> optimizer.step(lambda: model(torch.ones(1)).sum() * 0 + 3)
         tensor(3., grad_fn=<AddBackward0>)
 
-    Departures from MLBench: D-M2 and D-M7 in docs/mlbench.md. Rank 0's weights are broadcast at construction
+    docs/mlbench.md lists the departures from MLBench. Rank 0's weights are broadcast at construction
     with agg_grad=True. Copies and pickles hold a copy of the model.
     """
 
@@ -243,7 +243,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         >>> model.weight.item()
         0.5
 
-    Departures from MLBench: D-M2 and D-M3 in docs/mlbench.md.
+    docs/mlbench.md lists the departures from MLBench.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class PowerSGD(GenericCentralizedOptimizer):
         >>> optimizer.param_groups[0]["lr"]
         0.1
 
-    Departures from MLBench: D-M5 in docs/mlbench.md. There `e_r = M_r - P Q^T`, which has the same sum over
+    docs/mlbench.md lists the departures from MLBench. There `e_r = M_r - P Q^T`, which has the same sum over
     the ranks and also gathers the differences between them.
 
     Reference: Vogels et al., "PowerSGD", NeurIPS 2019.

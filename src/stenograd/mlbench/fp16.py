@@ -126,7 +126,7 @@ class FP16Optimizer(Wrapper):
         >>> fp.step()
         True
 
-    Departures from MLBench: D-M6 in docs/mlbench.md. Gradients that are None count as zeros, frozen
+    docs/mlbench.md lists the departures from MLBench. Gradients that are None count as zeros, frozen
     parameters stay out, and rank 0's weights are broadcast at construction.
 
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.

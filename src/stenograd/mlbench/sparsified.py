@@ -134,7 +134,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         >>> sorted(w.tolist())
         [0.5, 0.5, 1.0, 1.0, 1.0]
 
-    Departures from MLBench: D-M4 in docs/mlbench.md. Memories are in at least float32.
+    docs/mlbench.md lists the departures from MLBench. Memories are in at least float32.
 
     Reference: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
     """
@@ -308,7 +308,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         >>> sorted(w.tolist())
         [0.5, 0.5, 1.0, 1.0, 1.0]
 
-    Departures from MLBench: D-M4 in docs/mlbench.md; there each rank draws its own S.
+    docs/mlbench.md lists the departures from MLBench; there each rank draws its own S.
     """
 
     def __init__(
