@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
+from stenograd.testing.methods import by_name
 from stenograd.testing.pool import RanksFailed
 
 LOSSY = {
@@ -187,7 +188,7 @@ def _bad_step(rank, face, method, bad):
     return flat(model), steps
 
 
-@pytest.mark.parametrize("method", ["dense", "fp16", "topk:ratio=0.1", "sign", "qsgd", "powersgd:rank=1"])
+@pytest.mark.parametrize("method", by_name())
 @pytest.mark.parametrize("face", ["distribute", "hook"])
 def test_a_plain_loop_loses_one_step_to_a_nan_and_nothing_else(pool, face, method):
     without = pool.run(2, _bad_step, face, method, None)

@@ -40,7 +40,7 @@ class Exchanges:
 
     @property
     def resting(self) -> bool:
-        """Whether residuals are kept that the running exchanger does not have."""
+        """Whether residuals are kept that the running exchange does not have."""
         return bool(self._resting)
 
     def begin(self, how: Method, known: Collection[str]) -> None:
@@ -90,7 +90,7 @@ class Exchanges:
             The averages by parameter name, in memory that the next step reuses, and whether they are finite.
         """
         running = self._running()
-        if self._laid_out_anew:  # when the step ends, the exchanger forgets parameters that are in no bucket
+        if self._laid_out_anew:  # when the step ends, the exchange forgets parameters that are in no bucket
             placed = {name for bucket in running.buckets for name in bucket.names}
             states = running.state_dict()["parameters"]
             self._resting |= {name: state for name, state in states.items() if state and name not in placed}
@@ -115,7 +115,7 @@ class Exchanges:
         self._resting = {name: {k: t.clone() for k, t in s.items()} for name, s in residuals.items()}
 
     def close(self) -> None:
-        """Stop the running exchanger."""
+        """Stop the running exchange."""
         if self._exchange is not None:
             self._exchange.close()
         self._exchange = None

@@ -7,19 +7,23 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stenograd.catalog.method import Method, method
 from stenograd.comm.driver import Driver, Pipeline
 from stenograd.comm.traffic import Label
+from stenograd.compression.contract import Site
 from stenograd.data.finite import is_finite
 from stenograd.data.requests import Rounds, exchange, gather
 from stenograd.errors import CheckpointError, ConfigError, LaunchError, PeerLost, TensorTypeError, bad_value
 from stenograd.launch.failure_detector import Presence, attend
 from stenograd.launch.network import own_address
 from stenograd.launch.process_group import attends
+from stenograd.sync.compressed_gossip import Estimates, codec_of
 from stenograd.sync.handshake import compare
 from stenograd.topology.mixing import Checked, Topology, describe
 
@@ -79,6 +83,9 @@ class Gossip:
     Args:
         driver: the way to the other ranks; its `traffic` counts what is sent.
         topology: who mixes with whom, the same on all ranks.
+        how: how tensors travel to neighbours: "dense", or a codec such as "topk:ratio=0.1"; then ranks keep
+            estimates of their neighbours (see `Estimates`), and the graph must be the same at every step.
+        consensus: step size towards the neighbours with a codec, in (0, 1].
         lost: what a lost rank means: "raise" a PeerLost, or "drop" it and go on; the same on all ranks.
 
     With "drop", the survivors form a new group and the weight `W_ij` of a lost neighbour j goes to the rank's
@@ -97,7 +104,9 @@ class Gossip:
 
     Raises:
         ConfigError: the topology does not fit the number of ranks, is not symmetric, a row of weights does
-            not sum to 1, or `lost` is another word.
+            not sum to 1, or `lost` is another word; or a codec is given with a graph that changes, with
+            consensus outside its range, or with lost="drop".
+        MethodError: `how` cannot travel to neighbours; see `codec_of`.
         MismatchError: the ranks' topologies or their `lost` differ.
         LaunchError: lost ranks are to be dropped, in a group that `stenograd.init` did not make, and a rank
             has no address at which the others could ask whether it is there.
@@ -114,15 +123,33 @@ class Gossip:
         >>> shutdown()
     """
 
-    def __init__(self, driver: Driver, topology: Topology, *, lost: str = "raise") -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        topology: Topology,
+        how: str | Method = "dense",
+        *,
+        consensus: float = 1.0,
+        lost: str = "raise",
+    ) -> None:
         self.driver = driver.private()
-        described = {"topology": describe(topology, driver.world_size), "lost": lost}
+        self.method = method(how)
+        what = {"topology": describe(topology, driver.world_size), "lost": lost}
+        described = {**what, "method": self.method.text, "consensus": consensus}
         # Before anything is checked, so that all ranks are told of one rank's mistake.
         compare(self.driver, described, device=self.driver.words_device())
         self._checked = Checked(topology, driver.world_size)
         if lost not in _LOST:
             raise bad_value("lost", f"must be one of {', '.join(_LOST)}", lost, "use 'raise'")
         self._drops = lost == "drop"
+        codec = codec_of(self.method, driver.world_size)
+        if not 0 < consensus <= 1:
+            raise bad_value(
+                "consensus", "must be in (0, 1]", consensus, "1 goes all the way to the estimates"
+            )
+        if codec is not None:
+            self._check_fixed(topology)
+        self._estimates = None if codec is None else Estimates(codec, consensus)
         self._whole = driver.rank, driver.world_size
         self._left = list(range(driver.world_size))  # those of the whole group that are left
         self._skip_to = 0
@@ -168,10 +195,28 @@ class Gossip:
     def _mix(self, parts: Sequence[Sequence[Tensor]]) -> None:
         weights, driver = self._weights(), self.driver
         pipeline: Pipeline[bool] = Pipeline(driver)
-        for part in parts:
-            pipeline.add(mixing(part, weights, driver.rank), Label(method="gossip"))
+        site = Site(shapes=(), rank=driver.rank, world_size=driver.world_size, step=self.step)
+        for at, part in enumerate(parts):
+            if self._estimates is None:
+                pipeline.add(mixing(part, weights, driver.rank), Label(method="gossip"))
+                continue
+            for number, group in enumerate(_by_dtype(part)):
+                mixed = self._estimates.mix(f"{at}.{number}", group, weights, replace(site, key=at + number))
+                pipeline.add(mixed, Label(method=self.method.text))
         if not all(pipeline.finish()):
             self._left_out()
+
+    def _check_fixed(self, topology: Topology) -> None:
+        """Refuse what estimates of neighbours cannot follow."""
+        rank, size = self.driver.rank, self.driver.world_size
+        if self._drops:
+            raise ConfigError(f"lost must be 'raise' with {self.method}, got 'drop': or mix densely")
+        first = topology.weights(rank, size, 0)
+        if any(topology.weights(rank, size, step) != first for step in range(1, 2 * size)):
+            raise ConfigError(
+                f"the topology must be the same at every step with {self.method}, got {topology!r}: use "
+                "a ring or another fixed graph, or mix densely"
+            )
 
     def _weights(self) -> dict[int, float]:
         """Return this rank's weights of those that are left, by their ranks in the driver's group."""
@@ -210,8 +255,9 @@ class Gossip:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the next mixing: the number of those before it."""
-        return {"step": self.step}
+        """Return what decides the next mixing: the number of those before it, and estimates of neighbours."""
+        estimates = {} if self._estimates is None else {"estimates": self._estimates.state_dict()}
+        return {"step": self.step, **estimates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`.
@@ -221,6 +267,8 @@ class Gossip:
         """
         if not isinstance(state.get("step"), int):
             raise CheckpointError(f"a gossip state holds the number of its step, got {state!r}")
+        if self._estimates is not None:
+            self._estimates.load_state_dict(state.get("estimates", {}))
         self.step = state["step"]
 
 

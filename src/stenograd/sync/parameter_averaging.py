@@ -143,7 +143,7 @@ class ParameterAverager:
         Returns:
             Whether all ranks' parameters were finite; if not, nothing moved.
         """
-        self._settle()
+        self._await_arrival()
         arrived, self._arrived = self._arrived, False
         if arrived:
             for stream, target in zip(self._streams, self._sent, strict=True):
@@ -154,7 +154,7 @@ class ParameterAverager:
 
     def discard(self) -> None:
         """Wait for what was sent, and forget it."""
-        self._settle()
+        self._await_arrival()
         self._arrived = False
 
     @torch.no_grad()
@@ -181,7 +181,7 @@ class ParameterAverager:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the next exchange, an unmerged one included; waits for it."""
-        self._settle()
+        self._await_arrival()
         return {
             "exchange": self._exchange.state_dict(),
             "mine": [t.clone() for t in self._mine],
@@ -199,7 +199,7 @@ class ParameterAverager:
         for key in ("mine", "mean", "arrived"):
             if state[key] and [t.numel() for t in state[key]] != sizes:
                 raise CheckpointError(f"the state's {key} is of another model: load it into the same model")
-        self._settle()
+        self._await_arrival()
         self._exchange.load_state_dict(state["exchange"])
         self._mine, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
         self._arrived = bool(state["arrived"])
@@ -214,7 +214,7 @@ class ParameterAverager:
         return [stream.empty().copy_(t) for t, stream in zip(tensors, self._streams, strict=False)]
 
     @torch.no_grad()
-    def _settle(self) -> None:
+    def _await_arrival(self) -> None:
         """Wait for the exchange in flight and work out where it leads."""
         if self._future is None:
             return

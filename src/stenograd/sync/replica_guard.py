@@ -95,7 +95,7 @@ class ReplicaGuard:
         hashes = _hashes(tensors)
         names = []
         if not self._agree(hashes, step):
-            names = self._settle(tensors, hashes, step)
+            names = self._resolve(tensors, hashes, step)
         self._equal_at = step
         return names
 
@@ -117,7 +117,7 @@ class ReplicaGuard:
         everyone = torch.stack([row for (row,) in self._driver.run(gather(mine))])
         return bool((everyone == everyone[0]).all())
 
-    def _settle(self, tensors: Mapping[str, Tensor], hashes: Sequence[int], step: int) -> list[str]:
+    def _resolve(self, tensors: Mapping[str, Tensor], hashes: Sequence[int], step: int) -> list[str]:
         """Find out what differs, then repair it or raise."""
         device = next((t.device for t in tensors.values()), torch.device("cpu"))
         mine = json.dumps({"step": step, "hashes": dict(zip(tensors, hashes, strict=True))})
