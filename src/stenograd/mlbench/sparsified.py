@@ -92,13 +92,7 @@ class _DrawnAlike(Transport):
     """One all-reduce of the elements that all ranks drew alike."""
 
     def run(
-        self,
-        codec: _Coordinates,
-        x: Tensor,
-        residual: Tensor | None,
-        state: State,
-        site: Site,
-        want_error: bool,
+        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
     ) -> Rounds[Exchange]:
         """Cut, average, put back; see `Transport.run`."""
         share = codec.cut(x if residual is None else x.add_(residual), site)
