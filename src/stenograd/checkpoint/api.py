@@ -99,8 +99,8 @@ def save_checkpoint(
 
     Raises:
         ConfigError: step or keep is out of range.
-        CheckpointError: on every rank, if one lacks room or permission to write, or holds something that could
-            not be loaded again (a NumPy number in `extra`); earlier checkpoints are unchanged.
+        CheckpointError: on every rank, if one lacks room or permission to write, or holds something that
+            could not be loaded again (a NumPy number in `extra`); earlier checkpoints are unchanged.
         StenogradError: a part's `state_dict()` raised on a rank; raised on every rank.
         PeerLost: a rank did not answer within timeout_s.
 
