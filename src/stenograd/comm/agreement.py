@@ -27,6 +27,7 @@ def sum_over_ranks(driver: AnyDriver, values: Sequence[float]) -> list[float]:
         values: as many on every rank.
 
     Example:
+        >>> from stenograd.comm.driver import Driver
         >>> from stenograd.launch.process_group import init, shutdown
         >>> _ = init()
         >>> sum_over_ranks(Driver(), [0.1, 2])

@@ -41,8 +41,7 @@ def run(
 
     Example:
         >>> import torch
-        >>> from stenograd.data.finite import Finite
-    from stenograd.data.requests import mean
+        >>> from stenograd.data.requests import mean
         >>> run([mean(torch.tensor([1.0])), mean(torch.tensor([3.0]))])
         [tensor([2.]), tensor([2.])]
     """

@@ -59,6 +59,7 @@ class TensorExchange:
         finite: whether the last exchange was applied, alike on all ranks.
 
     Example:
+        >>> from stenograd.comm.driver import Driver
         >>> exchange = TensorExchange("dense", Driver())
         >>> exchange.average({"w": torch.ones(2), "b": torch.zeros(1)})["w"], exchange.finite
         (tensor([1., 1.]), True)

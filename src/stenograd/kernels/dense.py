@@ -39,6 +39,7 @@ def sign_encode_feedback(
         TensorTypeError: a tensor is not flat and floating.
 
     Example:
+        >>> import torch
         >>> sign_encode_feedback(torch.tensor([3.0, -1.0, 0.5]), None, block=2, numels=[3])
         (tensor([5], dtype=torch.uint8), tensor([2.0000, 0.5000]))
     """
@@ -64,6 +65,7 @@ def sign_decode_mean(
         WireError: a payload has another length.
 
     Example:
+        >>> import torch
         >>> payload = sign_encode_feedback(torch.tensor([3.0, -1.0, 0.5]), None, block=2, numels=[3])
         >>> sign_decode_mean([payload], block=2, numels=[3])
         tensor([ 2.0000, -2.0000,  0.5000])
@@ -99,6 +101,7 @@ def qsgd_encode_feedback(
         TensorTypeError: a tensor is not flat and floating.
 
     Example:
+        >>> import torch
         >>> qsgd_encode_feedback(torch.tensor([1.0, -1.0, 0.0]), None, bits=2, block=4, numels=[3], seed=0)
         (tensor([18], dtype=torch.uint8), tensor([1.]))
     """
@@ -129,6 +132,7 @@ def qsgd_decode_mean(
         WireError: a payload has another length.
 
     Example:
+        >>> import torch
         >>> payload = torch.tensor([18], dtype=torch.uint8), torch.tensor([1.0])
         >>> qsgd_decode_mean([payload], bits=2, block=4, numels=[3])
         tensor([ 1., -1.,  0.])
@@ -149,6 +153,7 @@ def not_finite(x: Tensor) -> bool:
         TensorTypeError: x is not flat and floating.
 
     Example:
+        >>> import torch
         >>> not_finite(torch.ones(3)), not_finite(torch.tensor([1.0, float("inf")]))
         (False, True)
     """

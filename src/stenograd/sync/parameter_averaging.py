@@ -249,6 +249,7 @@ def average(
         NonFiniteError: on every rank, if a mean is not finite; all tensors are kept then.
 
     Example:
+        >>> from stenograd.comm.driver import Driver
         >>> from stenograd.launch.process_group import init, shutdown
         >>> _ = init()
         >>> x = torch.ones(2)

@@ -173,6 +173,7 @@ def clock_offsets(driver: AnyDriver) -> list[tuple[float, float]]:
         driver: the way to the other ranks, all of which call this.
 
     Example:
+        >>> from stenograd.comm.driver import Driver
         >>> from stenograd.launch.process_group import init, shutdown
         >>> _ = init()
         >>> clock_offsets(Driver())
