@@ -27,7 +27,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Codec, Payload, Site
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Payload, Site
 from stenograd.kernels.reference.bits import pack_bits, unpack_bits
 
 

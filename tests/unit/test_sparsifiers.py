@@ -115,7 +115,7 @@ def test_every_element_is_equally_likely(method):
 @pytest.mark.parametrize("k", [1, 60, 500, 3000, 5999, 6000])
 def test_large_draws_are_distinct_and_uniform(k):
     """Above 4096 places the drawing rejects repetitions; 6000 places in 10 bins, 6 standard deviations."""
-    places = RandomK()._draw(6000, k, torch.Generator().manual_seed(k))
+    places = RandomK().draw(6000, k, torch.Generator().manual_seed(k))
     assert places.numel() == k == places.unique().numel()
     assert places.diff().gt(0).all()
     bins = torch.bincount(places // 600, minlength=10)
@@ -137,7 +137,7 @@ def test_a_random_block_is_contiguous_and_wraps_around():
 def test_draws_change_with_step_seed_and_bucket_but_not_with_the_rank():
     def drawn(method: RandomK, **site: int) -> list[int]:
         generator = Site(shapes=(), **site).generator(method.seed, shared=True)
-        return method._draw(1000, 10, generator).tolist()
+        return method.draw(1000, 10, generator).tolist()
 
     base = drawn(RandomK())
     assert base == drawn(RandomK(), rank=3, world_size=5)

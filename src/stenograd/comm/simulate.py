@@ -125,7 +125,7 @@ def answers(asked: list[Request], refuse_commits: bool = False) -> list[Reply]:
     forms = [(r.op, len(r.parts), [(tuple(t.shape), t.dtype) for t in r.tensors]) for r in asked]
     for rank, form in enumerate(forms):
         if form != forms[0]:
-            raise WireError(f"rank 0 asks for {forms[0]}, rank {rank} for {form}: all must ask alike")
+            raise WireError(f"rank 0 asks for {forms[0]}, rank {rank} for {form}: all must ask for the same")
     if asked[0].op is Op.SEVERAL:
         replies = [
             answers(list(same), refuse_commits) for same in zip(*(r.parts for r in asked), strict=True)
