@@ -210,6 +210,28 @@ def test_one_nan_costs_one_local_step_on_one_rank(kind, step):
             assert torch.equal(mine["state"][name], value), name
 
 
+def test_two_optimizers_skip_together_and_count_once():
+    """The bad pass makes a round due on both ranks; it is held when the second optimizer has stepped."""
+
+    def rank_of(driver):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        with stenograd.distribute(model, optimizers, "local:every=2", group=driver, timeout_s=30) as sync:
+            for step in range(4):
+                model.zero_grad()
+                loss = model(torch.ones(1, 2)).sum()
+                (loss * (math.nan if driver.rank == 1 and step == 1 else 1.0)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            weight = model[0].weight.detach().clone()
+            return sync.skipped, sync.round, weight
+
+    with pytest.warns(RuntimeWarning, match="a gradient of rank 1 was not finite"):
+        (first, rounds, a), (second, more, b) = ranks(2, rank_of)
+    assert (first, second, rounds, more) == (0, 1, 2, 2)
+    assert torch.equal(a, b)
+
+
 def test_a_skipped_step_leaves_the_round_to_the_next_forward_pass():
     """Rank 1 skips the step that is due, as GradScaler does: rank 0 waits for it, and nothing hangs."""
 

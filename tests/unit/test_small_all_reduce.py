@@ -6,10 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stenograd.catalog.method import method
 from stenograd.comm.traffic import moved_bytes
+from stenograd.compression.contract import Site
 from stenograd.compression.small_all_reduce import small_means
 from stenograd.data.requests import Op, means
 from stenograd.simulate import run
+from stenograd.testing import check
 
 
 def ranks_of(world, shapes, dtype=torch.float32):
@@ -67,3 +70,11 @@ def test_what_is_not_finite_arrives(bad):
     for (average,) in run([small_means([x], 5) for x in xs]):
         assert not average[7].isfinite()
         assert int(average.isfinite().sum()) == 8
+
+
+def test_the_dense_small_buckets_of_a_method_conform():
+    """From four ranks on they are averaged in two hops; every promise of that transport is measured."""
+    small, _ = method("topk:dense_below=100").compressors(dense=True)
+    site = Site(shapes=(torch.Size((7,)),), world_size=4)
+    assert small.transport(site).rounds == 2
+    check(small)

@@ -44,6 +44,12 @@ class Codec(Compressor):
         payload = self.encode(x, site)
         return payload, x - self.decode(payload, x, site)
 
+    def message(
+        self, x: Tensor, residual: Tensor | None, site: Site, want_error: bool
+    ) -> tuple[Payload, Tensor | None]:
+        """Encode x, with the residual and what that loses where the error is wanted; for transports."""
+        return self.encode_error(x, residual, site) if want_error else (self.encode(x, site), None)
+
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Return the mean of all ranks' decoded payloads, summed in rank order."""
         return average_of(self.decode(p, like, site) for p in payloads)

@@ -39,11 +39,7 @@ class AllReduce(Transport):
         self, codec: Codec, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
     ) -> Rounds[Exchange]:
         """Encode, average, decode; see `Transport.run`."""
-        error: Tensor | None = None
-        if want_error:
-            payload, error = codec.encode_error(x, residual, site)
-        else:
-            payload = codec.encode(x, site)
+        payload, error = codec.message(x, residual, site, want_error)
         averaged = yield from self.reduced(payload, site)
         finite = yield from _overflow(x, averaged)
         site = replace(site, buffer=None if error is x else x)  # x is done with
@@ -96,11 +92,7 @@ class AllGather(Transport):
         self, codec: Codec, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
     ) -> Rounds[Exchange]:
         """Encode, gather, decode; see `Transport.run`."""
-        error: Tensor | None = None
-        if want_error:
-            payload, error = codec.encode_error(x, residual, site)
-        else:
-            payload = codec.encode(x, site)
+        payload, error = codec.message(x, residual, site, want_error)
         everyone = yield from (gather_ragged(*payload, most=x.numel()) if self.ragged else gather(*payload))
         finite = codec.finite(everyone) if self.reports_finite else None
         if self.frees_residual and finite is not None and (yield from commit(finite)):

@@ -149,21 +149,16 @@ class TwoPhase(Transport):
         chunks, world, mine = self.chunks, site.world_size, self.chunks.span(site.rank)
         whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key, buffer=None)
         own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        error: Tensor | None = None
-        if want_error:
-            own = own if residual is None else own.add_(residual[mine])
-            payload, error = codec.encode_error(x, residual, whole)
-        else:
-            payload = codec.encode(x, whole)
+        if residual is not None:
+            own.add_(residual[mine])
+        payload, error = codec.message(x, residual, whole, want_error)
         rows = yield from scatter(chunks.cut(payload))
         theirs = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
         average = codec.combine(theirs, own, part)
         average.mul_((world - 1) / world).add_(own, alpha=1 / world)
         codec, chunks = self.again or (codec, chunks)
-        if error is None:
-            second = codec.encode(average, part)
-        else:
-            second, lost = codec.encode_error(average, None, part)
+        second, lost = codec.message(average, None, part, want_error)
+        if error is not None and lost is not None:
             error[mine] = lost.mul_(world).to(error.dtype)
         everyone = yield from gather(chunks.row(second))
         final = chunks.join(row for (row,) in everyone)

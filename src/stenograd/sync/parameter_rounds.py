@@ -55,7 +55,7 @@ class ParameterSync(Attached):
 
     Attributes:
         round: number of rounds held; equal on every rank.
-        skipped: number of this rank's steps that changed nothing because a gradient was not finite.
+        skipped: number of this rank's passes whose steps changed nothing, because a gradient was not finite.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ParameterSync(Attached):
         self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
         self.round = self.skipped = self._passes = 0
         self._order, self._seen = next_order(), -1
-        self._due = self._closed = self._warned = False
+        self._due = self._closed = self._warned = self._counted = False
         self._finite: bool | None = True  # None: not looked at yet
         self._stepped: set[int] = set()
         self._lock = threading.Lock()
@@ -259,7 +259,7 @@ class ParameterSync(Attached):
             self._seen = task
         refuse_nested()
         self._driver.check_groupless()
-        self._finite = None
+        self._finite, self._counted = None, False
         if self._enabled:
             at_end(task, self._order, self._end_pass)
 
@@ -272,7 +272,9 @@ class ParameterSync(Attached):
         """Let a step whose gradients are not finite change nothing; only this rank skips it."""
         if not self._skips or self.finite:
             return
-        self.skipped += 1
+        if not self._counted:  # several optimizers step after one pass
+            self._counted = True
+            self.skipped += 1
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None
