@@ -35,7 +35,8 @@ if TYPE_CHECKING:
         WireError,
     )
     from stenograd.launch.process_group import World, init, shutdown
-    from stenograd.sync.gradient_sync import GradientSync, distribute
+    from stenograd.sync.distribute import distribute
+    from stenograd.sync.gradient_sync import GradientSync
     from stenograd.sync.replica_guard import ReplicaGuard
 
 __all__ = [
@@ -91,7 +92,8 @@ _HOMES = {
     "compression.error_feedback": ["ErrorFeedback"],
     "errors": [name for name in __all__ if name.endswith(("Error", "Lost", "Divergence"))],
     "launch.process_group": ["World", "init", "shutdown"],
-    "sync.gradient_sync": ["GradientSync", "distribute"],
+    "sync.distribute": ["distribute"],
+    "sync.gradient_sync": ["GradientSync"],
     "sync.replica_guard": ["ReplicaGuard"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -329,9 +329,6 @@ def test_what_does_not_fit_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"check_every must be 0 with local:every=2/topk"):
         stenograd.distribute(model, optimizer, "local:every=2/topk", check_every=3)
-    for text in ("local/sign:majority=true", "local/randomk:unbiased=true", "local/topk:clip_norm=1"):
-        with pytest.raises(MethodError, match="leave out clipping, majority and unbiased scaling"):
-            stenograd.distribute(model, optimizer, text)
     with pytest.raises(MethodError, match="GradientSync takes a method without a schedule"):
         stenograd.GradientSync(model, optimizer, "local")
     with (
@@ -341,16 +338,15 @@ def test_what_does_not_fit_is_refused():
         sync.join()
 
 
-def test_parameters_that_are_not_finite_are_an_error_on_every_rank():
+def test_parameters_that_are_finite_on_no_rank_are_an_error_on_every_rank():
     def rank_of(driver):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sync = stenograd.distribute(model, optimizer, "local:every=1", group=driver, timeout_s=30)
         model(torch.ones(1, 2)).sum().backward()
-        if driver.rank == 1:
-            with torch.no_grad():
-                model.weight[0, 0] = math.inf
-        with pytest.raises(NonFiniteError, match=r"round 0 of local:every=1 found parameters"):
+        with torch.no_grad():
+            model.weight[0, 0] = math.inf
+        with pytest.raises(NonFiniteError, match=r"round 0 of local:every=1 found no rank with finite"):
             optimizer.step()
         sync.close()
         return True

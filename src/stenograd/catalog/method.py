@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import Entry, entries, schedules
 from stenograd.compression.contract import Compressor, Feedback, Site, Transport
 from stenograd.compression.error_feedback import ErrorFeedback
@@ -102,6 +103,24 @@ class Method:
         """Whether this rank's tensors are clipped before they are compressed."""
         return self.clip_value is not None or self.clip_norm is not None
 
+    @property
+    def lossless(self) -> bool:
+        """Whether every element travels in its own precision."""
+        return self.compressor.lossless
+
+    @property
+    def votes(self) -> bool:
+        """Whether the ranks vote, so that what comes out is not the mean of what was sent."""
+        return self._codec().transport(Site(shapes=())).votes
+
+    @property
+    def amplifies(self) -> bool:
+        """Whether what is sent is scaled up to be right on average, so that errors are larger than it."""
+        return self._codec().feedback is Feedback.NEVER and not self.lossless
+
+    def _codec(self) -> Compressor:
+        return self.compressor.inner if isinstance(self.compressor, ErrorFeedback) else self.compressor
+
     def each_round(self) -> Method:
         """Return what is exchanged whenever the schedule says so: the same method for every step.
 
@@ -182,7 +201,8 @@ def method(text: str | Method | Compressor) -> Method:
     r"""Make a method from text `[SCHEDULE[:KEYS]/]NAME[:KEY=VALUE[,KEY=VALUE...]]`.
 
     A schedule says what is averaged and when (`local:every=8/topk`); a schedule alone sends all of it, and
-    without one gradients are averaged in every backward pass.
+    without one gradients are averaged in every backward pass. Names such as `slowmo` stand for a schedule
+    with certain values, and print as what they stand for.
 
     Besides a compressor's own keys (its fields) every method takes `feedback` (error feedback; on for
     biased compressors), `dense_below` (tensors with fewer elements travel densely; 1024 for sign, else 0),
@@ -210,18 +230,21 @@ def method(text: str | Method | Compressor) -> Method:
         raise MethodError(
             f"a method is text, a Method or a Compressor, got {text!r}: write 'topk:ratio=0.01'"
         )
+    text = _spelled_out(text)
     first, slash, codec_text = text.partition("/")
     schedule_name = first.partition(":")[0].strip()
     if slash or schedule_name in schedules():
         schedule, shown = _schedule(first)
         inner = method(codec_text if slash else "dense")
         inner.require_every_step(f"the part after the slash in {text!r}")
+        schedule.check(inner)
         shown = shown if inner.text == "dense" else f"{shown}/{inner.text}"
         return replace(inner, schedule=schedule, text=shown)
     name, _, rest = (part.strip() for part in text.partition(":"))
     table = entries()
     if name not in table:
-        raise MethodError(f"unknown method {name!r}{_hint(name, table)} methods: {', '.join(sorted(table))}")
+        known = sorted([*table, *schedules(), *PRESETS])
+        raise MethodError(f"unknown method {name!r}{_hint(name, known)} methods: {', '.join(known)}")
     entry = table[name]
     given = _parse(entry.name, entry.compressor, entry.preset, rest, METHOD_KEYS)
     own = {k: v for k, v in given.items() if k not in METHOD_KEYS}
@@ -232,6 +255,31 @@ def method(text: str | Method | Compressor) -> Method:
     around = {"dense_below": codec.default_dense_below, **given}
     kept = {key: around[key] for key in METHOD_KEYS if key in around and key != "feedback"}
     return Method(compressor=fed, text=_canonical(entry, codec, given), **kept)
+
+
+def _spelled_out(text: str) -> str:
+    """Put a preset's long form in its place; keys given with its name replace the preset's."""
+    first, slash, codec = text.partition("/")
+    name, _, rest = (part.strip() for part in first.partition(":"))
+    if name not in PRESETS:
+        return text
+    schedule, _, usual = PRESETS[name].partition("/")
+    kind, _, keys = schedule.partition(":")
+    cls, _ = schedules()[kind]
+    own = {f.name for f in fields(cls)}
+    before, after = dict(_items(keys)), dict(_items(usual.partition(":")[2]))
+    for key, value in _items(rest):
+        (before if key in own or not after else after)[key] = value
+    written = ",".join(f"{key}={value}" if value else key for key, value in before.items())
+    if not slash and after:
+        codec = f"{usual.partition(':')[0]}:" + ",".join(f"{key}={value}" for key, value in after.items())
+    return f"{kind}:{written}/{codec}" if codec else f"{kind}:{written}"
+
+
+def _items(keys: str) -> list[tuple[str, str]]:
+    """Split "a=1,b=2" into keys and values."""
+    split = (item.partition("=") for item in keys.split(",") if item.strip())
+    return [(key.strip(), value.strip()) for key, _, value in split]
 
 
 def _feeds(codec: Compressor) -> bool:

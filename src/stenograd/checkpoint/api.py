@@ -303,6 +303,8 @@ def _load(
         model.load_state_dict(content["model"])
         for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
             optimizer.load_state_dict(state)
+        if "sync" in parts:
+            getattr(parts["sync"], "after_load", bool)()
         for name in parts.keys() - {"sync"}:
             parts[name].load_state_dict(content[name])
         torch.set_rng_state(content["random"]["cpu"])

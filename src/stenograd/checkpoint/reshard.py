@@ -13,7 +13,8 @@ from stenograd.errors import CheckpointError, bad_value
 
 __all__ = ["SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
 
-SUMMED = frozenset({"residual"})  # state whose sum over the ranks is kept; all other state is equal on all
+SUMMED = frozenset({"residual"})  # state whose sum over the ranks is kept
+_OWN = "own"  # the first word of state that new ranks take the mean of; all other state is equal on all
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -30,6 +31,9 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
 
     This holds for every method, two-phase and sparse all-reduce included: there a rank that encodes what it
     has averaged keeps that loss, times N, in the same residual, so that it enters the sum like the rest.
+
+    Of what each rank has of its own in a round (its parameters, what it has sent), new ranks get the mean,
+    and end the round with it.
 
     Everything else (PowerSGD's Q, counters of steps) is equal on all ranks and copied. Random choices depend
     on (seed, step, bucket, rank) alone, so new ranks need no state for theirs.
@@ -92,6 +96,7 @@ class Joint:
         self._layout: dict[str, dict[str, tuple[int, ...]]] = {}
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
         self._tensors: dict[tuple[str, str], Tensor] = {}
+        self._own: list[Any] = []
 
     def add(self, state: Mapping[str, Any]) -> None:
         """Add the next rank's state.
@@ -102,16 +107,15 @@ class Joint:
         """
         if not isinstance(state.get("parameters"), Mapping):
             raise CheckpointError(
-                "only a state of a gradient method of stenograd.distribute can be re-sharded: load it on as "
-                "many ranks as saved it"
+                "only a state of stenograd.distribute can be re-sharded: load it on as many ranks as saved it"
             )
         if self._count == 0:
-            self._about = {key: value for key, value in state.items() if key != "parameters"}
+            self._about = {key: value for key, value in state.items() if key not in ("parameters", _OWN)}
             self._layout = _layout(state)
         self._check(state)
         for name, tensors in state["parameters"].items():
             for key, tensor in tensors.items():
-                where, summed = (name, key), key in SUMMED
+                where, summed = (name, key), _adds_up(key)
                 if self._count == 0:
                     # float64, so that the sum over many ranks costs one rounding, when it is shared out.
                     self._dtypes[where] = tensor.dtype
@@ -125,6 +129,8 @@ class Joint:
                         f"{key} of {name} differs from rank to rank and there is no rule for it: "
                         f"load it on {self._about['world_size']} ranks"
                     )
+        if _OWN in state:
+            self._own.append(state[_OWN])
         self._count += 1
 
     def share(self, rank: int, world_size: int) -> dict[str, Any]:
@@ -139,11 +145,14 @@ class Joint:
             raise self._wrong_order(f"{self._count} states")
         parameters: dict[str, dict[str, Tensor]] = {name: {} for name in self._layout}
         for (name, key), tensor in self._tensors.items():
-            summed = key in SUMMED
-            parameters[name][key] = (
-                (tensor / world_size).to(self._dtypes[name, key]) if summed else tensor.clone()
-            )
-        return {**self._about, "rank": rank, "world_size": world_size, "parameters": parameters}
+            if _adds_up(key):
+                divisor = world_size if key in SUMMED else self._count
+                parameters[name][key] = (tensor / divisor).to(self._dtypes[name, key])
+            else:
+                parameters[name][key] = tensor.clone()
+        about = {**self._about, "rank": rank, "world_size": world_size, "resharded": True}
+        own = {_OWN: self._own[min(rank, self._count - 1)]} if self._own else {}
+        return {**about, **own, "parameters": parameters}
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that is not the next rank's, or was not saved together with the others."""
@@ -151,7 +160,7 @@ class Joint:
         if (rank, world_size) != (self._count, self._about.get("world_size")):
             raise self._wrong_order(f"rank {rank} of {world_size} as number {self._count}")
         for key in self._about.keys() | state.keys() - {"parameters"}:
-            if key != "rank" and state.get(key) != self._about.get(key):
+            if key not in ("rank", _OWN) and state.get(key) != self._about.get(key):
                 raise CheckpointError(
                     f"{key} is {self._about.get(key)!r} on rank 0 and {state.get(key)!r} on rank "
                     f"{self._count}: give states that were saved together"
@@ -166,6 +175,10 @@ class Joint:
         return CheckpointError(
             f"re-sharding needs the state of every rank in rank order, got {got}, saved by {ranks} ranks"
         )
+
+
+def _adds_up(key: str) -> bool:
+    return key in SUMMED or key.split(" ")[0] == _OWN
 
 
 def alike(a: Any, b: Any) -> bool:

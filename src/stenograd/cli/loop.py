@@ -21,7 +21,7 @@ from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import Op
 from stenograd.kernels.hash import hash_tensor
-from stenograd.sync.gradient_sync import distribute
+from stenograd.sync.distribute import distribute
 from stenograd.sync.replica_guard import ReplicaGuard
 
 __all__ = ["Trainer"]

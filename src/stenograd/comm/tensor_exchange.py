@@ -230,7 +230,7 @@ class TensorExchange:
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the next exchange on this rank, keyed by parameter name."""
         counters = {"step": self.step, "skipped": self.skipped}
-        return {**self._identity(), **counters, "parameters": self._slots.by_name()}
+        return {**self.identity, **counters, "parameters": self._slots.by_name()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a saved `state_dict()`, of any bucketing of the same parameters.
@@ -238,7 +238,7 @@ class TensorExchange:
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
-        check_state(state, self._identity(), self._slots.by_name())
+        check_state(state, self.identity, self._slots.by_name())
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
         self._slots.load(state["parameters"])
 
@@ -256,7 +256,9 @@ class TensorExchange:
     def _now(self, index: int) -> Lane:
         return self._slots.lane(index, self.step)
 
-    def _identity(self) -> dict[str, Any]:
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a state must have in common with this exchange to be loaded."""
         place = {"rank": self.driver.rank, "world_size": self.driver.world_size}
         return {"format": _FORMAT, "method": self.method.text, **place}
 

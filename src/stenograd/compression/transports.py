@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Exchange, Payload, Site, State, Transport
-from stenograd.compression.small_all_reduce import small_means
+from stenograd.compression.small_all_reduce import mean_in_order, small_means
 from stenograd.data.finite import Finite, not_finite
 from stenograd.data.requests import Op, Rounds, commit, gather, gather_ragged, mean, means
 
 if TYPE_CHECKING:
     from stenograd.compression.codec import Codec
 
-__all__ = ["AllGather", "AllReduce", "SmallAllReduce"]
+__all__ = ["AllGather", "AllReduce", "InOrder", "SmallAllReduce"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,18 @@ class SmallAllReduce(AllReduce):
     def reduced(self, payload: Payload, site: Site) -> Rounds[Payload]:
         """Average, or add up, the codes of all ranks; see `small_means`."""
         return (yield from small_means(payload, site.world_size, self.op))
+
+
+@dataclass(frozen=True, kw_only=True)
+class InOrder(AllReduce):
+    """An all-reduce that adds up in rank order, as a loop in one process does; see `mean_in_order`."""
+
+    rounds: int = 2
+
+    def reduced(self, payload: Payload, site: Site) -> Rounds[Payload]:
+        """Average, or add up, the codes of all ranks."""
+        (x,) = payload
+        return ((yield from mean_in_order(x, site.world_size, self.op)),)
 
 
 def _overflow(x: Tensor, averaged: Sequence[Tensor]) -> Rounds[Tensor | None]:

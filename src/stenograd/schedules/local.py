@@ -2,50 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.schedules.schedule import Schedule, What
+from stenograd.errors import MethodError, bad_value
+from stenograd.schedules.rounds import Rounds
+from stenograd.schedules.schedule import Codec, What, refused
 
 __all__ = ["Local"]
 
-_BUFFERS = ("average", "keep")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Local(Schedule):
+class Local(Rounds):
     """Average parameters every H steps: `p_r <- p_r - opt(g_r)`, H times, then `p <- mean_r p_r`.
 
-    Optimizer states stay each rank's own. Moves `2 (N-1)/N` times the model every H steps, or what a
-    compressor after the slash makes of it: then ranks send differences from what they sent so far, so that
-    what a message loses goes with a later one (see `ParameterAverager`).
+    Moves `2 (N-1)/N` times the model every H steps, or what a compressor after the slash makes of it: then
+    ranks send differences from what they sent so far, so that what a message loses goes with a later one (see
+    `ParameterAverager`). With `after`, this is post-local SGD.
 
     Args:
-        every: H, counted in backward passes outside `no_sync()`; 1 to 2^31 - 1.
-        buffers: "average" for the mean of floating buffers too (running statistics of batch norm), "keep" for
-            each rank's own.
+        qsr: the quadratic synchronisation rule: the next round comes after `max(every, floor((qsr / lr)^2))`
+            steps, lr being the learning rate of the first parameter group when the round starts. So rounds
+            become rarer as the rate falls. 0 for rounds of `every` steps.
+        every, after, states, states_every, buffers: see `Rounds`.
 
     Raises:
-        MethodError: every is outside its range, or another word for buffers.
+        MethodError: a value is outside its range.
 
     Example:
-        >>> Local(every=4)
-        Local(every=4, buffers='average')
+        >>> Local(every=4, qsr=0.02).period(lr=0.008), Local(every=4, qsr=0.02).period(lr=0.004)
+        (6, 25)
 
-    Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+    References: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use
+    Large Mini-Batches, Use Local SGD", ICLR 2020 (`after`); Gu et al., "A Quadratic Synchronization Rule for
+    Distributed Deep Learning", ICLR 2024 (`qsr`); Iacob et al., "DES-LOC", 2025 (`states_every`).
     """
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"local": {}}
     summary: ClassVar[str] = "parameters, averaged every few steps (local SGD)"
     what: ClassVar[What] = What.PARAMETERS
 
-    every: int = 8
-    buffers: str = "average"
+    qsr: float = 0.0
 
     def __post_init__(self) -> None:
-        check_count("every", self.every, "use 8", MethodError)
-        if self.buffers not in _BUFFERS:
-            wanted = f"must be one of {', '.join(_BUFFERS)}"
-            raise bad_value("buffers", wanted, self.buffers, "leave it out for average", MethodError)
+        super().__post_init__()
+        if not (self.qsr >= 0 and math.isfinite(self.qsr)):
+            raise bad_value("qsr", "must be 0 or positive", self.qsr, "leave it out for none", MethodError)
+
+    def check(self, codec: Codec) -> None:
+        """Refuse also what scales up the differences that it sends."""
+        super().check(codec)
+        if codec.amplifies:
+            why = "what unbiased scaling leaves out of a difference grows without bound"
+            raise refused(self, codec, why, "leave out unbiased=true, or use topk")
+
+    def period(self, lr: float) -> int:
+        """Return the number of steps of a round that starts at a learning rate."""
+        if not self.qsr or lr <= 0:
+            return self.every
+        return min(max(self.every, math.floor((self.qsr / lr) ** 2)), (1 << 31) - 1)

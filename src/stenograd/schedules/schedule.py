@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-__all__ = ["Schedule", "What"]
+from stenograd.errors import MethodError
+
+__all__ = ["Codec", "Schedule", "What", "refused"]
 
 
 class What(Enum):
@@ -15,6 +17,35 @@ class What(Enum):
 
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
+    PSEUDO_GRADIENTS = "pseudo-gradients"
+
+
+class Codec(Protocol):
+    """What a schedule asks of the method after the slash before it takes it; see `Method`."""
+
+    @property
+    def text(self) -> str:
+        """The canonical text."""
+
+    @property
+    def clips(self) -> bool:
+        """Whether tensors are clipped before they are compressed."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of dense exchanges before compression starts."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every element travels in its own precision."""
+
+    @property
+    def votes(self) -> bool:
+        """Whether the ranks vote, so that what comes out is not the mean of what was sent."""
+
+    @property
+    def amplifies(self) -> bool:
+        """Whether what is sent is scaled up to be right on average, so that errors are larger than it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +61,16 @@ class Schedule:
     # One line for `stenograd methods`.
     summary: ClassVar[str] = ""
     what: ClassVar[What] = What.GRADIENTS
+
+    def check(self, codec: Codec) -> None:
+        """Refuse a method after the slash that cannot be used with this schedule.
+
+        Raises:
+            MethodError: says what to write instead.
+        """
+
+
+def refused(schedule: Schedule, codec: Codec, why: str, instead: str) -> MethodError:
+    """Return the error of a method that a schedule cannot use."""
+    name = type(schedule).__name__.lower()
+    return MethodError(f"{name} cannot be combined with {codec.text!r}: {why}; {instead}")

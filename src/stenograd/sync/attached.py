@@ -98,6 +98,9 @@ class Attached:
     def flush(self) -> None:
         """Finish what is under way or due. Gradient methods leave nothing under way between steps."""
 
+    def after_load(self) -> None:
+        """Do what loading a state left over, once model and optimizer are loaded, too."""
+
     @abstractmethod
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`."""

@@ -1,4 +1,4 @@
-"""`stenograd.distribute`: hooks on gradients, so that they are averaged when `backward()` returns."""
+"""Hooks on gradients, so that they are averaged when `backward()` returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from stenograd.catalog.method import Method, method
-from stenograd.catalog.method import method as parse
 from stenograd.comm.driver import Driver
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.sparse_rows import sparse_parameters
@@ -20,7 +19,6 @@ from stenograd.compression.contract import Compressor
 from stenograd.data.buckets import assign
 from stenograd.errors import StenogradError
 from stenograd.launch.process_group import join
-from stenograd.schedules.schedule import What
 from stenograd.sync.attached import Attached
 from stenograd.sync.backward_passes import Passes, next_order
 from stenograd.sync.filling import Filler, Slot, SparseFiller
@@ -33,73 +31,9 @@ from stenograd.sync.handshake import (
     unwrapped,
 )
 from stenograd.sync.hooks import Hooked
-from stenograd.sync.parameter_rounds import ParameterSync
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "distribute"]
-
-
-def distribute(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    method: str | Method | Compressor = "dense",
-    *,
-    group: Any = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    timeout_s: float = 300.0,
-    check_every: int = 0,
-    repair: bool = False,
-    check_buffers: bool = False,
-    skip_bad_steps: bool = True,
-) -> GradientSync | ParameterSync:
-    """Make every `loss.backward()` leave gradients that are averaged over all ranks.
-
-    A method with a schedule, such as "local:every=8", lets ranks train by themselves and averages their
-    parameters from time to time instead; see `stenograd.schedules`.
-
-    Model, optimizer and training loop stay yours: clipping, GradScaler, schedulers and accumulation work as
-    before. Rank 0's parameters and buffers are broadcast here, so all ranks start equal.
-
-    Args:
-        model: the same on every rank; frozen, tied and unused parameters are fine, and so are the sparse
-            gradients of `nn.Embedding(sparse=True)`, which are averaged exactly whatever the method.
-        optimizer: one or several, holding the model's parameters.
-        method: how gradients travel, as text such as "topk:ratio=0.01" (see `stenograd methods`).
-        group: process group; None for all ranks. Without an initialised torch.distributed the ranks are
-            found from the launcher's variables (torchrun, mpiexec, srun), or this process is alone.
-        bucket_bytes: gradients travel in buckets of at most this size; a larger tensor is its own bucket.
-        timeout_s: seconds after which a silent peer is an error.
-        check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
-        repair: overwrite parameters that differ by the majority's and warn, instead of raising.
-        check_buffers: compare and repair buffers too.
-        skip_bad_steps: after an exchange that was not finite on some rank, `optimizer.step()` changes
-            nothing on any: neither weights, nor momenta, nor step counts. False for torch's behaviour.
-
-    Returns:
-        The running synchronisation: `no_sync()`, `traffic`, `state_dict()`, `close()`, ...
-
-    Raises:
-        MethodError: unknown method or key, or a value outside its range.
-        ConfigError: nothing to train, or the optimizer holds other parameters than the model's.
-        MismatchError: the ranks' models, methods or versions differ (raised on every rank).
-        PeerLost: a rank did not answer within timeout_s.
-
-    `backward()` raises ReplicaDivergence, on all ranks, where a check finds a difference; see `ReplicaGuard`.
-
-    Example:
-        >>> import torch, stenograd
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> sync = stenograd.distribute(model, optimizer, "topk:ratio=0.5")
-        >>> model(torch.ones(8, 4)).sum().backward()  # gradients are averaged now
-        >>> optimizer.step()
-        >>> sync.close()
-    """
-    kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
-    guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
-    chosen = parse(method)
-    kind = ParameterSync if chosen.schedule.what is What.PARAMETERS else GradientSync
-    return kind(model, optimizer, chosen, skip_bad_steps=skip_bad_steps, **kept, **guard)
+__all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
 
 
 _SETTINGS = "check_every, repair, check_buffers, skip_bad_steps"

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method, method
-from stenograd.comm.driver import Pipeline
 from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.kernel_loading import load_kernels
-from stenograd.comm.step_end import Outcome
-from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.comm.traffic import Label
-from stenograd.compression.contract import Compressor, Feedback, Site
+from stenograd.compression.contract import Compressor
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.small_all_reduce import mean_in_order
 from stenograd.data.finite import is_finite
 from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.data.requests import mean
 from stenograd.errors import CheckpointError, MethodError, NonFiniteError
+from stenograd.sync.flat_exchange import IN_ORDER, FlatExchange
 
 __all__ = ["ParameterAverager", "average", "difference_method", "spread"]
 
@@ -39,14 +33,13 @@ def difference_method(how: str | Method | Compressor) -> Method:
     """
     chosen = method(how)
     chosen.require_every_step("an average of parameters")
-    compressor = chosen.compressor
-    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
-    amplifies = inner.feedback is Feedback.NEVER and not inner.lossless
-    if amplifies or chosen.clips or inner.transport(Site(shapes=())).votes:
+    if chosen.amplifies or chosen.clips or chosen.votes:
         raise MethodError(
             f"differences of parameters need a method that sends them as they are, got {chosen.text}: "
             "leave out clipping, majority and unbiased scaling"
         )
+    compressor = chosen.compressor
+    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
     return replace(chosen, compressor=inner)
 
 
@@ -86,55 +79,50 @@ class ParameterAverager:
         self.driver = driver.private()
         self.method = difference_method(how)
         self.weight = weight
-        load_kernels(self.method, self.driver.world_size, parameters.values())
+        self._parameters, self._chunk = parameters, chunk
         self._lossless = self.method.compressor.lossless
-        self._streams = [Stream(part) for part in by_kind(parameters, self.method.dense_below)]
-        whole = not self.method.sends_all(self.driver.world_size)
-        self._cuts = [
-            (i, *cut)
-            for i, s in enumerate(self._streams)
-            for cut in s.cuts(chunk, whole, self.method.dense_below)
-        ]
-        self._exchange = TensorExchange(self.method, self.driver, want_errors=not self._lossless)
-        self._exchange.arrange([bucket for *_, bucket in self._cuts])
-        self._packed = [stream.empty() for stream in self._streams]
-        self._sent = [stream.empty() for stream in self._streams]
+        self._flat = FlatExchange(
+            parameters, self.driver, self.method, chunk=chunk, want_errors=not self._lossless
+        )
+        self._exact: dict[bool, FlatExchange] = {}  # made when first used
+        self._packed: list[Tensor] = []
+        self._sent: list[Tensor] = []
         self._mine: list[Tensor] = []
         self._mean: list[Tensor] = []
-        self._future: Future[Outcome] | None = None
         self._arrived = False
 
     @property
     def chunks(self) -> list[slice]:
         """What travels at once, in this order, as slices of all parameters in a row."""
-        starts = list(accumulate((sum(stream.numels) for stream in self._streams), initial=0))
-        return [slice(starts[at] + part.start, starts[at] + part.stop) for at, part, _ in self._cuts]
+        return self._flat.chunks
 
     @torch.no_grad()
     def anchor(self) -> None:
         """Count differences from the present parameters, which must be equal on all ranks."""
         if not self._lossless:
-            self._mine = [stream.read(stream.empty()) for stream in self._streams]
+            self._mine = self._flat.values()
             self._mean = [values.clone() for values in self._mine]
 
     @torch.no_grad()
     def pack(self) -> None:
         """Read the parameters that the next `send` shall send."""
-        for stream, packed in zip(self._streams, self._packed, strict=True):
+        if not self._packed:
+            self._packed = [stream.empty() for stream in self._flat.streams]
+        for stream, packed in zip(self._flat.streams, self._packed, strict=True):
             stream.read(packed)
 
     @torch.no_grad()
     def send(self) -> None:
         """Send what `pack` read; returns at once. What was sent before must have been merged."""
         self._packed, self._sent = self._sent, self._packed
-        for index, (at, part, _) in enumerate(self._cuts):
-            flat, values = self._exchange.flat(index), self._sent[at][part]
+
+        def fill(at: int, part: slice, out: Tensor) -> None:
             if self._lossless:
-                torch.mul(values, self.weight, out=flat)
+                out.copy_(self._sent[at][part])
             else:
-                torch.sub(values, self._mine[at][part], out=flat).mul_(self.weight)
-            self._exchange.submit(index)
-        self._future = self._exchange.finish()
+                torch.sub(self._sent[at][part], self._mine[at][part], out=out)
+
+        self._flat.send(fill, self.weight)
 
     @torch.no_grad()
     def merge(self, share: float) -> bool:
@@ -146,7 +134,7 @@ class ParameterAverager:
         self._await_arrival()
         arrived, self._arrived = self._arrived, False
         if arrived:
-            for stream, target in zip(self._streams, self._sent, strict=True):
+            for stream, target in zip(self._flat.streams, self._sent, strict=True):
                 stream.approach(target, share)
             for mine, mean_ in zip(self._mine, self._mean, strict=True):
                 mine.lerp_(mean_, share)
@@ -164,26 +152,55 @@ class ParameterAverager:
         Args:
             in_order: whether to add up in rank order, so that the result is that of a loop in one process.
         """
-        self.pack()
-        pipeline: Pipeline[Tensor] = Pipeline(self.driver)
-        for at, part, _ in self._cuts:
-            mine = self._packed[at][part].mul_(self.weight)
-            rounds = mean_in_order(mine, self.driver.world_size) if in_order else mean(mine)
-            pipeline.add(rounds, Label(method="mean"))
-        for (at, part, _), reply in zip(self._cuts, pipeline.finish(), strict=True):
-            if reply.data_ptr() != self._packed[at][part].data_ptr():
-                self._packed[at][part].copy_(reply)
-        finite = all(map(is_finite, self._packed))
-        if finite:  # else every rank keeps its own, for whoever wants to save what is left
-            for stream, values in zip(self._streams, self._packed, strict=True):
-                stream.write(values)
-        return finite
+        exact = self._exact.get(in_order)
+        if exact is None:
+            how = IN_ORDER if in_order else method("dense")
+            exact = FlatExchange(self._parameters, self.driver, how, chunk=self._chunk)
+            self._exact[in_order] = exact
+        values = exact.values()
+        exact.lend(values, self.weight)
+        outcome = exact.receive()
+        if outcome is None:  # every rank keeps its own, for whoever wants to save what is left
+            return False
+        for (at, part), average_ in zip(exact.cuts, outcome.averages, strict=True):
+            if average_.data_ptr() != values[at][part].data_ptr():
+                values[at][part].copy_(average_)
+        for stream, found in zip(exact.streams, values, strict=True):
+            stream.write(found)
+        return True
+
+    def exchanged(self) -> list[str]:
+        """Return the names under which a compressor's state is kept."""
+        return self._flat.names
+
+    def by_name(self, *, own: bool) -> dict[str, Any]:
+        """Return what decides the next exchange, by parameter name, for `load_by_name`; nothing is under way.
+
+        Args:
+            own: whether this rank's parameters are a part of it.
+        """
+        named = {"own": self._flat.values()} if own else {}
+        named |= {} if self._lossless else {"own sent": self._mine, "mean of sent": self._mean}
+        tensors = {key: self._flat.by_name(values) for key, values in named.items()}
+        return {"exchange": self._flat.exchange.state_dict(), "tensors": tensors}
+
+    def load_by_name(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `by_name` returned.
+
+        Raises:
+            CheckpointError: it is of another model.
+        """
+        self._flat.load(state["exchange"])
+        if not self._lossless:
+            found = state["tensors"]
+            self._mine = self._flat.flat(found["own sent"])
+            self._mean = self._flat.flat(found["mean of sent"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the next exchange, an unmerged one included; waits for it."""
         self._await_arrival()
         return {
-            "exchange": self._exchange.state_dict(),
+            "exchange": self._flat.exchange.state_dict(),
             "mine": [t.clone() for t in self._mine],
             "mean": [t.clone() for t in self._mean],
             "arrived": [t.clone() for t in self._sent] if self._arrived else [],
@@ -195,35 +212,32 @@ class ParameterAverager:
         Raises:
             CheckpointError: it is of another method, rank or model.
         """
-        sizes = [values.numel() for values in self._sent]
+        sizes = [sum(stream.numels) for stream in self._flat.streams]
         for key in ("mine", "mean", "arrived"):
             if state[key] and [t.numel() for t in state[key]] != sizes:
                 raise CheckpointError(f"the state's {key} is of another model: load it into the same model")
         self._await_arrival()
-        self._exchange.load_state_dict(state["exchange"])
+        self._flat.exchange.load_state_dict(state["exchange"])
         self._mine, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
         self._arrived = bool(state["arrived"])
         if self._arrived:
             self._sent = self._taken(state["arrived"])
 
     def close(self) -> None:
-        """Stop the thread that sends."""
-        self._exchange.close()
+        """Stop the threads that send."""
+        for flat in (self._flat, *self._exact.values()):
+            flat.close()
 
     def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [stream.empty().copy_(t) for t, stream in zip(tensors, self._streams, strict=False)]
+        return [stream.empty().copy_(t) for t, stream in zip(tensors, self._flat.streams, strict=False)]
 
     @torch.no_grad()
     def _await_arrival(self) -> None:
         """Wait for the exchange in flight and work out where it leads."""
-        if self._future is None:
+        outcome = self._flat.receive()
+        if outcome is None:
             return
-        future, self._future = self._future, None
-        outcome = future.result()
-        self._exchange.join_streams()
-        if not outcome.applied or not all(map(is_finite, outcome.averages)):
-            return
-        for index, (at, part, _) in enumerate(self._cuts):
+        for index, (at, part) in enumerate(self._flat.cuts):
             sent, mean_, lost = self._sent[at][part], outcome.averages[index], outcome.errors[index]
             if self._lossless:
                 sent.copy_(mean_)

@@ -1,182 +1,120 @@
-"""Parameters averaged in rounds: every rank trains by itself for some steps, then all meet (local SGD)."""
+"""Parameters and pseudo-gradients averaged in rounds: `local` and `diloco`."""
 
 from __future__ import annotations
 
-import threading
 import warnings
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stenograd.catalog.method import Method, method
-from stenograd.comm.driver import Driver
-from stenograd.compression.contract import Compressor
-from stenograd.data.finite import is_finite
-from stenograd.errors import CheckpointError, ConfigError, NonFiniteError, StenogradError
-from stenograd.launch.process_group import join
+from stenograd.data.requests import gather
+from stenograd.errors import ConfigError, NonFiniteError
+from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
-from stenograd.sync.attached import Attached
-from stenograd.sync.backward_passes import at_end, next_order, refuse_nested
-from stenograd.sync.handshake import (
-    Wrapping,
-    as_optimizers,
-    broadcast_model,
-    refuse_taken,
-    synced_parameters,
-    unwrapped,
-)
-from stenograd.sync.parameter_averaging import ParameterAverager, average
-from stenograd.sync.replica_guard import ReplicaGuard, check_interval
+from stenograd.schedules.rounds import Rounds
+from stenograd.sync.fragments import fragments_of
+from stenograd.sync.optimizer_states import average_states, forget_states
+from stenograd.sync.parameter_averaging import average
+from stenograd.sync.round_parts import LocalPart, OuterPart, Part
+from stenograd.sync.round_sync import RoundSync
 
 __all__ = ["ParameterSync"]
 
-_FORMAT = 1  # of state_dict(); a reader refuses others
-_graph_task = torch._C._current_graph_task_id
 
+class ParameterSync(RoundSync):
+    """The running synchronisation of a model whose ranks meet every H steps; see `Local` and `DiLoCo`.
 
-def _on_gradient(sync: weakref.ref[ParameterSync], _: Tensor) -> None:
-    running = sync()
-    if running is not None:
-        running._on_gradient(_graph_task())
-
-
-class ParameterSync(Attached):
-    """The running synchronisation of a model whose parameters are averaged every H steps; see `Local`.
-
-    Made by `stenograd.distribute`, whose arguments it takes. The clock counts finished backward passes
-    outside `no_sync()`, because all ranks make equally many of those, while one rank may skip an optimizer
-    step. A round is held when all given optimizers have stepped after the pass that made it due; if a step
-    was skipped, before the next training forward pass, or by `flush()`.
+    A round in which some rank's parameters are not finite is void: nobody takes anything from it. The rank in
+    question starts from the last common parameters, without the optimizer's memory of them, and says so in a
+    warning; the second time in a row it is a NonFiniteError on every rank.
 
     Attributes:
         round: number of rounds held; equal on every rank.
-        skipped: number of this rank's passes whose steps changed nothing, because a gradient was not finite.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        how: str | Method | Compressor,
-        *,
-        group: Any = None,
-        bucket_bytes: int,
-        timeout_s: float = 300.0,
-        check_every: int = 0,
-        repair: bool = False,
-        check_buffers: bool = False,
-        skip_bad_steps: bool = True,
-    ) -> None:
-        self.method = method(how)
+    @property
+    def _schedule(self) -> Rounds:
         schedule = self.method.schedule
-        if not isinstance(schedule, Local):
+        if not isinstance(schedule, (Local, DiLoCo)):
             raise ConfigError(
-                f"parameters are averaged by a schedule such as local:every=8, got {self.method}"
+                f"rounds need a schedule such as local:every=8 or diloco:every=30, got {self.method}"
             )
-        self._schedule, self._each_round = schedule, self.method.each_round()
-        self._exact = self._each_round.compressor.lossless
-        self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
-        refuse_taken(self._model, self._optimizers)
-        check_interval(check_every, repair)
-        if check_every and not self._exact:
-            raise ConfigError(
-                f"check_every must be 0 with {self.method}, got {check_every}: what a rank has not sent yet "
-                "stays in its parameters, so replicas differ; leave it out, or send all by a schedule alone"
-            )
-        synced_parameters(self._model, self._optimizers)  # complain before connecting
-        join(timeout_s=timeout_s)
-        self._driver = Driver.own(group, timeout_s=timeout_s)
-        self._bucket_bytes, self._check_every = bucket_bytes, check_every
-        self._skips = skip_bad_steps
-        self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
-        self.round = self.skipped = self._passes = 0
-        self._order, self._seen = next_order(), -1
-        self._due = self._closed = self._warned = self._counted = False
-        self._finite: bool | None = True  # None: not looked at yet
-        self._stepped: set[int] = set()
-        self._lock = threading.Lock()
-        self._handles: list[Any] = []
-        self._averager: ParameterAverager | None = None
-        self._wrapping = Wrapping(self)
-        self.refresh()
-        self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
-        self._watch({id(model): model, id(self._model): self._model}.values())
-        after, before = torch.compiler.disable(self._after_step), torch.compiler.disable(self._before_step)
-        self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
-        self._watches += [o.register_step_post_hook(after) for o in self._optimizers]
-        self._watches.append(
-            self._model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
-        )
-
-    @property
-    def step(self) -> int:
-        """Number of this rank's finished backward passes outside `no_sync()`; equal on every rank."""
-        return self._passes
-
-    @property
-    def finite(self) -> bool:
-        """Whether the last backward pass of this rank left finite gradients; step only then."""
-        if self._finite is None:
-            grads = (p.grad for p in self._parameters.values())
-            self._finite = all(is_finite(g) for g in grads if g is not None)
-        return self._finite
+        return schedule
 
     @property
     def pending(self) -> bool:
-        """Whether a round is due."""
-        return self._due
+        """Whether a round is due, or an exchange under way."""
+        return self._due or any(part.under_way for part in self._parts)
 
     @property
-    def repaired(self) -> int:
-        """Number of checks that found the ranks' parameters unequal, and repaired them."""
-        return self._guard.repaired
+    def _dense_passes(self) -> int:
+        return self._schedule.after
 
-    def refresh(self) -> None:
-        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
+    def _check_settings(self, check_every: int) -> None:
+        schedule = self._schedule
+        self._exact = isinstance(schedule, Local) and self._each_round.lossless
+        if check_every and (schedule.delay or not self._shared):
+            raise ConfigError(
+                f"check_every must be 0 with {self.method}, got {check_every}: replicas differ by design "
+                "there; leave it out, or use a schedule whose rounds leave them equal"
+            )
+        for warning in _doubts(schedule):
+            warnings.warn(f"{self.method}: {warning}", UserWarning, stacklevel=5)
+        self._flying: dict[int, int] = {}  # fragments under way, with the pass that sent them
+        self._next = schedule.every  # the pass of the next round of `local`
+        self._common_at: int | None = 0  # the pass after which all ranks' parameters were equal
+        self._owed: list[dict[str, Any]] = []  # a round to end when the model is loaded, too
+        self._void: set[int] = set()  # ranks that made the last round void
+        self._parts: list[Part] = []
 
-        All ranks then start from rank 0's, as at the beginning, and from nothing owed.
-        """
-        self._hold_if_due()
-        parameters = synced_parameters(self._model, self._optimizers)
-        settings = {"bucket_bytes": self._bucket_bytes, "settings": self._settings}
-        self._compare(parameters, settings)
-        broadcast_model(self._driver, self._model)
-        if self._averager is not None:
-            self._averager.close()
-        itemsize = max(p.element_size() for p in parameters.values())
-        chunk = max(self._bucket_bytes // max(itemsize, 4), 1)
-        self._averager = ParameterAverager(parameters, self._driver, self._each_round, chunk=chunk)
-        self._averager.anchor()
-        for handle in self._handles:
-            handle.remove()
-        hook = partial(_on_gradient, weakref.ref(self))
-        torch._dynamo.decorators.skip(_on_gradient)
-        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values()]
-        self._parameters = parameters
-        self._wrapping.watch(parameters.values())
+    def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
+        self._dismantle()
+        schedule, how = self._schedule, self._each_round
+        self._parts = []
+        if isinstance(schedule, Local):
+            self._parts.append(LocalPart(parameters, self._driver, how, chunk))
+        elif isinstance(schedule, DiLoCo):
+            for part in fragments_of(parameters, schedule.fragments, schedule.layout):
+                self._parts.append(OuterPart(part, self._driver, how, schedule, chunk))
+        self._common_at = max(self._passes - schedule.after, 0)
+        self._next = self._common_at + self._period()
+
+    def _begin_rounds(self) -> None:
+        for part in self._parts:
+            part.anchor()
+        self._next = self._period()
+
+    def _dismantle(self) -> None:
+        for part in self._parts:
+            part.close()
 
     def flush(self) -> None:
-        """Hold the round that is due because a step was skipped; needed once, before the last export."""
-        self._hold_if_due()
+        """Hold the round that is due because a step was skipped, and finish what is under way."""
+        super().flush()
+        for fragment in list(self._flying):
+            self._finish(fragment)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Put the exact mean of the ranks' parameters in place for a `with` block, on all ranks.
+        """Put the parameters to evaluate or export in place for a `with` block, on all ranks.
 
-        Right after an exact round they are in place already, and nothing is sent.
+        With `diloco` these are the outer parameters, and nothing is sent (except with eager=true, where
+        they differ and their mean is taken). Otherwise they are the exact mean of the ranks' parameters;
+        right after an exact round they are in place already, and nothing is sent. Floating buffers are
+        averaged with them.
         """
         self._hold_if_due()
-        if self._exact and self._passes % self._schedule.every == 0:
+        if self._is_common:
             yield
             return
         tensors = [*self._parameters.values(), *self._buffers()]
         own = [t.detach().clone() for t in tensors]
-        average([t.data for t in tensors], self._driver, in_order=True)
+        alone = [part.take_common() for part in self._parts]
+        if apart := self._buffers() if all(alone) else tensors:
+            average([t.detach() for t in apart], self._driver, in_order=True)
         try:
             yield
         finally:
@@ -185,14 +123,38 @@ class ParameterSync(Attached):
                     t.copy_(mine)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the next round on this rank, besides the model and its optimizer.
+        """Return what decides the next rounds on this rank, besides the model and its optimizer.
 
-        A round that is due is held first, so call it on all ranks.
+        What is due is done first, and what is under way is waited for, so call it on all ranks. A re-sharded
+        state (see `stenograd.reshard`) ends the round under way by the mean of all ranks' parameters.
         """
         self._hold_if_due()
-        assert self._averager is not None
-        counters = {"passes": self._passes, "round": self.round, "skipped": self.skipped}
-        return {**self._identity(), **counters, "averager": self._averager.state_dict()}
+        parameters: dict[str, dict[str, Tensor]] = {}
+        exchanges = []
+        for part in self._parts:
+            state = part.state_dict(own=not self._is_common)
+            exchanges.append({key: state["exchange"][key] for key in ("step", "skipped")})
+            for name, tensors in state["exchange"]["parameters"].items():
+                parameters[name] = dict(tensors)
+            for key, named in state["tensors"].items():
+                for name, tensor in named.items():
+                    parameters.setdefault(f"{name} in rounds", {})[key] = tensor
+        counters = {
+            "passes": self._passes,
+            "round": self.round,
+            "next": self._next,
+            "common": self._common_at,
+        }
+        flying = {str(f): t for f, t in self._flying.items()}
+        return {
+            **self._identity(),
+            **counters,
+            "flying": flying,
+            "exchanges": exchanges,
+            "void": sorted(self._void),
+            "own": {"skipped": self.skipped},
+            "parameters": parameters,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`, also in mid-round; load the model and its optimizer, too.
@@ -200,50 +162,63 @@ class ParameterSync(Attached):
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
-        for key, want in self._identity().items():
-            if (got := state.get(key, "nothing")) != want:
-                advice = "save it between rounds to load it elsewhere" if key == "world_size" else ""
-                raise CheckpointError(
-                    f"the checkpoint's {key} must be {want!r}, got {got!r}: load it where it was saved"
-                    + (f"; {advice}" if advice else "")
-                )
-        assert self._averager is not None
-        self._averager.load_state_dict(state["averager"])
+        self._check_identity(state)
+        parts = [self._part_state(part, i, state) for i, part in enumerate(self._parts)]
+        for part, mine in zip(self._parts, parts, strict=True):
+            part.load_state_dict(mine)
         self._passes, self.round = int(state["passes"]), int(state["round"])
-        self.skipped = int(state["skipped"])
+        self._next, self._void, self._common_at = int(state["next"]), set(state["void"]), state["common"]
+        self._flying = {int(f): int(t) for f, t in state["flying"].items()}
+        self._skipped = int(state["own"]["skipped"])
         self._due, self._finite = False, True
         self._stepped.clear()
+        if self._passes >= self._dense_passes:
+            self._end_dense()
+        self._owed = parts if state.get("resharded") else []
 
-    def join(self, **_: Any) -> Any:
-        """Refuse ranks with different numbers of batches.
+    @torch.no_grad()
+    def after_load(self) -> None:
+        """End the round that was under way when another number of ranks saved, with the mean of theirs.
 
-        Raises:
-            StenogradError: always: a rank without batches would have nothing to average.
+        `load_checkpoint` calls it. After a `load_state_dict` of a re-sharded state it happens with the next
+        training forward pass at the latest.
         """
-        raise StenogradError(
-            f"{self.method} needs as many batches on every rank: drop the rest of longer inputs, or average "
-            "gradients in every step (leave out what stands before the slash), where join() works"
-        )
-
-    def close(self) -> None:
-        """Detach from model and optimizer; safe to call twice."""
-        if self._closed:
+        owed, self._owed = self._owed, []
+        if not owed:
             return
-        self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        self._unwatch()
-        if self._averager is not None:
-            self._averager.close()
-        self._driver.close()
+        self._flying.clear()
+        self._void.clear()
+        ended = [
+            part.settle(state["tensors"].get("own")) for part, state in zip(self._parts, owed, strict=True)
+        ]
+        self.round += any(ended)
+        self._common_at = self._passes - self._dense_passes
 
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "method": self.method.text,
-            "rank": self.rank,
-            "world_size": self.world_size,
-        }
+    def _hold_if_due(self) -> None:
+        self.after_load()
+        super()._hold_if_due()
+
+    @property
+    def _is_common(self) -> bool:
+        """Whether all ranks' parameters are known to be equal now."""
+        return self._common_at == max(self._passes - self._dense_passes, 0)
+
+    def _part_state(self, part: Part, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of one part, as it gave it."""
+        found = state["parameters"]
+        codec = {n: found[n] for n in part.exchanged() if n in found}
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for name in part.names:
+            for key, tensor in found.get(f"{name} in rounds", {}).items():
+                tensors.setdefault(key, {})[name] = tensor
+        return {"exchange": {**state["exchanges"][number], "parameters": codec}, "tensors": tensors}
+
+    def _period(self) -> int:
+        """Return the number of steps of a round of `local` that starts now."""
+        schedule = self._schedule
+        if not isinstance(schedule, Local) or not schedule.qsr:
+            return schedule.every
+        return schedule.period(float(self._optimizers[0].param_groups[0]["lr"]))
 
     def _buffers(self) -> list[Tensor]:
         """Return the floating buffers that rounds average."""
@@ -251,75 +226,126 @@ class ParameterSync(Attached):
             return []
         return [b for b in self._model.buffers() if b.is_floating_point()]
 
-    def _on_gradient(self, task: int) -> None:
-        """Note a backward pass when it makes its first gradient."""
-        with self._lock:
-            if task == self._seen:
-                return
-            self._seen = task
-        refuse_nested()
-        self._driver.check_groupless()
-        self._finite, self._counted = None, False
-        if self._enabled:
-            at_end(task, self._order, self._end_pass)
+    def _starts(self, t: int) -> list[int]:
+        if isinstance(self._schedule, Local):
+            return [0] if t == self._next else []
+        return self._schedule.starts(t)
 
-    def _end_pass(self) -> None:
-        self._passes += 1
-        self._due = self._passes % self._schedule.every == 0
-        self._stepped.clear()
+    def _is_due(self, t: int) -> bool:
+        ends = any(t >= sent + self._schedule.delay for sent in self._flying.values())
+        return ends or bool(self._starts(t))
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Let a step whose gradients are not finite change nothing; only this rank skips it."""
-        if not self._skips or self.finite:
-            return
-        if not self._counted:  # several optimizers step after one pass
-            self._counted = True
-            self.skipped += 1
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"a gradient of rank {self.rank} was not finite: this optimizer.step() changes nothing on "
-                "this rank; later ones are only counted, in `skipped` (skip_bad_steps=False turns this off)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepped.add(id(optimizer))
-        if self._due and len(self._stepped) == len(self._optimizers):
-            self._hold_if_due()
-
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
-        """Hold a round that a skipped step left due, before the parameters are used again."""
-        if module.training and torch.is_grad_enabled():
-            self._hold_if_due()
-
-    @torch.no_grad()
-    def _hold_if_due(self) -> None:
-        """Average the parameters, and the floating buffers.
+    def _meet(self, t: int) -> None:
+        """Finish what was sent long enough ago, then send what is due: one exchange at a time is under way.
 
         Raises:
-            NonFiniteError: on every rank, if some rank's parameters are not finite; all keep their own.
+            NonFiniteError: on every rank, if some rank's parameters are not finite a second time.
         """
-        if not self._due or self._averager is None:
-            return
-        self._due = False
-        if self._exact:
-            sound = self._averager.replace(in_order=True)
-        else:
-            self._averager.pack()
-            self._averager.send()
-            sound = self._averager.merge(1.0)
-        if not sound:
-            raise NonFiniteError(
-                f"round {self.round} of {self.method} found parameters that are not finite on a rank: lower "
-                "the learning rate or clip gradients, and go back to a checkpoint"
+        for fragment, sent in list(self._flying.items()):
+            if t >= sent + self._schedule.delay:
+                self._finish(fragment)
+        for fragment in self._starts(t):
+            self._parts[fragment].send()
+            if self._schedule.delay:
+                self._flying[fragment] = t
+            elif self._finish(fragment) and self._shared:
+                self._common_at = t
+        if isinstance(self._schedule, Local) and t >= self._next:
+            self._next = t + self._agreed_period()
+
+    def _agreed_period(self) -> int:
+        """Return the number of steps until the next round; by QSR it depends on the learning rate.
+
+        Raises:
+            ConfigError: on every rank, if their learning rates differ: they would never meet again.
+        """
+        period = self._period()
+        if not isinstance(self._schedule, Local) or not self._schedule.qsr:
+            return period
+        mine = torch.tensor([period], device=self._driver.words_device())
+        found = [int(theirs) for (theirs,) in self._driver.run(gather(mine))]
+        if len(set(found)) > 1:
+            raise ConfigError(
+                f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "
+                "scheduler alike on all ranks"
             )
+        return period
+
+    @property
+    def _shared(self) -> bool:
+        """Whether a round without delay leaves all ranks with equal parameters."""
+        schedule = self._schedule
+        return self._exact or (
+            isinstance(schedule, DiLoCo) and schedule.fragments == 1 and not schedule.eager
+        )
+
+    def _finish(self, fragment: int) -> bool:
+        """Take what was sent, and do what belongs to a round when its first fragment has come.
+
+        Returns:
+            False where the round is void.
+        """
+        part = self._parts[fragment]
+        sound = part.merge()
+        self._flying.pop(fragment, None)
+        if not sound:
+            self._end_void(part)
+            return False
+        self._void = set()
+        if self._schedule.states == "reset":
+            forget_states(self._optimizers, part.parameters.values())
+        if fragment:
+            return True
         if buffers := self._buffers():
             average(buffers, self._driver, in_order=True)
         self.round += 1
+        if self._schedule.states == "average" and self.round % self._schedule.states_every == 0:
+            second = self.round % (2 * self._schedule.states_every) == 0
+            average_states(self._optimizers, self._parameters, self._driver, second=second)
         if self._check_every and self.round % self._check_every == 0:
             self._guard.check(self.round)
+        return True
+
+    def _end_void(self, part: Part) -> None:
+        """Find out whose parameters are not finite, and let them start from the last common ones.
+
+        Raises:
+            NonFiniteError: on every rank, if one made the last round void as well, or no rank is left.
+        """
+        sound = part.is_finite()
+        mine = torch.tensor([sound], dtype=torch.uint8, device=self._driver.words_device())
+        told = self._driver.run(gather(mine))
+        bad = {rank for rank, (theirs,) in enumerate(told) if not int(theirs)}
+        again = self._void & bad
+        self._void = bad
+        if again or len(bad) == self.world_size:
+            raise NonFiniteError(
+                f"round {self.round} of {self.method} found parameters that are not finite on rank(s) "
+                f"{', '.join(map(str, sorted(bad)))}, as in the round before: lower the learning rate or "
+                "clip gradients, and go back to a checkpoint"
+                if again
+                else f"round {self.round} of {self.method} found no rank with finite parameters: lower the "
+                "learning rate or clip gradients, and go back to a checkpoint"
+            )
+        part.restart(bad)
+        if not sound:
+            forget_states(self._optimizers, part.parameters.values())
+            warnings.warn(
+                f"rank {self.rank}: its parameters were not finite in round {self.round}, which changed "
+                "nothing; it goes on from the last common ones, with a new optimizer state",
+                RuntimeWarning,
+                stacklevel=7,
+            )
+
+
+def _doubts(schedule: Rounds) -> Iterator[str]:
+    """Say what is allowed and hardly meant."""
+    if not isinstance(schedule, DiLoCo):
+        return
+    if schedule.delay and not schedule.mix:
+        yield (
+            f"with delay={schedule.delay} and mix=0 the {schedule.delay} local steps made while a round is "
+            "under way are thrown away; give mix=0.5"
+        )
+    if (schedule.every, schedule.outer_lr, schedule.momentum) == (1, 1.0, 0.0):
+        yield "this averages parameters in every step; local:every=1 does the same with less memory"

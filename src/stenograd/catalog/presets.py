@@ -1,0 +1,13 @@
+"""Names for a schedule and a compressor with certain values; they print as their long form."""
+
+from __future__ import annotations
+
+__all__ = ["PRESETS"]
+
+# Keys given with the name replace the ones here; a compressor after the slash replaces the one here.
+PRESETS = {
+    # Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+    "postlocal": "local:every=16,after=2000",
+    # Wang et al., "SlowMo", ICLR 2020; with a slow learning rate of 1.
+    "slowmo": "diloco:outer_lr=1,momentum=0.5,nesterov=false",
+}

@@ -1,0 +1,115 @@
+"""DiLoCo: local steps, then an outer optimizer's step along the mean of what ranks have moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from stenograd.errors import MethodError, bad_value, check_count
+from stenograd.schedules.rounds import Rounds, check_natural, check_word
+from stenograd.schedules.schedule import What
+
+__all__ = ["DiLoCo"]
+
+_LAYOUTS = ("strided", "sequential")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(Rounds):
+    """Average pseudo-gradients every H steps, and let an outer SGD apply them.
+
+    All ranks share outer parameters phi. Every rank trains H steps from phi, to theta_i; then
+
+        Delta = mean_i C(phi - theta_i)                what the ranks have moved; C is what follows the slash
+        m <- momentum * m + Delta
+        phi <- phi - outer_lr * (Delta + momentum * m)    or outer_lr * m with nesterov=false
+        theta_i <- phi
+
+    which is `torch.optim.SGD` fed Delta. phi and m are equal on all ranks bit for bit. Optimizer states stay
+    each rank's own. With one rank nothing is sent, and the outer step is taken all the same (Lookahead).
+
+    In its streaming form the model is cut into `fragments`, which are exchanged in turn, H / fragments steps
+    apart, so that a link carries less at a time; with `delay`, what was sent is used `delay` steps later,
+    while training goes on: `theta_i <- mix theta_i + (1 - mix) phi`.
+
+    Args:
+        outer_lr: the outer learning rate, positive. The best grows with the number of ranks and with H; try
+            0.4, 0.7 and 1.
+        momentum: of the outer SGD, in [0, 1). With 0.9 it remembers 10 rounds: train at least 60.
+        nesterov: Nesterov's form.
+        fragments: P, from 1; `every` must be a multiple.
+        layout: which blocks of layers form a fragment: "strided" (block b goes to fragment b modulo P) or
+            "sequential" (neighbours together). What belongs to no block, such as embeddings, is a fragment of
+            its own where there are blocks enough.
+        delay: steps from sending to using, below every / fragments.
+        mix: share of a rank's own parameters that it keeps when it takes phi, in [0, 1); needs a delay. At 0,
+            the `delay` steps made meanwhile are thrown away.
+        eager: use what was sent a whole round later, each rank with its own share replaced by its newest:
+            `Delta = mean(old) + (Delta_i(new) - Delta_i(old)) / N`. Nothing ever waits for the network; phi
+            and m then differ from rank to rank. Needs fragments=1 and delay=0.
+        every, after, states, states_every, buffers: see `Rounds`.
+
+    Raises:
+        MethodError: a value is outside its range, or two do not fit together.
+
+    Example:
+        >>> DiLoCo().every, DiLoCo().outer_lr, DiLoCo().momentum
+        (30, 0.7, 0.9)
+
+    References: Douillard et al., "DiLoCo", arXiv 2311.08105, and "Streaming DiLoCo with overlapping
+    communication", arXiv 2501.18512 (fragments, delay, mix); Kale et al., "Eager Updates", arXiv 2502.12996.
+    """
+
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"diloco": {}}
+    summary: ClassVar[str] = (
+        "pseudo-gradients every few steps, applied by an outer SGD with momentum (DiLoCo)"
+    )
+    what: ClassVar[What] = What.PSEUDO_GRADIENTS
+
+    every: int = 30
+    outer_lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    fragments: int = 1
+    layout: str = "strided"
+    delay: int = 0
+    mix: float = 0.0
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.outer_lr > 0 and math.isfinite(self.outer_lr)):
+            raise bad_value("outer_lr", "must be positive and finite", self.outer_lr, "use 0.7", MethodError)
+        if not 0 <= self.momentum < 1:
+            raise bad_value("momentum", "must be in [0, 1)", self.momentum, "use 0.9", MethodError)
+        check_count("fragments", self.fragments, "use 1 for the whole model", MethodError)
+        check_word("layout", self.layout, _LAYOUTS, "strided")
+        check_natural("delay", self.delay, "leave it out for none")
+        self._check_timing()
+
+    def _check_timing(self) -> None:
+        if self.every % self.fragments:
+            near = max(self.every // self.fragments, 1) * self.fragments
+            raise bad_value(
+                "every",
+                f"must be a multiple of fragments={self.fragments}",
+                self.every,
+                f"use {near}",
+                MethodError,
+            )
+        apart = self.every // self.fragments
+        if self.delay >= apart:
+            wanted = f"must be below every / fragments = {apart}, so that one fragment at a time is under way"
+            raise bad_value("delay", wanted, self.delay, f"use {apart - 1}", MethodError)
+        if not 0 <= self.mix < 1:
+            advice = "use 0.5; 1 would keep what a rank has and never take what the others sent"
+            raise bad_value("mix", "must be in [0, 1)", self.mix, advice, MethodError)
+        if self.mix and not self.delay:
+            raise bad_value(
+                "mix", "must be 0 without a delay", self.mix, "give delay=1, or leave it out", MethodError
+            )
+        if self.eager and (self.delay or self.fragments > 1):
+            got = f"delay={self.delay}, fragments={self.fragments}"
+            raise bad_value("eager", "needs delay=0 and fragments=1", got, "leave them out", MethodError)

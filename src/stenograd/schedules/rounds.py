@@ -1,0 +1,99 @@
+"""What all schedules have in common in which ranks train by themselves, and meet in rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stenograd.errors import MethodError, bad_value, check_count
+from stenograd.schedules.schedule import Codec, Schedule, refused
+
+__all__ = ["Rounds", "check_word"]
+
+_STATES = ("keep", "average", "reset")
+_BUFFERS = ("average", "keep")
+
+
+def check_word(key: str, value: str, known: tuple[str, ...], usual: str) -> None:
+    """Refuse a word that a key does not know.
+
+    Raises:
+        MethodError: names the key, the words and what was given.
+    """
+    if value not in known:
+        raise bad_value(key, f"must be one of {', '.join(known)}", value, f"use {usual}", MethodError)
+
+
+def check_natural(key: str, value: int, advice: str) -> None:
+    """Refuse a negative count, or one above 2^31 - 1.
+
+    Raises:
+        MethodError: names the key and what was given.
+    """
+    if value != 0:
+        check_count(key, value, advice, MethodError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Schedule):
+    """Local steps, and an exchange every H of them.
+
+    Args:
+        every: H, counted in backward passes outside `no_sync()`; 1 to 2^31 - 1.
+        after: number of passes at the start in which gradients are averaged as usual, densely.
+        states: what a round does with the optimizers' own states (momenta, second moments): "keep" each
+            rank's own, "average" them, or "reset" them, so that every round starts without any.
+        states_every: with states=average, first moments are averaged in every so many rounds, and second
+            moments in every twice as many; the longer a moment remembers, the rarer it need be averaged.
+        buffers: "average" for the mean of floating buffers (running statistics of batch norm), "keep" for
+            each rank's own.
+
+    Raises:
+        MethodError: a value is outside its range.
+    """
+
+    every: int = 8
+    after: int = 0
+    states: str = "keep"
+    states_every: int = 3
+    buffers: str = "average"
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every, "use 8", MethodError)
+        check_natural("after", self.after, "leave it out for none")
+        check_word("states", self.states, _STATES, "keep")
+        check_count("states_every", self.states_every, "use 3", MethodError)
+        check_word("buffers", self.buffers, _BUFFERS, "average")
+
+    @property
+    def fragments(self) -> int:
+        """Number of parts of the model that are exchanged one after another."""
+        return 1
+
+    @property
+    def delay(self) -> int:
+        """Passes from sending to using what came."""
+        return 0
+
+    def starts(self, t: int) -> list[int]:
+        """Return the fragments whose exchange starts after pass t, counted from the first local one as 1.
+
+        Fragment f of P starts when `t = f H / P (mod H)`, so exchanges are spread evenly over H passes.
+
+        Example:
+            >>> from stenograd.schedules.diloco import DiLoCo
+            >>> {t: DiLoCo(every=4, fragments=2).starts(t) for t in range(1, 7)}
+            {1: [], 2: [1], 3: [], 4: [0], 5: [], 6: [1]}
+        """
+        apart = self.every // self.fragments
+        return [f for f in range(self.fragments) if (t - f * apart) % self.every == 0]
+
+    def check(self, codec: Codec) -> None:
+        """Refuse what changes what is averaged, or counts rounds where steps are meant."""
+        if codec.votes:
+            raise refused(self, codec, "a vote is no mean", "use sign without majority")
+        if codec.clips:
+            why = "clip_value and clip_norm would clip what rounds exchange, not gradients"
+            raise refused(self, codec, why, "clip gradients in your loop, before optimizer.step()")
+        if codec.warmup_steps:
+            why = "warmup_steps would count rounds"
+            raise refused(self, codec, why, f"write after={codec.warmup_steps} before the slash")

@@ -1,0 +1,208 @@
+"""Pseudo-gradients averaged over ranks, and the outer optimizer's step that applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd.catalog.method import Method
+from stenograd.comm.drivers import AnyDriver
+from stenograd.schedules.diloco import DiLoCo
+from stenograd.sync.flat_exchange import IN_ORDER, FlatExchange
+
+__all__ = ["OuterAverager"]
+
+
+class OuterAverager:
+    """Outer parameters of some of a model's parameters, and their optimizer; see `DiLoCo` for the equations.
+
+    Everything is kept in float32, or float64 where the parameters have it, so that an outer step below a
+    narrow weight's precision is not lost.
+
+    Args:
+        parameters: by name, alike on all ranks; equal on all ranks now.
+        driver: the way to the other ranks.
+        how: the method that carries pseudo-gradients.
+        schedule: the values of the outer step.
+        chunk: largest number of elements sent at once.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        driver: AnyDriver,
+        how: Method,
+        schedule: DiLoCo,
+        *,
+        chunk: int,
+    ) -> None:
+        self._schedule, self.driver = schedule, driver
+        if schedule.eager or schedule.delay:
+            # What is under way while training goes on must not mix with the averages of buffers.
+            (own,) = driver.split([range(driver.world_size)], "rounds")
+            own.traffic, own.tracer = driver.traffic, driver.tracer
+            self.driver = own
+        self._own_driver = self.driver if self.driver is not driver else None
+        self._flat = FlatExchange(parameters, self.driver, IN_ORDER if how.lossless else how, chunk=chunk)
+        self.anchor()
+
+    @torch.no_grad()
+    def anchor(self) -> None:
+        """Start from the present parameters, without momentum."""
+        self._outer = self._flat.values()
+        self._momentum = [torch.zeros_like(t) for t in self._outer]
+        self._sent: list[Tensor] = []  # eager only: this rank's share in what is under way
+        self._arrived: list[Tensor] = []  # averages that are to be applied later, in a state that was loaded
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something was sent and not applied yet."""
+        return self._flat.under_way or bool(self._arrived)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Send `phi - theta`; returns at once. What was sent before must have been merged."""
+        own = self._flat.values()
+        if self._schedule.eager:
+            self._sent = [outer - mine for outer, mine in zip(self._outer, own, strict=True)]
+        self._flat.send(lambda at, part, out: torch.sub(self._outer[at][part], own[at][part], out=out))
+
+    @torch.no_grad()
+    def merge(self) -> bool:
+        """Wait for what was sent, make the outer step, and take (a share of) its result.
+
+        Returns:
+            Whether all ranks' parameters were finite; if not, nothing changed.
+        """
+        if not self._await_arrival():
+            return False
+        self._step(self._arrived)
+        self._arrived = []
+        return True
+
+    @torch.no_grad()
+    def turn(self) -> bool:
+        """Merge what was sent a round ago, with this rank's newest share in it, and send that."""
+        own = [outer - mine for outer, mine in zip(self._outer, self._flat.values(), strict=True)]
+        share = 1.0 / self.driver.world_size
+        if self._sent:
+            old = self._sent
+            if not self._await_arrival():
+                self.send()
+                return False
+            for total, new, before in zip(self._arrived, own, old, strict=True):
+                total.add_(new - before, alpha=share)
+        else:
+            self._arrived = [new * share for new in own]
+        applied, self._arrived = self._arrived, []
+        self._send_eagerly(own)
+        self._step(applied)
+        return True
+
+    @torch.no_grad()
+    def take_outer(self, share: float = 1.0) -> None:
+        """Move the parameters by `share` of their way to the outer ones."""
+        for stream, outer in zip(self._flat.streams, self._outer, strict=True):
+            if share == 1.0:
+                stream.write(outer)
+            else:
+                stream.approach(outer, share)
+
+    def wait(self) -> None:
+        """Wait for what is under way, without applying it."""
+        if self._flat.under_way:
+            self._await_arrival()
+
+    def exchanged(self) -> list[str]:
+        """Return the names under which a compressor's state is kept."""
+        return self._flat.names
+
+    def state_dict(self, *, own: bool) -> dict[str, Any]:
+        """Return what decides the next rounds, by parameter name; waits for what is under way."""
+        self.wait()
+        mine = (
+            "own " if self._schedule.eager else ""
+        )  # what differs from rank to rank; see `stenograd.reshard`
+        named = {f"{mine}outer": self._outer, f"{mine}momentum": self._momentum}
+        named |= {"own": self._flat.values()} if own else {}
+        named |= {"arrived": self._arrived} if self._arrived else {}
+        named |= {"own share": self._sent} if self._sent else {}
+        return {
+            "exchange": self._flat.exchange.state_dict(),
+            "tensors": {key: self._flat.by_name(values) for key, values in named.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`.
+
+        Raises:
+            CheckpointError: it is of another method, rank or model.
+        """
+        self._flat.receive()
+        self._flat.load(state["exchange"])
+        found = {key: self._flat.flat(named) for key, named in state["tensors"].items()}
+        mine = "own " if self._schedule.eager else ""
+        self._outer, self._momentum = found[f"{mine}outer"], found[f"{mine}momentum"]
+        self._arrived, self._sent = found.get("arrived", []), found.get("own share", [])
+
+    @torch.no_grad()
+    def settle(self, own: Mapping[str, Tensor] | None) -> bool:
+        """Finish the round with the mean of what other ranks had: after their number has changed.
+
+        Args:
+            own: the mean over the ranks that saved of their parameters, by name; None if all had the outer.
+
+        Returns:
+            Whether there was a round to finish.
+        """
+        if own is None:
+            self.take_outer()
+            return False
+        mean = self._flat.flat(own)
+        if self._arrived:
+            self._apply(self._arrived)
+            mean = [m.lerp(phi, 1.0 - self._schedule.mix) for m, phi in zip(mean, self._outer, strict=True)]
+        self._arrived, self._sent = [], []
+        self._apply([phi - m for phi, m in zip(self._outer, mean, strict=True)])
+        self.take_outer()
+        return True
+
+    def close(self) -> None:
+        """Stop the thread that sends."""
+        self._flat.close()
+        if self._own_driver is not None:
+            self._own_driver.close()
+
+    def _send_eagerly(self, own: list[Tensor]) -> None:
+        self._sent = own
+        self._flat.send(lambda at, part, out: out.copy_(own[at][part]))
+
+    def _await_arrival(self) -> bool:
+        """Wait for what was sent, and keep the averages; False where a rank's parameters were not finite."""
+        if self._arrived:
+            return True
+        outcome = self._flat.receive()
+        if outcome is None:
+            return False
+        self._arrived = [torch.empty_like(t) for t in self._outer]
+        for (at, part), average in zip(self._flat.cuts, outcome.averages, strict=True):
+            self._arrived[at][part] = average
+        return True
+
+    def _step(self, averages: list[Tensor]) -> None:
+        self._apply(averages)
+        self.take_outer(1.0 - self._schedule.mix)
+
+    def _apply(self, averages: list[Tensor]) -> None:
+        """Make the outer optimizer's step, as torch.optim.SGD does; the averages are overwritten."""
+        momentum, nesterov = self._schedule.momentum, self._schedule.nesterov
+        for outer, velocity, average in zip(self._outer, self._momentum, averages, strict=True):
+            direction = average
+            if momentum:
+                velocity.mul_(momentum).add_(average)
+                direction = average.add_(velocity, alpha=momentum) if nesterov else velocity
+            outer.add_(direction, alpha=-self._schedule.outer_lr)

@@ -1,0 +1,218 @@
+"""What one exchange of a round carries: a model's parameters, or a fragment's pseudo-gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd.catalog.method import Method
+from stenograd.comm.drivers import AnyDriver
+from stenograd.data.finite import is_finite
+from stenograd.schedules.diloco import DiLoCo
+from stenograd.sync.handshake import broadcast_tensors
+from stenograd.sync.outer_averaging import OuterAverager
+from stenograd.sync.parameter_averaging import ParameterAverager
+
+__all__ = ["LocalPart", "OuterPart", "Part"]
+
+
+class Part(ABC):
+    """Some parameters that are exchanged together, again and again."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], driver: AnyDriver) -> None:
+        self.parameters, self.driver = dict(parameters), driver
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters."""
+        return list(self.parameters)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something was sent that is to be merged later."""
+        return False
+
+    def is_finite(self) -> bool:
+        """Return whether this rank's parameters are."""
+        return all(is_finite(p) for p in self.parameters.values())
+
+    @abstractmethod
+    def anchor(self) -> None:
+        """Start from the present parameters, which are equal on all ranks."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Send what this rank has; returns at once."""
+
+    @abstractmethod
+    def merge(self) -> bool:
+        """Wait for what was sent and apply it; False if some rank's was not finite, and nothing changed."""
+
+    @abstractmethod
+    def take_common(self) -> bool:
+        """Put what the ranks have in common in place, if that needs no message; else say False."""
+
+    @abstractmethod
+    def restart(self, bad: set[int]) -> None:
+        """Give the bad ranks finite parameters; called on all ranks."""
+
+    @abstractmethod
+    def settle(self, own: Mapping[str, Tensor] | None) -> bool:
+        """End a round by the mean of the parameters of the ranks that saved, after their number has changed.
+
+        Args:
+            own: the mean, by name; None if all had the same when they saved.
+
+        Returns:
+            Whether there was a round to end.
+        """
+
+    @abstractmethod
+    def exchanged(self) -> list[str]:
+        """Return the names under which a compressor's state is kept."""
+
+    @abstractmethod
+    def state_dict(self, *, own: bool) -> dict[str, Any]:
+        """Return the exchange's state, and tensors by what they are and the parameter's name.
+
+        Args:
+            own: whether this rank's parameters are among them, so that others can end the round under way.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop what sends."""
+
+
+class LocalPart(Part):
+    """Parameters that become their mean: exactly, or by compressed differences."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], driver: AnyDriver, how: Method, chunk: int) -> None:
+        super().__init__(parameters, driver)
+        self._exact = how.lossless
+        self._averager = ParameterAverager(parameters, driver, how, chunk=chunk)
+        self.anchor()
+
+    def anchor(self) -> None:
+        """Count differences from here."""
+        self._averager.anchor()
+
+    def send(self) -> None:
+        """Send differences; exact means are sent and taken in one go."""
+        if not self._exact:
+            self._averager.pack()
+            self._averager.send()
+
+    def merge(self) -> bool:
+        """Take the mean."""
+        return self._averager.replace(in_order=True) if self._exact else self._averager.merge(1.0)
+
+    def take_common(self) -> bool:
+        """There is nothing in common between rounds."""
+        return False
+
+    def restart(self, bad: set[int]) -> None:
+        """Take the parameters of the first rank whose are finite."""
+        good = min(set(range(self.driver.world_size)) - bad)
+        tensors = [p.detach().clone() for p in self.parameters.values()]
+        broadcast_tensors(self.driver, tensors, good)
+        if self.driver.rank in bad:
+            with torch.no_grad():
+                for p, value in zip(self.parameters.values(), tensors, strict=True):
+                    p.copy_(value)
+
+    def settle(self, own: Mapping[str, Tensor] | None) -> bool:
+        """Take the mean, and count differences from it."""
+        for name, value in (own or {}).items():
+            self.parameters[name].copy_(value)
+        self.anchor()
+        return own is not None
+
+    def exchanged(self) -> list[str]:
+        """Return the names of what travels."""
+        return self._averager.exchanged()
+
+    def state_dict(self, *, own: bool) -> dict[str, Any]:
+        """Return the exchange's state, this rank's parameters, and what was sent so far."""
+        return self._averager.by_name(own=own)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`."""
+        self._averager.load_by_name(state)
+
+    def close(self) -> None:
+        """Stop the threads that send."""
+        self._averager.close()
+
+
+class OuterPart(Part):
+    """Pseudo-gradients, and the outer step; see `OuterAverager`."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        driver: AnyDriver,
+        how: Method,
+        schedule: DiLoCo,
+        chunk: int,
+    ) -> None:
+        super().__init__(parameters, driver)
+        self._eager = schedule.eager
+        self._averager = OuterAverager(parameters, driver, how, schedule, chunk=chunk)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something was sent that is to be merged later."""
+        return self._averager.under_way
+
+    def anchor(self) -> None:
+        """Start from the present parameters, without momentum."""
+        self._averager.anchor()
+
+    def send(self) -> None:
+        """Send pseudo-gradients; eager ones are sent when the last ones are merged."""
+        if not self._eager:
+            self._averager.send()
+
+    def merge(self) -> bool:
+        """Make the outer step."""
+        return self._averager.turn() if self._eager else self._averager.merge()
+
+    def take_common(self) -> bool:
+        """Take the outer parameters, which are equal on all ranks unless updates are eager."""
+        self._averager.wait()
+        self._averager.take_outer()
+        return not self._eager
+
+    def restart(self, bad: set[int]) -> None:
+        """Take the outer parameters."""
+        if self.driver.rank in bad:
+            self._averager.take_outer()
+
+    def settle(self, own: Mapping[str, Tensor] | None) -> bool:
+        """Make the due outer step, and start from its result."""
+        return self._averager.settle(own)
+
+    def exchanged(self) -> list[str]:
+        """Return the names of what travels."""
+        return self._averager.exchanged()
+
+    def state_dict(self, *, own: bool) -> dict[str, Any]:
+        """Return the exchange's state, outer parameters and momentum, and this rank's own parameters."""
+        return self._averager.state_dict(own=own)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`."""
+        self._averager.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop the thread that sends."""
+        self._averager.close()

@@ -1,0 +1,318 @@
+"""Rounds: every rank trains by itself, and after some backward passes all meet."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.catalog.method import Method, method
+from stenograd.comm.driver import Driver
+from stenograd.compression.contract import Compressor
+from stenograd.data.finite import is_finite
+from stenograd.errors import CheckpointError, ConfigError, StenogradError
+from stenograd.launch.process_group import join
+from stenograd.sync.attached import Attached
+from stenograd.sync.backward_passes import at_end, next_order, refuse_nested
+from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.handshake import (
+    Wrapping,
+    as_optimizers,
+    broadcast_model,
+    refuse_taken,
+    synced_parameters,
+    unwrapped,
+)
+from stenograd.sync.replica_guard import ReplicaGuard, check_interval
+
+__all__ = ["RoundSync"]
+
+_FORMAT = 2  # of state_dict(); a reader refuses others
+_graph_task = torch._C._current_graph_task_id
+
+
+def _on_gradient(sync: weakref.ref[RoundSync], _: Tensor) -> None:
+    running = sync()
+    if running is not None:
+        running._on_gradient(_graph_task())
+
+
+class RoundSync(Attached):
+    """Base of what lets ranks train by themselves and meets in rounds; made by `stenograd.distribute`.
+
+    The clock counts finished backward passes outside `no_sync()`, because all ranks make equally many of
+    those, while one rank may skip an optimizer step. What a pass made due is done when all given optimizers
+    have stepped after it; if a step was skipped, before the next training forward pass, or by `flush()`.
+
+    A subclass builds what it exchanges in `_build`, says in `_is_due` which passes make something due, and
+    does that in `_meet`.
+
+    Attributes:
+        round: number of rounds held; equal on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        how: str | Method | Compressor,
+        *,
+        group: Any = None,
+        bucket_bytes: int,
+        timeout_s: float = 300.0,
+        check_every: int = 0,
+        repair: bool = False,
+        check_buffers: bool = False,
+        skip_bad_steps: bool = True,
+    ) -> None:
+        self.method = method(how)
+        self._each_round = self.method.each_round()
+        self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
+        refuse_taken(self._model, self._optimizers)
+        check_interval(check_every, repair)
+        _refuse_closures(self._optimizers)
+        synced_parameters(self._model, self._optimizers)  # complain before connecting
+        self._check_settings(check_every)
+        join(timeout_s=timeout_s)
+        self._driver = Driver.own(group, timeout_s=timeout_s)
+        self._bucket_bytes, self._check_every = bucket_bytes, check_every
+        self._skips = skip_bad_steps
+        self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
+        self.round = self._skipped = self._passes = 0
+        self._order, self._seen = next_order(), -1
+        self._due = self._closed = self._warned = self._counted = False
+        self._finite: bool | None = True  # None: not looked at yet
+        self._stepped: set[int] = set()
+        self._lock = threading.Lock()
+        self._handles: list[Any] = []
+        self._gradients: GradientSync | None = None
+        if self._dense_passes:
+            kept: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
+            kept |= {"group": group, "skip_bad_steps": skip_bad_steps}
+            self._gradients = GradientSync(model, optimizer, "dense", **kept)
+        self._wrapping = Wrapping(self)
+        self.refresh()
+        self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
+        self._attend(model)
+
+    def _attend(self, model: nn.Module) -> None:
+        """Follow the optimizers' steps and the model's forward passes."""
+        self._watch({id(model): model, id(self._model): self._model}.values())
+        after, before = torch.compiler.disable(self._after_step), torch.compiler.disable(self._before_step)
+        self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
+        self._watches += [o.register_step_post_hook(after) for o in self._optimizers]
+        self._watches.append(
+            self._model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
+        )
+
+    @property
+    def step(self) -> int:
+        """Number of this rank's finished backward passes outside `no_sync()`; equal on every rank."""
+        return self._passes
+
+    @property
+    def skipped(self) -> int:
+        """Number of this rank's passes whose steps changed nothing, because a gradient was not finite."""
+        return self._skipped + (0 if self._gradients is None else self._gradients.skipped)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the last backward pass of this rank left finite gradients; step only then."""
+        if self._finite is None:
+            grads = (p.grad for p in self._parameters.values())
+            self._finite = all(is_finite(g) for g in grads if g is not None)
+        return self._finite
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is due."""
+        return self._due
+
+    @property
+    def repaired(self) -> int:
+        """Number of checks that found the ranks' parameters unequal, and repaired them."""
+        return self._guard.repaired
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: passes inside do not count. All ranks use it for the same passes."""
+        with ExitStack() as stack:
+            stack.enter_context(super().no_sync())
+            if self._gradients is not None:
+                stack.enter_context(self._gradients.no_sync())
+            yield
+
+    def refresh(self) -> None:
+        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
+
+        All ranks then start from rank 0's, as at the beginning, and from nothing owed.
+        """
+        self.flush()
+        parameters = synced_parameters(self._model, self._optimizers)
+        self._compare(parameters, {"bucket_bytes": self._bucket_bytes, "settings": self._settings})
+        broadcast_model(self._driver, self._model)
+        if self._gradients is not None:
+            self._gradients.refresh()
+        self._parameters = parameters
+        self._build(parameters, self._chunk_elements(parameters))
+        for handle in self._handles:
+            handle.remove()
+        hook = partial(_on_gradient, weakref.ref(self))
+        torch._dynamo.decorators.skip(_on_gradient)
+        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values()]
+        self._wrapping.watch(parameters.values())
+
+    def flush(self) -> None:
+        """Finish what is under way or due; needed once, before the last export."""
+        self._hold_if_due()
+
+    def join(self, **_: Any) -> Any:
+        """Refuse ranks with different numbers of batches.
+
+        Raises:
+            StenogradError: always: a rank without batches would have nothing to average.
+        """
+        raise StenogradError(
+            f"{self.method} needs as many batches on every rank: drop the rest of longer inputs, or average "
+            "gradients in every step (leave out what stands before the slash), where join() works"
+        )
+
+    def close(self) -> None:
+        """Detach from model and optimizer; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._end_dense()
+        self._unwatch()
+        self._dismantle()
+        self._driver.close()
+
+    @property
+    def _dense_passes(self) -> int:
+        """Number of passes at the start whose gradients are averaged."""
+        return 0
+
+    @abstractmethod
+    def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
+        """Make what exchanges these parameters, which are equal on all ranks now."""
+
+    @abstractmethod
+    def _dismantle(self) -> None:
+        """Stop what `_build` made."""
+
+    @abstractmethod
+    def _is_due(self, t: int) -> bool:
+        """Return whether something is to be done after local pass t, counted from 1."""
+
+    @abstractmethod
+    def _meet(self, t: int) -> None:
+        """Do what pass t made due, on all ranks."""
+
+    def _begin_rounds(self) -> None:
+        """Start to count local passes: the ranks' parameters are equal now."""
+
+    def _check_settings(self, check_every: int) -> None:
+        """Refuse what the method cannot do; nothing is connected yet."""
+
+    def _chunk_elements(self, parameters: Mapping[str, Tensor]) -> int:
+        itemsize = max(p.element_size() for p in parameters.values())
+        return max(self._bucket_bytes // max(itemsize, 4), 1)
+
+    def _identity(self) -> dict[str, Any]:
+        where = {"rank": self.rank, "world_size": self.world_size}
+        return {"format": _FORMAT, "method": self.method.text, **where}
+
+    def _check_identity(self, state: Mapping[str, Any]) -> None:
+        for key, want in self._identity().items():
+            if (got := state.get(key, "nothing")) != want:
+                advice = "load it where it was saved"
+                if key in ("rank", "world_size"):
+                    advice += ", or re-shard it with stenograd.load_checkpoint or stenograd.reshard"
+                raise CheckpointError(f"the checkpoint's {key} must be {want!r}, got {got!r}: {advice}")
+
+    def _end_dense(self) -> None:
+        """Stop averaging gradients."""
+        if self._gradients is None:
+            return
+        self._skipped += self._gradients.skipped
+        self._gradients.close()  # takes our `add_param_group` away, too
+        self._gradients = None
+        for optimizer in self._optimizers:
+            optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
+
+    def _on_gradient(self, task: int) -> None:
+        """Note a backward pass when it makes its first gradient."""
+        with self._lock:
+            if task == self._seen:
+                return
+            self._seen = task
+        refuse_nested()
+        self._driver.check_groupless()
+        self._finite, self._counted = None, False
+        if self._enabled:
+            at_end(task, self._order, self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._passes += 1
+        t = self._passes - self._dense_passes
+        self._due = t == 0 if t <= 0 else self._is_due(t)
+        self._stepped.clear()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Let a step whose gradients are not finite change nothing; only this rank skips it."""
+        if not self._skips or self.finite:
+            return
+        if not self._counted:  # several optimizers step after one pass
+            self._counted = True
+            self._skipped += 1
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a gradient of rank {self.rank} was not finite: this optimizer.step() changes nothing on "
+                "this rank; later ones are only counted, in `skipped` (skip_bad_steps=False turns this off)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+        if self._due and len(self._stepped) == len(self._optimizers):
+            self._hold_if_due()
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        """Do what a skipped step left due, before the parameters are used again."""
+        if module.training and torch.is_grad_enabled():
+            self._hold_if_due()
+
+    @torch.no_grad()
+    def _hold_if_due(self) -> None:
+        if not self._due:
+            return
+        self._due = False
+        t = self._passes - self._dense_passes
+        if t == 0:
+            self._end_dense()
+            self._begin_rounds()
+        else:
+            self._meet(t)
+
+
+def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that evaluate the model several times per step: passes would not tell steps."""
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ConfigError(
+            "optimizer must step once per backward pass where ranks meet in rounds, got LBFGS: use another"
+        )

@@ -1,0 +1,483 @@
+"""DiLoCo against copies of a model in one process, an explicit queue and torch.optim.SGD outside."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import stenograd
+from stenograd.errors import ConfigError, MethodError, NonFiniteError
+from stenograd.schedules.diloco import DiLoCo
+from stenograd.simulate import ranks
+from stenograd.sync.fragments import fragments_of
+
+BUCKET = 600  # bytes: several chunks, and a tensor larger than one
+OPTIMIZERS = {
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.5),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1),
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(20, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, 3)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 5)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(self.norm(x))
+
+
+def loss_of(model, rank, step, bad=()):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = torch.randn(8, 20, generator=generator), torch.randint(3, (8,), generator=generator)
+    loss = nn.functional.cross_entropy(model(x), y)
+    return loss * math.nan if (rank, step) in bad else loss
+
+
+def train(driver, text, kind, steps, *, cut=None, bad=(), accumulate=1):
+    """Train one rank; with `cut`, save after so many steps and go on with everything new."""
+    saved, seen = None, []
+    for begin, end in [(0, steps)] if cut is None else [(0, cut), (cut, steps)]:
+        model = Net()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        sync = stenograd.distribute(model, optimizer, text, group=driver, bucket_bytes=BUCKET, timeout_s=30)
+        if saved is not None:
+            sync.load_state_dict(saved[2])
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            sync.after_load()
+        rank = sync.rank
+        for step in range(begin, end):
+            optimizer.zero_grad()
+            for part in range(accumulate - 1):
+                with sync.no_sync():
+                    loss_of(model, rank, 100 * part + step).backward()
+            loss_of(model, rank, step, bad).backward()
+            optimizer.step()
+            seen.append(sync.pending)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.state_dict()))
+        with sync.consensus():
+            common = copy.deepcopy(model.state_dict())
+        done = {"round": getattr(sync, "round", 0), "skipped": sync.skipped}
+        sync.close()
+    return {"state": saved[0], "optimizer": saved[1], "sync": saved[2], "common": common, "seen": seen} | done
+
+
+def simulated(world, *args, **kwargs):
+    return ranks(world, lambda driver: train(driver, *args, **kwargs))
+
+
+def on_rank(rank, *args, **kwargs):
+    return train(None, *args, **kwargs)
+
+
+def mean_in_order(values):
+    total = values[0] * (1.0 / len(values))
+    for value in values[1:]:
+        total = total + value * (1.0 / len(values))
+    return total
+
+
+def plain(world, text, kind, steps, bad=()):
+    """The same in one process: deep copies, a queue of what is under way, and torch's SGD."""
+    how = stenograd.method(text).schedule
+    models = [Net() for _ in range(world)]
+    optimizers = [OPTIMIZERS[kind](m.parameters()) for m in models]
+    names = [n for n, _ in models[0].named_parameters()]
+    groups = fragments_of(dict(models[0].named_parameters()), how.fragments, how.layout)
+    shared = Net()
+    outer = dict(shared.named_parameters())
+    sgd = [
+        torch.optim.SGD(
+            [outer[n] for n in group],
+            lr=how.outer_lr,
+            momentum=how.momentum,
+            nesterov=how.nesterov and how.momentum > 0,
+        )
+        for group in groups
+    ]
+    queue = []
+
+    def finish(f, means):
+        for n, mean in means.items():
+            outer[n].grad = mean
+        sgd[f].step()
+        for model in models:
+            mine = dict(model.named_parameters())
+            for n in means:
+                mine[n].copy_(mine[n].lerp(outer[n], 1.0 - how.mix) if how.mix else outer[n])
+        if f == 0:
+            for same in zip(*(m.buffers() for m in models), strict=True):
+                if same[0].is_floating_point():
+                    value = mean_in_order(list(same))
+                    for b in same:
+                        b.copy_(value)
+
+    for step in range(1, steps + 1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step - 1, bad).backward()
+            if all(p.grad.isfinite().all() for p in model.parameters()):
+                optimizer.step()
+        with torch.no_grad():
+            while queue and queue[0][0] == step:
+                finish(*queue.pop(0)[1:])
+            for f, group in enumerate(groups):
+                if (step - f * (how.every // how.fragments)) % how.every == 0:
+                    deltas = [{n: outer[n] - dict(m.named_parameters())[n] for n in group} for m in models]
+                    queue.append(
+                        (step + how.delay, f, {n: mean_in_order([d[n] for d in deltas]) for n in group})
+                    )
+            while queue and queue[0][0] == step:
+                finish(*queue.pop(0)[1:])
+    assert set(names) == {n for group in groups for n in group}
+    return [m.state_dict() for m in models], {n: p.detach() for n, p in outer.items()}
+
+
+TEXTS = [
+    "diloco:every=3",
+    "diloco:every=3,nesterov=false,outer_lr=1.0,momentum=0.5",
+    "diloco:every=4,outer_lr=1.0,momentum=0",
+    "diloco:every=6,fragments=3",
+    "diloco:every=6,fragments=2,delay=2,mix=0.5,layout=sequential",
+    "diloco:every=4,delay=1,mix=0.25",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_equals_copies_in_one_process_bit_for_bit(text, world):
+    """14 steps: several rounds and some steps after the last one."""
+    wanted, outer = plain(world, text, "momentum", 14)
+    done = simulated(world, text, "momentum", 14)
+    for mine, theirs in zip(done, wanted, strict=True):
+        for name, value in theirs.items():
+            assert torch.equal(mine["state"][name], value), name
+        for name, value in outer.items():
+            assert torch.equal(mine["common"][name], value), name
+    assert done[0]["round"] >= 2
+
+
+@pytest.mark.parametrize("text", [TEXTS[0], TEXTS[4]])
+def test_adamw_and_four_ranks(text):
+    wanted, _ = plain(4, text, "adamw", 13)
+    for mine, theirs in zip(simulated(4, text, "adamw", 13), wanted, strict=True):
+        assert all(torch.equal(mine["state"][n], value) for n, value in theirs.items())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_real_ranks_do_the_same(world, pool):
+    wanted, _ = plain(world, TEXTS[4], "momentum", 14)
+    for mine, theirs in zip(pool.run(world, on_rank, TEXTS[4], "momentum", 14), wanted, strict=True):
+        assert all(torch.equal(mine["state"][n], value) for n, value in theirs.items())
+
+
+def test_one_half_and_no_momentum_is_local_sgd():
+    """phi - 1 (phi - mean theta) is the mean, up to rounding."""
+    outer = simulated(2, "diloco:every=3,outer_lr=1,momentum=0", "momentum", 9)
+    local = simulated(2, "local:every=3", "momentum", 9)
+    for a, b in zip(outer, local, strict=True):
+        for name in a["state"]:
+            torch.testing.assert_close(a["state"][name], b["state"][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "topk:ratio=0.1", "sign", "powersgd:rank=2", "qsgd:bits=4"])
+@pytest.mark.parametrize("timing", ["every=2", "every=4,fragments=2,delay=1,mix=0.5"])
+def test_codecs_leave_outer_parameters_equal_on_all_ranks(codec, timing):
+    done = simulated(3, f"diloco:{timing}/{codec}", "adamw", 11)
+    for other in done[1:]:
+        for name, value in done[0]["common"].items():
+            assert torch.equal(value, other["common"][name]), name
+    start = Net().state_dict()
+    assert not torch.equal(done[0]["common"]["first.weight"], start["first.weight"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "diloco:every=4",
+        "diloco:every=4/topk:ratio=0.1",
+        "diloco:every=4/powersgd:rank=2",
+        "diloco:every=8,fragments=2,delay=3,mix=0.5/sign",
+        "diloco:every=4,delay=2,mix=0.5",
+        "diloco:every=3,eager=true",
+        "local:every=4,after=3",
+        "local:every=2,states=average,states_every=1",
+        "diloco:every=3,states=reset",
+    ],
+)
+@pytest.mark.parametrize("cut", [2, 5, 6, 9])
+def test_resumed_bit_for_bit(text, cut):
+    """In mid-round, with an exchange under way, and between rounds."""
+    whole = simulated(2, text, "adamw", 13)
+    parts = simulated(2, text, "adamw", 13, cut=cut)
+    for a, b in zip(whole, parts, strict=True):
+        assert a["round"] == b["round"]
+        for what in ("state", "common"):
+            assert all(torch.equal(a[what][n], b[what][n]) for n in a[what]), what
+
+
+def test_eager_equals_its_equation():
+    """phi_i <- outer(mean(old) + (new_i - old_i) / N), with phi and momentum of each rank's own."""
+    world, every, lr, mu = 3, 2, 0.7, 0.9
+    models = [Net() for _ in range(world)]
+    optimizers = [OPTIMIZERS["momentum"](m.parameters()) for m in models]
+    phi = [[p.detach().clone() for p in m.parameters()] for m in models]
+    speed = [[torch.zeros_like(p) for p in m.parameters()] for m in models]
+    old = [[torch.zeros_like(p) for p in m.parameters()] for m in models]
+    for step in range(1, 9):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step - 1).backward()
+            optimizer.step()
+        if step % every:
+            continue
+        with torch.no_grad():
+            new = [[o - p for o, p in zip(phi[r], models[r].parameters(), strict=True)] for r in range(world)]
+            means = [mean_in_order(list(same)) for same in zip(*old, strict=True)]
+            for r in range(world):
+                for i, p in enumerate(models[r].parameters()):
+                    d = means[i] + (new[r][i] - old[r][i]) / world
+                    speed[r][i] = mu * speed[r][i] + d
+                    phi[r][i] = phi[r][i] - lr * (d + mu * speed[r][i])
+                    p.copy_(phi[r][i])
+            old = new
+            for same in zip(*(m.buffers() for m in models), strict=True):
+                if same[0].is_floating_point():
+                    value = mean_in_order(list(same))
+                    for b in same:
+                        b.copy_(value)
+    done = simulated(world, f"diloco:every={every},eager=true", "momentum", 8)
+    for mine, model in zip(done, models, strict=True):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(mine["state"][name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("text", ["diloco:every=4", "diloco:every=4,fragments=2,delay=1,mix=0.5"])
+def test_one_nan_costs_one_local_step_on_one_rank(text):
+    wanted, _ = plain(2, text, "momentum", 10, bad=((1, 3),))
+    with pytest.warns(RuntimeWarning, match="a gradient of rank 1 was not finite"):
+        done = simulated(2, text, "momentum", 10, bad=((1, 3),))
+    assert [d["skipped"] for d in done] == [0, 1]
+    for mine, theirs in zip(done, wanted, strict=True):
+        assert all(torch.equal(mine["state"][n], value) for n, value in theirs.items())
+
+
+@pytest.mark.parametrize("text", ["diloco:every=2", "local:every=2", "diloco:every=2/topk:ratio=0.5"])
+def test_a_round_with_bad_parameters_is_void_and_the_second_one_an_error(text):
+    def rank_of(driver):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        sync = stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30)
+        start = model.weight.detach().clone()
+        found = []
+        for step in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4) * (driver.rank + 1)).sum().backward()
+            if driver.rank == 1 and step in (1, 5, 7):
+                with torch.no_grad():
+                    model.weight[0, 0] = math.inf
+            if step == 7:
+                with pytest.raises(NonFiniteError, match=r"rank\(s\) 1, as in the round before"):
+                    optimizer.step()
+                continue
+            optimizer.step()
+            if step in (1, 3):
+                found.append((sync.round, bool(model.weight.isfinite().all())))
+                if step == 1 and driver.rank == 1 and text.startswith("diloco"):
+                    assert torch.equal(model.weight, start)
+        sync.close()
+        return found
+
+    with pytest.warns(RuntimeWarning, match="its parameters were not finite in round"):
+        both = ranks(2, rank_of)
+    assert both == [[(0, True), (1, True)]] * 2
+
+
+def test_the_clock_counts_passes_outside_no_sync():
+    done = simulated(2, "diloco:every=2", "momentum", 4, accumulate=3)
+    assert done[0]["round"] == 2
+    assert torch.equal(done[0]["state"]["first.weight"], done[1]["state"]["first.weight"])
+
+
+def test_pending_tells_of_what_is_under_way_and_flush_finishes_it():
+    def rank_of(driver):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = stenograd.distribute(
+            model, optimizer, "diloco:every=4,delay=2,mix=0.5", group=driver, timeout_s=30
+        )
+        seen = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4) * driver.rank).sum().backward()
+            optimizer.step()
+            seen.append(sync.pending)
+        sync.flush()
+        seen += [sync.pending, sync.round]
+        sync.close()
+        return seen
+
+    assert ranks(2, rank_of) == [[False, False, False, True, False, 1]] * 2
+
+
+def test_gradients_are_averaged_before_rounds_begin():
+    """The first 4 of 4 passes equal dense training; after them ranks go apart."""
+    post = simulated(2, "local:every=5,after=4", "adamw", 4)
+    dense = simulated(2, "dense", "adamw", 4)
+    assert all(
+        torch.equal(post[0]["state"][n], dense[0]["state"][n]) for n in post[0]["state"] if "norm" not in n
+    )
+    later = simulated(2, "local:every=5,after=4", "adamw", 7)
+    assert not torch.equal(later[0]["state"]["first.weight"], later[1]["state"]["first.weight"])
+    met = simulated(2, "local:every=5,after=4", "adamw", 9)
+    assert torch.equal(met[0]["state"]["first.weight"], met[1]["state"]["first.weight"])
+    assert met[0]["round"] == 1
+
+
+def test_quadratic_rule_makes_rounds_rarer_as_the_rate_falls():
+    def rank_of(driver):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = stenograd.distribute(model, optimizer, "local:every=2,qsr=0.2", group=driver, timeout_s=30)
+        held = []
+        for step in range(1, 40):
+            optimizer.param_groups[0]["lr"] = 0.1 if step <= 6 else 0.05
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            before = sync.round
+            optimizer.step()
+            held += [step] if sync.round > before else []
+        sync.close()
+        return held
+
+    # (0.2 / 0.1)^2 = 4 steps per round; the one after step 4 starts at 0.1, later ones take (0.2 / 0.05)^2.
+    assert ranks(2, rank_of) == [[4, 8, 24]] * 2
+
+
+def test_moments_are_averaged_at_their_rounds():
+    """First moments in every round, second ones in every other one; `step` stays."""
+    done = simulated(2, "local:every=2,states=average,states_every=1", "adamw", 2)
+    both = [d["optimizer"]["state"][0] for d in done]
+    assert torch.equal(both[0]["exp_avg"], both[1]["exp_avg"])
+    assert not torch.equal(both[0]["exp_avg_sq"], both[1]["exp_avg_sq"])
+    done = simulated(2, "local:every=2,states=average,states_every=1", "adamw", 4)
+    both = [d["optimizer"]["state"][0] for d in done]
+    assert torch.equal(both[0]["exp_avg_sq"], both[1]["exp_avg_sq"])
+    assert both[0]["step"] == both[1]["step"] == 4
+    kept = simulated(2, "local:every=2", "adamw", 4)
+    assert not torch.equal(*(d["optimizer"]["state"][0]["exp_avg"] for d in kept))
+
+
+def test_reset_states_start_each_round_afresh():
+    done = simulated(2, "diloco:every=2,states=reset", "adamw", 5)
+    assert all(d["optimizer"]["state"][0]["step"] == 1 for d in done)
+
+
+@pytest.mark.parametrize(
+    "text", ["diloco:every=4", "diloco:every=4/topk:ratio=0.1", "local:every=4", "local:every=4/sign"]
+)
+@pytest.mark.parametrize("steps", [6, 8])
+def test_resharded_in_mid_round_ends_the_round(text, steps):
+    """2 -> 3 ranks: the mean of both ranks' parameters is kept, and all new ranks start from one place."""
+    saved = simulated(2, text, "momentum", steps)
+    new = stenograd.reshard([s["sync"] for s in saved], 3)
+
+    def rank_of(driver):
+        model = Net()
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        sync = stenograd.distribute(model, optimizer, text, group=driver, bucket_bytes=BUCKET, timeout_s=30)
+        sync.load_state_dict(new[driver.rank])
+        model.load_state_dict(saved[0]["state"])
+        sync.after_load()
+        start, rounds = copy.deepcopy(model.state_dict()), sync.round
+        for step in range(steps, 8 + 4):
+            optimizer.zero_grad()
+            loss_of(model, driver.rank, step).backward()
+            optimizer.step()
+        end = copy.deepcopy(model.state_dict())
+        sync.close()
+        return start, rounds, end
+
+    found = ranks(3, rank_of)
+    names = [n for n, _ in Net().named_parameters()]
+    for name in names:
+        assert torch.equal(found[0][0][name], found[1][0][name])
+        assert torch.equal(found[0][0][name], found[2][0][name])
+        mean = (saved[0]["state"][name].double() + saved[1]["state"][name].double()) / 2
+        if text.startswith("local"):
+            torch.testing.assert_close(found[0][0][name].double(), mean, rtol=1e-6, atol=1e-7)
+        elif steps == 8:
+            assert torch.equal(found[0][0][name], saved[0]["common"][name])
+        else:
+            assert not torch.equal(found[0][0][name], saved[0]["common"][name])
+    due = steps % 4 or (text == "local:every=4/sign")  # differences are never all sent
+    assert found[0][1] == steps // 4 + bool(due)
+    if "sign" not in text:
+        assert all(torch.equal(found[0][2][n], found[1][2][n]) for n in names)
+
+
+def test_what_does_not_fit_is_refused_or_warned_of():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused = {
+        "diloco:every=31,fragments=4": "every must be a multiple of fragments=4, got 31: use 28",
+        "diloco:delay=30": "delay must be below every / fragments = 30",
+        "diloco:mix=0.5": "mix must be 0 without a delay",
+        "diloco:delay=1,mix=1": "mix must be in",
+        "diloco:momentum=1": "momentum must be in",
+        "diloco:outer_lr=0": "outer_lr must be positive",
+        "diloco:eager=true,fragments=2": "eager needs delay=0 and fragments=1",
+        "diloco/sign:majority=true": "a vote is no mean; use sign without majority",
+        "diloco/topk:clip_norm=1": "clip gradients in your loop",
+        "diloco/topk:warmup_steps=9": "write after=9 before the slash",
+        "local/randomk:unbiased=true": "leave out unbiased=true",
+    }
+    for text, message in refused.items():
+        with pytest.raises(MethodError, match=message):
+            stenograd.distribute(model, optimizer, text)
+    with pytest.raises(ConfigError, match="fragments must be at most the number of parameter tensors"):
+        stenograd.distribute(model, optimizer, "diloco:every=6,fragments=3")
+    with pytest.raises(ConfigError, match="check_every must be 0"):
+        stenograd.distribute(model, optimizer, "diloco:every=6,fragments=2", check_every=1)
+    with pytest.raises(ConfigError, match="got LBFGS"):
+        stenograd.distribute(model, torch.optim.LBFGS(model.parameters()), "diloco")
+    with pytest.warns(UserWarning, match="local steps made while a round is under way are thrown away"):
+        stenograd.distribute(model, optimizer, "diloco:every=6,delay=2").close()
+    with pytest.warns(UserWarning, match="local:every=1 does the same"):
+        stenograd.distribute(model, optimizer, "diloco:every=1,outer_lr=1,momentum=0").close()
+
+
+def test_replicas_are_checked_after_rounds():
+    def rank_of(driver):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(
+            model, optimizer, "diloco:every=2/topk", group=driver, timeout_s=30, check_every=1
+        ) as sync:
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(1, 4) * driver.rank).sum().backward()
+                optimizer.step()
+            return sync.round
+
+    assert ranks(2, rank_of) == [2, 2]
+
+
+def test_presets_print_what_they_stand_for():
+    assert str(stenograd.method("slowmo")) == "diloco:outer_lr=1.0,momentum=0.5,nesterov=false"
+    assert str(stenograd.method("slowmo:every=9/topk")).endswith("/topk")
+    assert stenograd.method("postlocal:after=7").schedule.after == 7
+    assert stenograd.method("slowmo").schedule == DiLoCo(outer_lr=1.0, momentum=0.5, nesterov=False)
