@@ -290,7 +290,7 @@ def test_a_round_with_bad_parameters_is_void_and_the_second_one_an_error(text):
                 with torch.no_grad():
                     model.weight[0, 0] = math.inf
             if step == 7:
-                with pytest.raises(NonFiniteError, match=r"rank\(s\) 1, as in the round before"):
+                with pytest.raises(NonFiniteError, match="not finite on a rank, as the round before did"):
                     optimizer.step()
                 continue
             optimizer.step()
@@ -481,3 +481,55 @@ def test_presets_print_what_they_stand_for():
     assert str(stenograd.method("slowmo:every=9/topk")).endswith("/topk")
     assert stenograd.method("postlocal:after=7").schedule.after == 7
     assert stenograd.method("slowmo").schedule == DiLoCo(outer_lr=1.0, momentum=0.5, nesterov=False)
+
+
+@pytest.mark.parametrize(
+    "text", ["diloco:every=3", "diloco:every=4,fragments=2,delay=1,mix=0.5", "local:every=3"]
+)
+def test_two_levels_with_one_rank_per_node_are_the_method_alone(text):
+    name, _, keys = text.partition(":")
+    levels = simulated(2, f"{name}:{keys},inside=dense,node_size=1", "adamw", 8)
+    alone = simulated(2, text, "adamw", 8)
+    for a, b in zip(levels, alone, strict=True):
+        assert all(torch.equal(a["state"][n], b["state"][n]) for n in a["state"])
+
+
+def test_two_levels_with_one_node_average_gradients():
+    levels = simulated(2, "local:every=3,inside=dense,node_size=2", "adamw", 5)
+    dense = simulated(2, "dense", "adamw", 5)
+    for a, b in zip(levels, dense, strict=True):
+        assert all(torch.equal(a["state"][n], b["state"][n]) for n in a["state"] if "norm.running" not in n)
+
+
+@pytest.mark.parametrize("codec", ["", "/topk:ratio=0.2"])
+@pytest.mark.parametrize("name", ["diloco", "local"])
+def test_two_levels(name, codec):
+    """4 ranks in 2 nodes: equal inside a node in every step, and all in consensus."""
+    done = simulated(4, f"{name}:every=3,inside=dense,node_size=2{codec}", "adamw", 7)
+    weights = [d["state"]["first.weight"] for d in done]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[2], weights[3])
+    assert not torch.equal(weights[0], weights[2])
+    for d in done[1:]:
+        assert all(torch.equal(d["common"][n], v) for n, v in done[0]["common"].items() if "num" not in n)
+
+
+def test_two_levels_resume_and_send_each_element_once_between_nodes():
+    text = "diloco:every=3,inside=dense,node_size=2"
+    whole, parts = (simulated(4, text, "adamw", 8, cut=cut) for cut in (None, 4))
+    for a, b in zip(whole, parts, strict=True):
+        assert all(torch.equal(a["state"][n], b["state"][n]) for n in a["state"])
+
+    def rank_of(driver):
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = stenograd.distribute(model, optimizer, "diloco:every=2,inside=dense,node_size=2", group=driver)
+        before = sync._nodes.between.traffic.payload_bytes
+        for _ in range(2):
+            model(torch.ones(1, 16)).sum().backward()
+            optimizer.step()
+        sent = sync._nodes.between.traffic.payload_bytes - before
+        sync.close()
+        return sent
+
+    assert ranks(4, rank_of) == [4 * 2 * 16 * 16 * 3 // 2] * 4

@@ -157,36 +157,40 @@ class Trainer:
 
     def _train(self, now: Progress, on_step: Callable[[], None]) -> None:
         """Take the epoch's remaining steps, and keep account of them."""
-        traffic, dense = self.sync.traffic, self._dense_bytes_per_step()
+        dense = self._dense_bytes_per_step()
         for indices in now.batches(self.plan, self.driver.rank):
             start = time.perf_counter()
-            payload_before, moved_before = traffic.payload_bytes, traffic.moved_bytes
+            before = self._bytes()
             loss, correct, count = self._step(indices)
             seconds = time.perf_counter() - start
             self.step_s.append(seconds)
             now.seconds += seconds
             now.loss, now.correct = now.loss + loss * count, now.correct + correct
             now.count, now.skipped = now.count + count, now.skipped + (not count)
-            now.payload_bytes += traffic.payload_bytes - payload_before
-            now.moved_bytes += traffic.moved_bytes - moved_before
+            after = self._bytes()
+            now.payload_bytes += after[0] - before[0]
+            now.moved_bytes += after[1] - before[1]
             now.dense_bytes += dense
             now.legs[-1][1] += 1
             self.taken += 1
             on_step()
 
     def _step(self, indices: torch.Tensor) -> tuple[float, int, int]:
-        """Take one step; a count of 0 says that it was skipped, on every rank."""
+        """Take one step; a count of 0 says that it was skipped: on all ranks, or on this one in a round."""
         task, device = self.plan.task, self.plan.device
         inputs, targets = task.train_batch(indices)
         self.optimizer.zero_grad()
         loss, correct, count = task.loss(self.model, inputs.to(device), targets.to(device))
         loss.backward()
-        if not self.sync.finite:
-            return 0.0, 0, 0  # on all ranks alike
-        self.optimizer.step()
+        finite = self.sync.finite
+        self.optimizer.step()  # changes nothing if not
         if self.scheduler is not None:
-            self.scheduler.step()
-        return loss.item(), correct, count
+            self.scheduler.step()  # all the same: in rounds, other ranks did not skip, and rates stay equal
+        return (loss.item(), correct, count) if finite else (0.0, 0, 0)
+
+    def _bytes(self) -> tuple[int, int]:
+        traffic = self.sync.traffic
+        return traffic.payload_bytes, traffic.moved_bytes
 
     def _score(self, sums: list[float]) -> Score:
         loss, correct, count = sum_over_ranks(self.driver, sums)

@@ -11,6 +11,7 @@ __all__ = ["Rounds", "check_word"]
 
 _STATES = ("keep", "average", "reset")
 _BUFFERS = ("average", "keep")
+_INSIDE = ("dense", "bf16", "fp16")
 
 
 def check_word(key: str, value: str, known: tuple[str, ...], usual: str) -> None:
@@ -44,6 +45,9 @@ class Rounds(Schedule):
             rank's own, "average" them, or "reset" them, so that every round starts without any.
         states_every: with states=average, first moments are averaged in every so many rounds, and second
             moments in every twice as many; the longer a moment remembers, the rarer it need be averaged.
+        inside: how gradients are averaged in every step inside each node ("dense", "bf16" or "fp16"); then
+            only nodes exchange in rounds, and all ranks of a node stay equal. Empty for no such level.
+        node_size: ranks per node, in the order of the ranks; 0 for what the launcher says.
         buffers: "average" for the mean of floating buffers (running statistics of batch norm), "keep" for
             each rank's own.
 
@@ -56,6 +60,8 @@ class Rounds(Schedule):
     states: str = "keep"
     states_every: int = 3
     buffers: str = "average"
+    inside: str = ""
+    node_size: int = 0
 
     def __post_init__(self) -> None:
         check_count("every", self.every, "use 8", MethodError)
@@ -63,6 +69,12 @@ class Rounds(Schedule):
         check_word("states", self.states, _STATES, "keep")
         check_count("states_every", self.states_every, "use 3", MethodError)
         check_word("buffers", self.buffers, _BUFFERS, "average")
+        if self.inside:
+            check_word("inside", self.inside, _INSIDE, "dense")
+        check_natural("node_size", self.node_size, "leave it out for what the launcher says")
+        if self.node_size and not self.inside:
+            advice = "give inside=dense, or leave it out"
+            raise bad_value("node_size", "must be 0 without inside", self.node_size, advice, MethodError)
 
     @property
     def fragments(self) -> int:

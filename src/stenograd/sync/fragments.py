@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stenograd.errors import ConfigError
 
-__all__ = ["fragments_of"]
+__all__ = ["by_size", "fragments_of"]
 
 T = TypeVar("T", bound=Tensor)
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -55,7 +55,7 @@ def fragments_of(parameters: Mapping[str, T], count: int, layout: str = "strided
             blocks.setdefault(int(found[1]), {})[name] = p
     left = count - bool(rest)
     if len(blocks) < left:
-        return _by_size(parameters, count)
+        return by_size(parameters, count)
     parts: list[dict[str, T]] = [{} for _ in range(left)]
     for i, number in enumerate(sorted(blocks)):
         at = i % left if layout == "strided" else i * left // len(blocks)
@@ -63,8 +63,8 @@ def fragments_of(parameters: Mapping[str, T], count: int, layout: str = "strided
     return [rest, *parts] if rest else parts
 
 
-def _by_size(parameters: Mapping[str, T], count: int) -> list[dict[str, T]]:
-    """Share out single tensors: the largest first, always to the smallest fragment so far."""
+def by_size(parameters: Mapping[str, T], count: int) -> list[dict[str, T]]:
+    """Share out single tensors to so many parts: the largest first, always to the smallest part so far."""
     sizes, chosen = [0] * count, dict[str, int]()
     for name, p in sorted(parameters.items(), key=lambda item: -item[1].numel()):
         at = min(range(count), key=lambda i: (sizes[i], i))

@@ -53,6 +53,14 @@ class ParameterSync(RoundSync):
     def _dense_passes(self) -> int:
         return self._schedule.after
 
+    @property
+    def _node_size(self) -> int:
+        return self._schedule.node_size if self._schedule.inside else -1
+
+    @property
+    def _inside(self) -> str:
+        return self._schedule.inside
+
     def _check_settings(self, check_every: int) -> None:
         schedule = self._schedule
         self._exact = isinstance(schedule, Local) and self._each_round.lossless
@@ -72,13 +80,15 @@ class ParameterSync(RoundSync):
 
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
         self._dismantle()
-        schedule, how = self._schedule, self._each_round
-        self._parts = []
-        if isinstance(schedule, Local):
-            self._parts.append(LocalPart(parameters, self._driver, how, chunk))
-        elif isinstance(schedule, DiLoCo):
-            for part in fragments_of(parameters, schedule.fragments, schedule.layout):
-                self._parts.append(OuterPart(part, self._driver, how, schedule, chunk))
+        schedule, how, nodes = self._schedule, self._each_round, self._nodes
+        self._parts, self._whole = [], fragments_of(parameters, schedule.fragments, self._layout)
+        driver = self._driver if nodes is None else nodes.between
+        for whole in self._whole:
+            part = whole if nodes is None else nodes.share_of(whole)
+            if isinstance(schedule, DiLoCo):
+                self._parts.append(OuterPart(part, driver, how, schedule, chunk))
+            else:
+                self._parts.append(LocalPart(part, driver, how, chunk))
         self._common_at = max(self._passes - schedule.after, 0)
         self._next = self._common_at + self._period()
 
@@ -113,6 +123,8 @@ class ParameterSync(RoundSync):
         tensors = [*self._parameters.values(), *self._buffers()]
         own = [t.detach().clone() for t in tensors]
         alone = [part.take_common() for part in self._parts]
+        if self._nodes is not None:
+            self._nodes.spread(self._parameters)
         if apart := self._buffers() if all(alone) else tensors:
             average([t.detach() for t in apart], self._driver, in_order=True)
         try:
@@ -226,6 +238,11 @@ class ParameterSync(RoundSync):
             return []
         return [b for b in self._model.buffers() if b.is_floating_point()]
 
+    @property
+    def _layout(self) -> str:
+        schedule = self._schedule
+        return schedule.layout if isinstance(schedule, DiLoCo) else "strided"
+
     def _starts(self, t: int) -> list[int]:
         if isinstance(self._schedule, Local):
             return [0] if t == self._next else []
@@ -288,8 +305,17 @@ class ParameterSync(RoundSync):
         part = self._parts[fragment]
         sound = part.merge()
         self._flying.pop(fragment, None)
+        again = False if sound else self._end_void(part)
+        if self._nodes is not None:
+            again = self._nodes.worst(int(again)) == 1
+            self._nodes.spread(self._whole[fragment])
+        if again:
+            raise NonFiniteError(
+                f"round {self.round} of {self.method} found parameters that are not finite on a rank, as the "
+                "round before did, or on all: lower the learning rate or clip gradients, and go back to a "
+                "checkpoint"
+            )
         if not sound:
-            self._end_void(part)
             return False
         self._void = set()
         if self._schedule.states == "reset":
@@ -306,27 +332,19 @@ class ParameterSync(RoundSync):
             self._guard.check(self.round)
         return True
 
-    def _end_void(self, part: Part) -> None:
+    def _end_void(self, part: Part) -> bool:
         """Find out whose parameters are not finite, and let them start from the last common ones.
 
-        Raises:
-            NonFiniteError: on every rank, if one made the last round void as well, or no rank is left.
+        Returns:
+            Whether that cannot help: one made the last round void as well, or no rank is left.
         """
-        sound = part.is_finite()
-        mine = torch.tensor([sound], dtype=torch.uint8, device=self._driver.words_device())
-        told = self._driver.run(gather(mine))
+        sound, driver = part.is_finite(), part.driver
+        mine = torch.tensor([sound], dtype=torch.uint8, device=driver.words_device())
+        told = driver.run(gather(mine))
         bad = {rank for rank, (theirs,) in enumerate(told) if not int(theirs)}
-        again = self._void & bad
-        self._void = bad
-        if again or len(bad) == self.world_size:
-            raise NonFiniteError(
-                f"round {self.round} of {self.method} found parameters that are not finite on rank(s) "
-                f"{', '.join(map(str, sorted(bad)))}, as in the round before: lower the learning rate or "
-                "clip gradients, and go back to a checkpoint"
-                if again
-                else f"round {self.round} of {self.method} found no rank with finite parameters: lower the "
-                "learning rate or clip gradients, and go back to a checkpoint"
-            )
+        again, self._void = bool(self._void & bad), bad
+        if again or len(bad) == driver.world_size:
+            return True
         part.restart(bad)
         if not sound:
             forget_states(self._optimizers, part.parameters.values())
@@ -334,8 +352,9 @@ class ParameterSync(RoundSync):
                 f"rank {self.rank}: its parameters were not finite in round {self.round}, which changed "
                 "nothing; it goes on from the last common ones, with a new optimizer state",
                 RuntimeWarning,
-                stacklevel=7,
+                stacklevel=8,
             )
+        return False
 
 
 def _doubts(schedule: Rounds) -> Iterator[str]:

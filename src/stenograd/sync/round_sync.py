@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, method
 from stenograd.comm.driver import Driver
+from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
 from stenograd.data.finite import is_finite
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
@@ -32,6 +33,7 @@ from stenograd.sync.handshake import (
     unwrapped,
 )
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
+from stenograd.sync.two_levels import Nodes
 
 __all__ = ["RoundSync"]
 
@@ -81,7 +83,7 @@ class RoundSync(Attached):
         _refuse_closures(self._optimizers)
         synced_parameters(self._model, self._optimizers)  # complain before connecting
         self._check_settings(check_every)
-        join(timeout_s=timeout_s)
+        world = join(timeout_s=timeout_s)
         self._driver = Driver.own(group, timeout_s=timeout_s)
         self._bucket_bytes, self._check_every = bucket_bytes, check_every
         self._skips = skip_bad_steps
@@ -94,14 +96,22 @@ class RoundSync(Attached):
         self._lock = threading.Lock()
         self._handles: list[Any] = []
         self._gradients: GradientSync | None = None
+        self._nodes = Nodes(self._driver, world, node_size) if (node_size := self._node_size) >= 0 else None
         if self._dense_passes:
-            kept: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
-            kept |= {"group": group, "skip_bad_steps": skip_bad_steps}
-            self._gradients = GradientSync(model, optimizer, "dense", **kept)
+            self._average_gradients("dense", self._driver)
+        elif self._nodes is not None:
+            self._average_gradients(self._inside, self._nodes.inside)
         self._wrapping = Wrapping(self)
         self.refresh()
         self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
         self._attend(model)
+
+    def _average_gradients(self, how: str, driver: Driver) -> None:
+        """Average gradients in every pass from now on, over the ranks of a driver."""
+        kept: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "timeout_s": driver.timeout_s}
+        self._gradients = GradientSync(
+            self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
+        )
 
     def _attend(self, model: nn.Module) -> None:
         """Follow the optimizers' steps and the model's forward passes."""
@@ -112,6 +122,13 @@ class RoundSync(Attached):
         self._watches.append(
             self._model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
         )
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, collectives and seconds waited of this rank; with two levels, the sum of both until now."""
+        if self._nodes is None:
+            return self._driver.traffic
+        return self._driver.traffic + self._nodes.inside.traffic + self._nodes.between.traffic
 
     @property
     def step(self) -> int:
@@ -195,12 +212,24 @@ class RoundSync(Attached):
         self._end_dense()
         self._unwatch()
         self._dismantle()
+        if self._nodes is not None:
+            self._nodes.close()
         self._driver.close()
 
     @property
     def _dense_passes(self) -> int:
         """Number of passes at the start whose gradients are averaged."""
         return 0
+
+    @property
+    def _node_size(self) -> int:
+        """Ranks per node if gradients are averaged inside, 0 for as launched; below 0 if they are not."""
+        return -1
+
+    @property
+    def _inside(self) -> str:
+        """How gradients are averaged inside nodes."""
+        return "dense"
 
     @abstractmethod
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
@@ -247,6 +276,8 @@ class RoundSync(Attached):
         self._skipped += self._gradients.skipped
         self._gradients.close()  # takes our `add_param_group` away, too
         self._gradients = None
+        if self._nodes is not None and not self._closed:
+            self._average_gradients(self._inside, self._nodes.inside)
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
 

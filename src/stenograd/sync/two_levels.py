@@ -1,0 +1,79 @@
+"""Two levels: gradients averaged inside each node, rounds between the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from stenograd.comm.driver import Driver
+from stenograd.comm.node_layout import find_layout
+from stenograd.data.requests import gather
+from stenograd.errors import ConfigError
+from stenograd.launch.detect import World
+from stenograd.sync.fragments import by_size
+from stenograd.sync.handshake import broadcast_tensors
+
+__all__ = ["Nodes"]
+
+T = TypeVar("T", bound=Tensor)
+
+
+class Nodes:
+    """Who is in this rank's node, and which part of the model it speaks for.
+
+    With L ranks in each node, every rank exchanges 1/L of the parameters with the ranks in its place in other
+    nodes, and gives its node what came of it. So all ranks' links are used, and each element crosses between
+    nodes once.
+
+    Args:
+        driver: the way to all ranks.
+        world: this rank's place according to the launcher.
+        node_size: ranks per node, in the order of the ranks; 0 to take what the launcher says.
+
+    Attributes:
+        inside: the way to the ranks of this node.
+        between: the way to those in this rank's place in other nodes.
+
+    Raises:
+        ConfigError: the nodes have different numbers of ranks.
+    """
+
+    inside: Driver
+    between: Driver
+
+    def __init__(self, driver: Driver, world: World, node_size: int) -> None:
+        layout = find_layout(driver, world, node_size or None)
+        sizes = {len(node) for node in layout.nodes}
+        if len(sizes) > 1:
+            raise ConfigError(
+                "nodes must have equally many ranks where gradients are averaged inside, got "
+                f"{layout.nodes}: start as many on each host, or give node_size="
+            )
+        self._driver, (self._size,) = driver, sizes
+        mine = layout.nodes[layout.node_of(driver.rank)]
+        self._place = mine.index(driver.rank)
+        across = [[node[i] for node in layout.nodes] for i in range(self._size)]
+        drivers = driver.split([*layout.nodes, *across], "level")
+        self.inside, self.between = (d for d in drivers if d is not None)
+
+    def share_of(self, parameters: Mapping[str, T]) -> dict[str, T]:
+        """Return the parameters that this rank exchanges with other nodes; may be none."""
+        return by_size(parameters, self._size)[self._place]
+
+    def spread(self, parameters: Mapping[str, Tensor]) -> None:
+        """Give the node what each of its ranks has of the parameters that it speaks for."""
+        for place, part in enumerate(by_size(parameters, self._size)):
+            broadcast_tensors(self.inside, [p.detach() for p in part.values()], place)
+
+    def worst(self, status: int) -> int:
+        """Return the largest of all ranks' numbers."""
+        mine = torch.tensor([status], device=self._driver.words_device())
+        return max(int(theirs) for (theirs,) in self._driver.run(gather(mine)))
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self.inside.close()
+        self.between.close()
