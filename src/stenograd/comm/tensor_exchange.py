@@ -22,7 +22,7 @@ from stenograd.comm.piggyback import Flags
 from stenograd.comm.saved_state import check_state
 from stenograd.comm.step_end import End, Outcome, on, record, shows_finite, warn_of_overflow
 from stenograd.comm.traffic import CONTROL, Label
-from stenograd.compression.contract import Compressor, Exchange
+from stenograd.compression.contract import Compressor, Exchange, State
 from stenograd.data.buckets import Bucket, assign
 from stenograd.data.finite import Finite, not_finite
 from stenograd.data.requests import Rounds
@@ -106,7 +106,7 @@ class TensorExchange:
         """Begin to average named tensors, equal in names, shapes and types on all ranks.
 
         Args:
-            values: floating tensors; not modified.
+            values: floating; not modified.
 
         Returns:
             The averages, by name; NaN where some rank's tensors were not finite (`finite` is False then).
@@ -149,10 +149,7 @@ class TensorExchange:
         self._slots.forget()
 
     def place(self, index: int, bucket: Bucket) -> None:
-        """Let bucket `index` of this step be `bucket`; state follows its parameters.
-
-        Buckets are placed in order, each before it is submitted, so a layout need not be known in advance.
-        """
+        """Let bucket `index` be `bucket`, before it is submitted; state follows its parameters."""
         if not self._slots.place(index, bucket):
             return
         self._device = bucket.device if index == 0 else self._device
@@ -161,19 +158,14 @@ class TensorExchange:
 
     def scale(self, index: int) -> float:
         """Return what to multiply by when a bucket is filled for this step: 1 unless the exchange sums."""
-        return self._slots.lane(index, self.step).scale
+        return self._lane(index).scale
 
     def flat(self, index: int) -> Tensor:
-        """Return the memory to fill for a bucket; it belongs to the exchange once submitted.
-
-        Ask again for each step: after a step, the memory may hold the bucket's new state.
-        """
+        """Return the memory to fill for a bucket in this step; it belongs to the exchange once submitted."""
         return self._slots.flat(index)
 
     def lend(self, index: int, x: Tensor) -> bool:
-        """Exchange a flat and filled tensor in place, instead of copying it into the bucket's memory.
-
-        The tensor belongs to the exchange from then on, as `flat` does.
+        """Exchange a flat and filled tensor in place; it then belongs to the exchange, as `flat` does.
 
         Returns:
             False where it cannot be taken, since the bucket's average will be written to the same memory.
@@ -183,6 +175,14 @@ class TensorExchange:
             return False
         slot.flat, slot.lent = x, True
         return True
+
+    def state_of(self, index: int) -> State:
+        """Return what a bucket's compressor keeps until the next step."""
+        return self._slots[index].state
+
+    def set_state(self, index: int, state: State) -> None:
+        """Let a bucket's compressor go on from another state, which stays unchanged."""
+        self._slots[index].state = {key: value.clone() for key, value in state.items()}
 
     def submit(self, index: int) -> None:
         """Hand over the next bucket, filled, in order; returns at once.
@@ -245,7 +245,7 @@ class TensorExchange:
     def abandon(self) -> None:
         """Forget a step that was begun and will not be finished; only one rank alone can do so."""
         for job in self._jobs:
-            job.exception()  # waits; what went wrong in a step that is given up matters no more
+            job.exception()  # waits
         self._failure = None
         self._begin()
 
@@ -253,7 +253,7 @@ class TensorExchange:
         """Stop the thread."""
         self._thread.shutdown(wait=True)
 
-    def _now(self, index: int) -> Lane:
+    def _lane(self, index: int) -> Lane:
         return self._slots.lane(index, self.step)
 
     @property
@@ -280,7 +280,7 @@ class TensorExchange:
         """Return this step's pipeline; where each bucket asks for one collective only, none waits."""
         if self._pipeline is None:
             self._inline = self._waits and all(
-                self._now(i).transport.rounds == 1 for i in range(len(self._slots))
+                self._lane(i).transport.rounds == 1 for i in range(len(self._slots))
             )
             self._pipeline = Pipeline(self.driver, patient=self._inline)
         return self._pipeline
@@ -300,7 +300,7 @@ class TensorExchange:
         """Begin a bucket's exchange, with flags that it shall carry; nothing once another one has failed."""
         if self._failure is not None:
             return
-        slot, lane = self._slots[index], self._now(index)
+        slot, lane = self._slots[index], self._lane(index)
         try:
             with on(self._streams.get(x.device), ready):
                 if lane.guarded:
@@ -340,7 +340,7 @@ class TensorExchange:
             self._check_sound()
             pipeline, carries = self._running(), False
             if held is not None:
-                dense = self._now(held[0]).transport.linear
+                dense = self._lane(held[0]).transport.linear
                 carries = not dense or held[1].nbytes <= _PIGGYBACK_BYTES
                 self._launch(*held, end.told if carries else None)
             with on(self._streams.get(self._device), None):
@@ -390,7 +390,7 @@ class TensorExchange:
         self.skipped += 1
         overflowed = False
         for i, exchange in enumerate(exchanges):
-            lane, bad = self._now(i), entered.get(i, False)
+            lane, bad = self._lane(i), entered.get(i, False)
             if bad or (not fine[i] and not lane.transport.linear):
                 exchange.average.fill_(torch.nan)
             reported = exchange.finite is not None and int(exchange.finite) != Finite.NO

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
-from stenograd.comm.traffic import Label, Traffic
-from stenograd.compression.contract import Site, require_floating
+from stenograd.comm.tensor_exchange import TensorExchange
+from stenograd.comm.traffic import Traffic
+from stenograd.compression.contract import require_floating
 from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.data.buckets import Bucket
 from stenograd.errors import bad_value
 from stenograd.launch.process_group import World
 from stenograd.singa.methods import plain, rounded, sparse
 from stenograd.sync.handshake import broadcast_model
 
 __all__ = ["Primitives"]
+
+_MOST_EXCHANGES = 64  # each holds memory for its tensors; a model is summed in fewer groups
 
 
 class Primitives:
@@ -35,6 +40,7 @@ class Primitives:
     def __init__(self, driver: Driver, world: World) -> None:
         self._driver = driver
         self._buffered: list[Tensor] = []
+        self._exchanges: dict[tuple[str, Bucket], TensorExchange] = {}
         self.local_rank = world.local_rank
         self.global_rank = driver.rank
         self.world_size = driver.world_size
@@ -157,26 +163,36 @@ class Primitives:
     ) -> None:
         """Write the sum (or mean) over the ranks of the source, or of the targets, to the targets."""
         flat = torch.cat([t.reshape(-1) for t in source or targets])
-        site = Site(
-            shapes=tuple(t.shape for t in targets),
-            rank=self.global_rank,
-            world_size=self.world_size,
-            dtype=flat.dtype,
-        )
-        compressor, state = how.compressor, {}
         if accumulation is not None:
             if accumulation.numel() != flat.numel():
                 rule = f"must have the {flat.numel()} elements of what is summed"
                 raise bad_value("accumulation", rule, accumulation.numel(), "make one for each group")
-            compressor = ErrorFeedback(inner=compressor)
-            state = {"residual": accumulation.reshape(-1)}
-        how.clip(flat, site.numels)
-        done = self._driver.run(compressor.rounds(flat, state, site), Label(method=type(compressor).__name__))
-        total = done.average if mean else done.average.mul_(self.world_size)
-        for target, piece in zip(targets, total.split(site.numels), strict=True):
+            how = replace(how, compressor=ErrorFeedback(inner=how.compressor), text="")
+        names = tuple(map(str, range(len(targets))))
+        bucket = Bucket(names, tuple(t.shape for t in targets), flat.dtype, flat.device)
+        exchange = self._exchange(how, bucket)
+        if accumulation is not None:
+            exchange.set_state(0, {"residual": accumulation.reshape(-1)})
+        exchange.lend(0, flat.mul_(exchange.scale(0)))
+        exchange.submit(0)
+        (average,) = exchange.finish().result().averages
+        total = average if mean else average.mul_(self.world_size)
+        for target, piece in zip(targets, total.split(bucket.numels), strict=True):
             target.copy_(piece.view(target.shape))
         if accumulation is not None:
-            accumulation.copy_(done.state["residual"].view(accumulation.shape))
+            accumulation.copy_(exchange.state_of(0)["residual"].view(accumulation.shape))
+
+    def _exchange(self, how: Method, bucket: Bucket) -> TensorExchange:
+        """Return the exchange of such tensors by a method; the newest are kept."""
+        key = how.text, bucket
+        exchange = self._exchanges.pop(key, None)
+        if exchange is None:
+            exchange = TensorExchange(how, self._driver, waits=True)
+            exchange.arrange([bucket])
+        self._exchanges[key] = exchange
+        if len(self._exchanges) > _MOST_EXCHANGES:
+            self._exchanges.pop(next(iter(self._exchanges))).close()
+        return exchange
 
 
 def _check(tensors: Sequence[Tensor]) -> None:
