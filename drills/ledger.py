@@ -65,7 +65,7 @@ class Ledger:
 
     Args:
         model: whose parameters to watch.
-        sync: what exchanges their gradients; its `state_dict()` tells residuals and the number of exchanges.
+        sync: what exchanges their gradients; `state_dict()` tells residuals, `step` and `skipped` count.
     """
 
     def __init__(self, model: nn.Module, sync: Any) -> None:
@@ -86,8 +86,7 @@ class Ledger:
             if p.requires_grad and name not in self._hooked:
                 self._hooked.add(name)
                 p.register_hook(partial(self._on_gradient, name))
-        state = self.sync.state_dict()
-        self._at = state["step"] + state["skipped"]
+        self._at = self.sync.step + self.sync.skipped
         self._before = {name: self._gradient(name) for name in self._parameters}
         self._used.setdefault(self._at, set())
         self._changed.setdefault(self._at, set())

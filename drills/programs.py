@@ -1,13 +1,15 @@
-"""Twelve kinds of ordinary training programs under every method: do they run as they do without Stenograd?
+"""Fifteen kinds of ordinary training programs under every method: do they run as they do without Stenograd?
 
 Every program is a user's loop (`program_networks.py`, `program_collectives.py`) and shows that Stenograd gets
 along with what it does:
 
     gan, gan-one            alternating losses; a pass reaches another engine's parameters; frozen layers
     actor-critic, -one      two engines in one backward pass; two optimizers on one
+    three                   two or three models in one backward pass, reached in another order on every rank
     clip                    all-gather with gradients on the default group
     mixture                 all-to-all with gradients on the default group; parameters unused in some steps
     metrics                 all-reduces in gradient hooks, registered after Stenograd's
+    backward-sum            an all-reduce in a backward function, between the gradients of two models
     beside-a-thread         all-reduces on the default group in a thread of the user's
     ddp, ...                the DDP hook with unused parameters, static graph, bucket views, no_sync
     sparse                  sparse embeddings with SparseAdam beside a dense head
@@ -54,9 +56,11 @@ PROGRAMS: dict[str, Callable[[Job], list[float]]] = {
     "gan-one": partial(networks.gan, engines=1),
     "actor-critic": partial(networks.actor_critic, engines=2),
     "actor-critic-one": partial(networks.actor_critic, engines=1),
+    "three": networks.three,
     "clip": collectives.clip,
     "mixture": collectives.mixture,
     "metrics": collectives.metrics,
+    "backward-sum": collectives.backward_sum,
     "beside-a-thread": collectives.beside_a_thread,
     "ddp-unused": partial(collectives.ddp, unused=True),
     "ddp-unused-views": partial(collectives.ddp, unused=True, gradient_as_bucket_view=True),
