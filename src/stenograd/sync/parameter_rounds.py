@@ -45,13 +45,23 @@ def _on_gradient(sync: weakref.ref[ParameterSync], _: Tensor) -> None:
         running._on_gradient(_graph_task())
 
 
+def _entries(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what a program calls: the module, or what it contains where it has no forward pass of its own."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+    else:
+        for child in module.children():
+            yield from _entries(child)
+
+
 class ParameterSync(Attached):
     """The running synchronisation of a model whose parameters are averaged every H steps; see `Local`.
 
     Made by `stenograd.distribute`, whose arguments it takes. The clock counts finished backward passes
     outside `no_sync()`, because all ranks make equally many of those, while one rank may skip an optimizer
     step. A round is held when all given optimizers have stepped after the pass that made it due; if a step
-    was skipped, before the next training forward pass, or by `flush()`.
+    was skipped or optimizers step in turn, before the next training forward pass of the model (or, in a
+    container without one, of what it contains), when the others have stepped too, or by `flush()`.
 
     Attributes:
         round: number of rounds held; equal on every rank.
@@ -109,9 +119,8 @@ class ParameterSync(Attached):
         after, before = torch.compiler.disable(self._after_step), torch.compiler.disable(self._before_step)
         self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
         self._watches += [o.register_step_post_hook(after) for o in self._optimizers]
-        self._watches.append(
-            self._model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
-        )
+        forward = torch.compiler.disable(self._before_forward)
+        self._watches += [module.register_forward_pre_hook(forward) for module in _entries(self._model)]
 
     @property
     def step(self) -> int:
@@ -265,8 +274,9 @@ class ParameterSync(Attached):
 
     def _end_pass(self) -> None:
         self._passes += 1
-        self._due = self._passes % self._schedule.every == 0
-        self._stepped.clear()
+        if not self._due:  # else the steps after an earlier pass count: optimizers may step in turn
+            self._stepped.clear()
+            self._due = self._passes % self._schedule.every == 0
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Let a step whose gradients are not finite change nothing; only this rank skips it."""
