@@ -1,15 +1,17 @@
-"""Peak memory of two checkouts of Stenograd, interleaved in one run: what did a change cost, or save?
+"""Peak of allocated memory of two checkouts of Stenograd, interleaved: what did a change cost, or save?
 
-Two ranks train the 10 M parameter network for some steps, as in `memory.py`. A process per checkout imports
-everything once and forks the ranks of each measurement, so that it takes seconds and starts from equal
-memory. A checkout may be one from before the project got its name: the package is called as its folder under
-`src`. Without another checkout only this one is measured, which compares methods.
+Two ranks train the 10 M parameter network for some steps, as in `memory.py`. What counts is the bytes in
+use, by `live_bytes.c`, which needs a C compiler. Resident memory, which `memory.py` measures, includes what
+malloc keeps after free(), which hides small differences. A process per checkout imports everything once and
+forks the ranks of each measurement. A checkout may be one from before the project got its name: the package
+is called as its folder under `src`. Without another checkout only this one is measured, which compares
+methods.
 
     git worktree add ../before COMMIT
     python benchmarks/memory_versions.py ../before [--methods dense topk:ratio=0.01] [--rounds 3]
 
 Prints for every method the growth of the peak in bytes per parameter, above that of the same training
-without an exchange: medians before and now, and every round's numbers. Linux only.
+without an exchange: medians before and now, and every round's numbers. Linux with glibc only.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import ctypes
 import gc
 import importlib
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import status_bytes
 from models import WORKS, loss
 from torch import nn
 
@@ -41,9 +43,14 @@ PARAMETERS = 10_020_874  # of the network, WORKS["mlp"]
 class Checkout:
     """A process with the Stenograd of one checkout, which measures when told to."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, counter: Path) -> None:
         package = next(path.parent.name for path in (root / "src").glob("*/__init__.py"))
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root / "src")}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(root / "src"),
+            "LD_PRELOAD": str(counter),
+        }
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--child", package],
             env=env,
@@ -102,11 +109,12 @@ def _grown(library: Any, method: str, steps: int) -> int:
     _, inputs, targets = WORKS["mlp"].make(rank)
     _train(library, method, small, inputs, targets, steps)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or what imports left free on the heap would be filled first, uncounted
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
-    before = status_bytes("VmRSS")
+    counter = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    counter.live_bytes_grown.restype = ctypes.c_long
+    counter.live_bytes_restart()
     _train(library, method, *WORKS["mlp"].make(rank), steps)
-    return status_bytes("VmHWM") - before
+    grown: int = counter.live_bytes_grown()
+    return grown
 
 
 def _train(library: Any, method: str, model: nn.Module, inputs: Any, targets: Any, steps: int) -> None:
@@ -131,7 +139,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     roots = [args.before.resolve(), HERE.parent] if args.before else [HERE.parent]
-    compare([Checkout(root) for root in roots], args.methods, args.rounds, args.steps)
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise SystemExit("a C compiler must be there to build live_bytes.c, found no cc: install one")
+    with tempfile.TemporaryDirectory() as folder:
+        counter = Path(folder) / "live_bytes.so"
+        subprocess.run(
+            [compiler, "-O2", "-shared", "-fPIC", "-o", counter, HERE / "live_bytes.c"], check=True
+        )
+        compare([Checkout(root, counter) for root in roots], args.methods, args.rounds, args.steps)
 
 
 def compare(checkouts: list[Checkout], methods: list[str], rounds: int, steps: int) -> None:
