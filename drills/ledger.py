@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,11 +11,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from rounds import Rounds
 from torch import Tensor, nn
 
 from stenograd.compression.contract import Site
+from stenograd.schedules.schedule import What
 
-__all__ = ["Job", "Ledger", "digest", "watched"]
+__all__ = ["Job", "Ledger", "watched"]
 
 BUCKET_BYTES = 1200  # at least two buckets in every program, and a tensor that is larger than one
 
@@ -28,7 +29,8 @@ class Job:
     Attributes:
         options: arguments for `stenograd.distribute`.
         ledgers: the accounts of all watched models.
-        alike: tensors that must be equal on all ranks at the end, besides the watched models' parameters.
+        alike: tensors that must be equal on all ranks at the end, besides the watched models' parameters;
+            where ranks train by themselves between rounds, they are each rank's own.
     """
 
     rank: int
@@ -36,7 +38,7 @@ class Job:
     steps: int
     method: str
     options: dict[str, Any] = field(default_factory=lambda: {"bucket_bytes": BUCKET_BYTES, "timeout_s": 60.0})
-    ledgers: list[Ledger] = field(default_factory=list)
+    ledgers: list[Ledger | Rounds] = field(default_factory=list)
     alike: list[Tensor] = field(default_factory=list)
 
     def generator(self, step: int) -> torch.Generator:
@@ -49,8 +51,9 @@ class Job:
         return x, torch.tanh(x @ _TEACHER) + 0.5
 
     def watch(self, model: nn.Module, sync: Any) -> None:
-        """Keep accounts of a model whose gradients `sync` exchanges."""
-        self.ledgers.append(Ledger(model, sync))
+        """Keep accounts of a model whose gradients, or parameters, `sync` averages."""
+        in_rounds = sync.method.schedule.what is What.PARAMETERS
+        self.ledgers.append(Rounds(model, sync) if in_rounds else Ledger(model, sync))
 
 
 class Ledger:
@@ -65,7 +68,7 @@ class Ledger:
 
     Args:
         model: whose parameters to watch.
-        sync: what exchanges their gradients; its `state_dict()` tells residuals and the number of exchanges.
+        sync: what exchanges their gradients; `state_dict()` tells residuals, `step` and `skipped` count.
     """
 
     def __init__(self, model: nn.Module, sync: Any) -> None:
@@ -86,8 +89,7 @@ class Ledger:
             if p.requires_grad and name not in self._hooked:
                 self._hooked.add(name)
                 p.register_hook(partial(self._on_gradient, name))
-        state = self.sync.state_dict()
-        self._at = state["step"] + state["skipped"]
+        self._at = self.sync.step + self.sync.skipped
         self._before = {name: self._gradient(name) for name in self._parameters}
         self._used.setdefault(self._at, set())
         self._changed.setdefault(self._at, set())
@@ -103,6 +105,14 @@ class Ledger:
                 has.add(name)
             if (after is None) != (before is None) or (after is not None and not torch.equal(after, before)):
                 self._changed[self._at].add(name)
+
+    def settled(self) -> AbstractContextManager[None]:
+        """Return a block in which the parameters are what all ranks agree on, which they always are."""
+        return nullcontext()
+
+    def told(self) -> list[tuple[int, str]]:
+        """Return nothing: whatever may differ between ranks in between shows in the end."""
+        return []
 
     def lost(self) -> dict[str, float]:
         """Return, alike on all ranks, how much of each parameter's summed gradient is unaccounted for.
@@ -177,14 +187,6 @@ def watched(job: Job) -> Iterator[None]:
 
     with mock.patch.object(torch.autograd, "backward", backward):
         yield
-
-
-def digest(tensors: Sequence[Tensor]) -> str:
-    """Return a hash of all bits."""
-    found = hashlib.sha256()
-    for t in tensors:
-        found.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def _wide(t: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
 
-__all__ = ["beside_a_thread", "clip", "ddp", "ddp_uneven", "metrics", "mixture", "uneven"]
+__all__ = ["backward_sum", "beside_a_thread", "clip", "ddp", "ddp_uneven", "metrics", "mixture", "uneven"]
 
 
 def clip(job: Job) -> list[float]:
@@ -115,6 +115,47 @@ def metrics(job: Job) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     assert len(norms) == 2 * job.steps * len(list(model.parameters()))
+    return losses
+
+
+class _Centred(torch.autograd.Function):
+    """Takes the mean over all ranks' rows off: `y = x - mean(x)`, as batch normalisation over ranks does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Center x (rows, features)."""
+        total = x.sum(0)
+        dist.all_reduce(total)
+        return x - total / (len(x) * dist.get_world_size())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        """Differentiate the sum of all ranks' losses, to which this rank's rows add by the mean."""
+        total = gradient.sum(0)
+        dist.all_reduce(total)
+        return gradient - total / (len(gradient) * dist.get_world_size())
+
+
+def backward_sum(job: Job) -> list[float]:
+    """An all-reduce on the default group in a backward function, between the gradients of two models."""
+    # No biases before the mean is taken off: their gradients would be zero.
+    trunk = nn.ModuleList([nn.Linear(10, 20, bias=False), nn.Linear(20, 12, bias=False)])
+    head = net(12, 20, 3)
+    both = [trunk, head]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=5e-3) for model in both]
+    for model, optimizer in zip(both, optimizers, strict=True):
+        job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
+    losses = []
+    for step in range(job.steps):
+        x, y = job.batch(step)
+        h = torch.tanh(_Centred.apply(trunk[0](x)))  # the trunk's first layer gets its gradient after the sum
+        loss = mse_loss(head(_Centred.apply(trunk[1](h))), y)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
     return losses
 
 

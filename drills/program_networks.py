@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import torch
 from ledger import Job
@@ -15,7 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 import stenograd
 
-__all__ = ["actor_critic", "alternating", "averaged", "checkpointed", "gan", "net", "penalty", "sparse"]
+__all__ = [
+    "actor_critic",
+    "alternating",
+    "averaged",
+    "checkpointed",
+    "gan",
+    "net",
+    "penalty",
+    "sparse",
+    "three",
+]
 
 
 def net(*sizes: int) -> nn.Sequential:
@@ -85,6 +95,39 @@ def actor_critic(job: Job, *, engines: int) -> list[float]:
         critic.step()
         regrets.append((y.max(1).values - reward).mean().item())
     return regrets
+
+
+# Who learns in a step. Every rank must reach the same models in a pass, or an exchange would lack a rank.
+_LEARNERS = [(0, 1), (1, 2), (0, 2), (0, 1, 2)]
+
+
+def three(job: Job) -> list[float]:
+    """Three models that learn from each other, two or all of them in one backward pass.
+
+    Autograd runs backward what ran last first, so a rank that calls the models in another order reaches their
+    engines in another order: here it turns with the rank and with the step.
+
+    Reference: Zhang et al., "Deep Mutual Learning", CVPR 2018.
+    """
+    models = [net(10, 20, 12, 3) for _ in range(3)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=5e-3) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
+    losses = []
+    for step in range(job.steps):
+        x, y = job.batch(step)
+        learners = _LEARNERS[step % len(_LEARNERS)]
+        first = (job.rank + step // len(_LEARNERS)) % len(learners)
+        outs = {i: models[i](x) for i in learners[first:] + learners[:first]}
+        wrong = torch.stack([mse_loss(outs[i], y) for i in learners]).mean()
+        apart = torch.stack([mse_loss(outs[i], outs[j]) for i, j in combinations(learners, 2)]).mean()
+        for i in learners:
+            optimizers[i].zero_grad()
+        (wrong + 0.1 * apart).backward()
+        for i in learners:
+            optimizers[i].step()
+        losses.append(wrong.item())
+    return losses
 
 
 def penalty(job: Job) -> list[float]:

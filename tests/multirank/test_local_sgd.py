@@ -258,6 +258,39 @@ def test_a_skipped_step_leaves_the_round_to_the_next_forward_pass():
     assert all(torch.equal(a[n], b[n]) for n in a if "num_batches" not in n)
 
 
+@pytest.mark.parametrize("functional", [False, True], ids=["modules called", "weights used"])
+@pytest.mark.parametrize("codec", ["", "/topk:ratio=0.3"])
+def test_optimizers_that_step_in_turn_lose_no_round(codec, functional):
+    """After a pass only one of two optimizers steps, and the model, a mere container, is never called.
+
+    10 passes with H = 2: the round that is due is held before the next forward pass, or, where no module is
+    called at all, when the other optimizer has stepped, too. The tenth is left to `consensus()`.
+    """
+
+    def rank_of(driver):
+        model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)})
+        optimizers = [torch.optim.SGD(model[name].parameters(), lr=0.1) for name in "ab"]
+        sync = stenograd.distribute(model, optimizers, f"local:every=2{codec}", group=driver, timeout_s=30)
+        rounds = []
+        for step in range(10):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + driver.rank))
+            layer, optimizer = model["ab"[step % 2]], optimizers[step % 2]
+            model.zero_grad()
+            out = nn.functional.linear(x, layer.weight, layer.bias) if functional else layer(x)
+            out.square().sum().backward()
+            optimizer.step()
+            rounds.append(sync.round)
+        with sync.consensus():
+            kept = [p.detach().clone() for p in model.parameters()]
+        sync.close()
+        return rounds, sync.round, kept
+
+    (rounds, held, a), (same, _, b) = ranks(2, rank_of)
+    assert rounds == same == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert held == 5
+    assert all(map(torch.equal, a, b))
+
+
 def test_every_one_with_plain_sgd_equals_averaged_gradients():
     """theta - lr g_r, averaged, is theta - lr mean(g), up to rounding; with AdamW it is not."""
 

@@ -16,8 +16,9 @@ from stenograd.errors import StenogradError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "drills"))
 
-from ledger import digest
-from programs import PROGRAMS, faults, run
+from digests import digest
+from programs import PROGRAMS, SCHEDULED, faults, run
+from rounds import unfit
 
 # One round, one round with feedback, several rounds, and one with two kinds of buckets in several rounds.
 METHODS = ["dense", "topk:ratio=0.1", "powersgd:rank=2", "sign:dense_below=20"]
@@ -31,6 +32,12 @@ CASES = [(p, m) for p in PROGRAMS for m in (METHODS if p not in VARIANTS else ME
 
 @pytest.mark.parametrize(("program", "method"), CASES)
 def test_an_ordinary_program_runs_and_no_gradient_is_lost(pool, program, method):
+    assert list(faults(pool.run(2, run, 2, program, method, STEPS, timeout_s=60))) == []
+
+
+@pytest.mark.parametrize("method", SCHEDULED)
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if not unfit(p, SCHEDULED[0])])
+def test_ranks_agree_after_every_round_of_a_schedule(pool, program, method):
     assert list(faults(pool.run(2, run, 2, program, method, STEPS, timeout_s=60))) == []
 
 

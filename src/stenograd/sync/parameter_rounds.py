@@ -47,7 +47,7 @@ class ParameterSync(RoundSync):
     @property
     def pending(self) -> bool:
         """Whether a round is due, or an exchange under way."""
-        return self._due or any(part.under_way for part in self._parts)
+        return bool(self._due) or any(part.under_way for part in self._parts)
 
     @property
     def _dense_passes(self) -> int:
@@ -182,7 +182,7 @@ class ParameterSync(RoundSync):
         self._next, self._void, self._common_at = int(state["next"]), set(state["void"]), state["common"]
         self._flying = {int(f): int(t) for f, t in state["flying"].items()}
         self._skipped = int(state["own"]["skipped"])
-        self._due, self._finite = False, True
+        self._due, self._finite = [], True
         self._stepped.clear()
         if self._passes >= self._dense_passes:
             self._end_dense()
@@ -250,7 +250,8 @@ class ParameterSync(RoundSync):
 
     def _is_due(self, t: int) -> bool:
         ends = any(t >= sent + self._schedule.delay for sent in self._flying.values())
-        return ends or bool(self._starts(t))
+        late = isinstance(self._schedule, Local) and t >= self._next  # an earlier round is still due
+        return ends or late or bool(self._starts(t))
 
     def _meet(self, t: int) -> None:
         """Finish what was sent long enough ago, then send what is due: one exchange at a time is under way.

@@ -47,12 +47,22 @@ def _on_gradient(sync: weakref.ref[RoundSync], _: Tensor) -> None:
         running._on_gradient(_graph_task())
 
 
+def _entries(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what a program calls: the module, or what it contains where it has no forward pass of its own."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+    else:
+        for child in module.children():
+            yield from _entries(child)
+
+
 class RoundSync(Attached):
     """Base of what lets ranks train by themselves and meets in rounds; made by `stenograd.distribute`.
 
     The clock counts finished backward passes outside `no_sync()`, because all ranks make equally many of
     those, while one rank may skip an optimizer step. What a pass made due is done when all given optimizers
-    have stepped after it; if a step was skipped, before the next training forward pass, or by `flush()`.
+    have stepped after it; if a step was skipped or optimizers step in turn, before the next training forward
+    pass of the model (or, in a container without one, of what it contains), or by `flush()`.
 
     A subclass builds what it exchanges in `_build`, says in `_is_due` which passes make something due, and
     does that in `_meet`.
@@ -90,7 +100,8 @@ class RoundSync(Attached):
         self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
         self.round = self._skipped = self._passes = 0
         self._order, self._seen = next_order(), -1
-        self._due = self._closed = self._warned = self._counted = False
+        self._closed = self._warned = self._counted = False
+        self._due: list[int] = []  # local passes after which something is to be done
         self._finite: bool | None = True  # None: not looked at yet
         self._stepped: set[int] = set()
         self._lock = threading.Lock()
@@ -119,9 +130,8 @@ class RoundSync(Attached):
         after, before = torch.compiler.disable(self._after_step), torch.compiler.disable(self._before_step)
         self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
         self._watches += [o.register_step_post_hook(after) for o in self._optimizers]
-        self._watches.append(
-            self._model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
-        )
+        forward = torch.compiler.disable(self._before_forward)
+        self._watches += [module.register_forward_pre_hook(forward) for module in _entries(self._model)]
 
     @property
     def traffic(self) -> Traffic:
@@ -151,7 +161,7 @@ class RoundSync(Attached):
     @property
     def pending(self) -> bool:
         """Whether something is due."""
-        return self._due
+        return bool(self._due)
 
     @property
     def repaired(self) -> int:
@@ -296,8 +306,10 @@ class RoundSync(Attached):
     def _end_pass(self) -> None:
         self._passes += 1
         t = self._passes - self._dense_passes
-        self._due = t == 0 if t <= 0 else self._is_due(t)
-        self._stepped.clear()
+        if not self._due:  # else steps after an earlier pass count: optimizers may step in turn
+            self._stepped.clear()
+        if t == 0 or (t > 0 and self._is_due(t)):
+            self._due.append(t)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Let a step whose gradients are not finite change nothing; only this rank skips it."""
@@ -330,15 +342,13 @@ class RoundSync(Attached):
 
     @torch.no_grad()
     def _hold_if_due(self) -> None:
-        if not self._due:
-            return
-        self._due = False
-        t = self._passes - self._dense_passes
-        if t == 0:
-            self._end_dense()
-            self._begin_rounds()
-        else:
-            self._meet(t)
+        while self._due:
+            t = self._due.pop(0)
+            if t == 0:
+                self._end_dense()
+                self._begin_rounds()
+            else:
+                self._meet(t)
 
 
 def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
