@@ -93,7 +93,7 @@ def test_every_integer_has_bounds(key):
 
 
 def test_feedback_is_on_for_the_biased_ones_and_can_be_turned_off():
-    biased = {"topk", "threshold", "randomk", "randomblock", "sign", "powersgd"}
+    biased = {"lowbit", "topk", "threshold", "randomk", "randomblock", "sign", "powersgd"}
     for name in stenograd.methods():
         wrapped = isinstance(stenograd.method(name).compressor, stenograd.ErrorFeedback)
         assert wrapped == (name in biased), name
@@ -103,7 +103,7 @@ def test_feedback_is_on_for_the_biased_ones_and_can_be_turned_off():
 
 
 def test_all_promised_names_exist():
-    promised = "dense fp16 bf16 topk threshold randomk randomblock sign qsgd powersgd"
+    promised = "dense fp16 bf16 lowbit topk threshold randomk randomblock sign qsgd powersgd"
     assert set(promised.split()) <= set(stenograd.methods())
 
 
