@@ -151,7 +151,7 @@ class LowBit(Codec):
             return y.mul_(self._top).round_().nan_to_num_(0.0).clamp_(-self._top, self._top).add_(self._top)
         magnitude = y.abs()
         exponent = ((magnitude.view(torch.int32) + _HALF) >> 23).sub_(120).clamp_(0, 7)  # 1.0 has 127
-        # What lies between half the smallest level and 3/4 of it has too low an exponent, but is nearer to it.
+        # What lies between half and 3/4 of the smallest level has too low an exponent, but is nearer to it.
         torch.maximum(exponent, (magnitude >= _SMALLEST / 2).to(torch.int32), out=exponent)
         return exponent.add_((y < 0).to(torch.int32), alpha=8)
 
