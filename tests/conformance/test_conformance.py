@@ -75,7 +75,7 @@ def test_a_new_compressor_is_one_file(tmp_path, monkeypatch):
     try:
         assert entries()["everyother"].compressor.__name__ == "EveryOther"
         mine = [(name, c) for name, c in cases() if "EveryOther" in name]
-        assert [name for name, _ in mine] == ["EveryOther()", "ErrorFeedback(inner=EveryOther())"]
+        assert [name for name, _ in mine] == ["EveryOther()", "ErrorFeedback(inner=EveryOther(), decay=1.0)"]
         for _, compressor in mine:
             check(compressor)
     finally:

@@ -136,7 +136,7 @@ print(json.dumps([stenograd.__file__, "terngrad" in stenograd.methods(), list(mi
     assert mine == [
         name
         for seed in (0, 7)
-        for name in (f"TernGrad(seed={seed})", f"ErrorFeedback(inner=TernGrad(seed={seed}))")
+        for name in (f"TernGrad(seed={seed})", f"ErrorFeedback(inner=TernGrad(seed={seed}), decay=1.0)")
     ]
     assert nbytes == 100 * 2 // 8 + 4
 

@@ -27,6 +27,7 @@ __all__ = ["METHOD_KEYS", "Method", "method", "methods"]
 # Keys that every method takes, with their types.
 METHOD_KEYS: dict[str, type] = {
     "feedback": bool,
+    "feedback_decay": float,
     "dense_below": int,
     "warmup_steps": int,
     "clip_value": float,
@@ -185,7 +186,7 @@ def method(text: str | Method | Compressor) -> Method:
     without one gradients are averaged in every backward pass.
 
     Besides a compressor's own keys (its fields) every method takes `feedback` (error feedback; on for
-    biased compressors), `dense_below` (tensors with fewer elements travel densely; 1024 for sign, else 0),
+    biased compressors), `feedback_decay` (what is owed is multiplied by it at every step), `dense_below` (tensors with fewer elements travel densely; 1024 for sign, else 0),
     `warmup_steps` (dense exchanges before compression starts), `clip_value` and `clip_norm` (applied to the
     local gradient).
 
@@ -226,12 +227,27 @@ def method(text: str | Method | Compressor) -> Method:
     given = _parse(entry.name, entry.compressor, entry.preset, rest, METHOD_KEYS)
     own = {k: v for k, v in given.items() if k not in METHOD_KEYS}
     codec = entry.compressor(**{**entry.preset, **own})
-    fed = ErrorFeedback(inner=codec) if given.get("feedback", _feeds(codec)) else codec
+    fed = _with_feedback(codec, given)
     if "warmup_steps" in given:  # dense_below=0 has a meaning, this has none
         check_count("warmup_steps", given["warmup_steps"], "leave it out for none", MethodError)
     around = {"dense_below": codec.default_dense_below, **given}
-    kept = {key: around[key] for key in METHOD_KEYS if key in around and key != "feedback"}
+    kept = {key: around[key] for key in METHOD_KEYS if key in around and not key.startswith("feedback")}
     return Method(compressor=fed, text=_canonical(entry, codec, given), **kept)
+
+
+def _with_feedback(codec: Compressor, given: Mapping[str, Any]) -> Compressor:
+    """Put error feedback around a compressor where its method's keys, or itself, ask for it."""
+    if given.get("feedback", _feeds(codec)):
+        return ErrorFeedback(inner=codec, decay=given.get("feedback_decay", 1.0))
+    if "feedback_decay" in given:
+        raise bad_value(
+            "feedback_decay",
+            "needs error feedback",
+            given["feedback_decay"],
+            "add feedback=true",
+            MethodError,
+        )
+    return codec
 
 
 def _feeds(codec: Compressor) -> bool:
@@ -286,7 +302,7 @@ def _value(name: str, key: str, kind: type, value: str) -> Any:
 def _canonical(entry: Entry, codec: Compressor, given: Mapping[str, Any]) -> str:
     own = {f.name: getattr(codec, f.name) for f in fields(codec) if f.name not in entry.preset}
     defaults = {f.name: f.default for f in fields(codec)}
-    usual = {"feedback": _feeds(codec), "dense_below": codec.default_dense_below}
+    usual = {"feedback": _feeds(codec), "feedback_decay": 1.0, "dense_below": codec.default_dense_below}
     around = {k: given[k] for k in METHOD_KEYS if k in given and given[k] != usual.get(k)}
     return _written(entry.name, own, defaults, given, around)
 

@@ -86,18 +86,24 @@ def zeros_stay_zeros(c: Compressor) -> None:
 
 
 def feedback_telescopes(c: Compressor) -> None:
-    """Under error feedback, all that was applied and the residual add up to all that was put in."""
+    """Under error feedback, all that was applied and the residual add up to all that was put in.
+
+    What a decay forgets of the residuals counts as taken out again.
+    """
     if base(c).feedback is Feedback.NEVER:
         return
     fed = c if isinstance(c, ErrorFeedback) else ErrorFeedback(inner=c)
     for world, commits in ((2, None), (4, None), (2, True), (4, True)):
         put_in, sent, averaged = torch.zeros(world, NUMEL), torch.zeros(world, NUMEL), torch.zeros(NUMEL)
-        largest, states = 1.0, None
+        residuals = torch.zeros(world, NUMEL)
+        largest, states, forgets = 1.0, None, 1 - fed.decay
         for step in range(24):
             xs = data(world, seed=step)
             out = exchange(fed, xs, states, shapes=SHAPES, step=step, want_error=True, commits=commits)
-            states = [e.state for e in out]
             put_in += torch.stack(xs)
+            if forgets:
+                put_in -= forgets * residuals
+            states = [e.state for e in out]
             sent += torch.stack([x - error_of(e) for x, e in zip(xs, out, strict=True)])
             averaged += out[0].average
             residuals = torch.stack([e.state["residual"] for e in out])

@@ -1,0 +1,96 @@
+"""Decayed error feedback against a plain loop: e <- beta e + x, send C(e), keep the rest."""
+
+import pytest
+import torch
+
+import stenograd
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compressors.lowbit import LowBit
+from stenograd.compressors.powersgd import PowerSGD
+from stenograd.compressors.qsgd import QSGD
+from stenograd.compressors.sign import Sign
+from stenograd.compressors.topk import TopK
+from stenograd.simulate import exchange
+from stenograd.testing.conformance import check
+
+SHAPES = [torch.Size((16, 24)), torch.Size((7,))]
+NUMEL = 16 * 24 + 7
+
+
+def gradients(world, step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(NUMEL, generator=generator).to(dtype) for _ in range(world)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("beta", [0.5, 0.95])
+def test_the_residual_is_that_of_a_plain_loop(beta, dtype):
+    """Top 10 % by torch.topk, on two ranks, for eight steps."""
+    codec, k = TopK(ratio=0.1), -(-NUMEL // 10)
+    fed = ErrorFeedback(inner=codec, decay=beta)
+    wide = torch.promote_types(dtype, torch.float32)
+    owed, states = [torch.zeros(NUMEL, dtype=wide) for _ in range(2)], None
+    for step in range(8):
+        xs = gradients(2, step, dtype)
+        out = exchange(fed, xs, states, shapes=SHAPES, step=step)
+        states = [e.state for e in out]
+        sent = []
+        for rank in range(2):
+            v = beta * owed[rank] + xs[rank].to(wide)
+            places = v.abs().topk(k).indices
+            kept = torch.zeros_like(v)
+            kept[places] = v[places]
+            sent.append(kept)
+            owed[rank] = v - kept
+        assert torch.allclose(out[0].average, ((sent[0] + sent[1]) / 2).to(dtype), rtol=1e-5, atol=1e-6)
+        for state, wanted in zip(states, owed, strict=True):
+            assert state["residual"].dtype is wide
+            assert torch.allclose(state["residual"], wanted, atol=1e-6)
+
+
+def test_what_was_lost_t_steps_ago_is_owed_beta_to_the_t_times():
+    """A single small element beside a large one, ratio 1/2: 1, then 0.5, 0.25, ... until it is alone."""
+    fed = ErrorFeedback(inner=TopK(ratio=0.5), decay=0.5)
+    (e,) = exchange(fed, [torch.tensor([1.0, 8.0])])
+    for owed in (0.5, 0.25, 0.125):
+        (e,) = exchange(fed, [torch.tensor([0.0, 8.0])], [e.state])
+        assert e.state["residual"].tolist() == [owed, 0.0]
+    (e,) = exchange(fed, [torch.zeros(2)], [e.state])
+    assert e.average.tolist() == [0.0625, 0.0]
+
+
+@pytest.mark.parametrize(
+    "inner", [TopK(ratio=0.1), Sign(block=16), PowerSGD(rank=2), QSGD(), LowBit()], ids=str
+)
+def test_a_decay_of_one_changes_no_bit(inner):
+    """Same averages and states as without naming the key, committed or not."""
+    for commits in (None, True):
+        plain, named = ErrorFeedback(inner=inner), ErrorFeedback(inner=inner, decay=1.0)
+        states = [None, None]
+        for step in range(4):
+            for i, fed in enumerate((plain, named)):
+                out = exchange(fed, gradients(4, step), states[i], shapes=SHAPES, step=step, commits=commits)
+                states[i] = [e.state for e in out]
+                average = out[0].average.clone() if i == 0 else average
+            assert torch.equal(average, out[0].average)
+            for a, b in zip(*states, strict=True):
+                assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("inner", [TopK(ratio=0.1), Sign(block=16), PowerSGD(rank=2)], ids=str)
+def test_decayed_feedback_conforms(inner):
+    check(ErrorFeedback(inner=inner, decay=0.9))
+
+
+def test_the_old_residual_is_whole_until_the_step_counts():
+    fed, xs = ErrorFeedback(inner=TopK(ratio=0.1), decay=0.9), gradients(2, 0)
+    states = [e.state for e in exchange(fed, xs)]
+    before = [s["residual"].clone() for s in states]
+    exchange(fed, gradients(2, 1), states, commits=True)
+    assert all(torch.equal(s["residual"], old) for s, old in zip(states, before, strict=True))
+
+
+def test_a_method_takes_it():
+    how = stenograd.method("topk:ratio=0.1,feedback_decay=0.95")
+    assert how.compressor == ErrorFeedback(inner=TopK(ratio=0.1), decay=0.95)
+    assert stenograd.method(str(how)) == how
