@@ -186,9 +186,9 @@ def method(text: str | Method | Compressor) -> Method:
     without one gradients are averaged in every backward pass.
 
     Besides a compressor's own keys (its fields) every method takes `feedback` (error feedback; on for
-    biased compressors), `feedback_decay` (what is owed is multiplied by it at every step), `dense_below` (tensors with fewer elements travel densely; 1024 for sign, else 0),
-    `warmup_steps` (dense exchanges before compression starts), `clip_value` and `clip_norm` (applied to the
-    local gradient).
+    biased compressors), `feedback_decay` (what is owed is multiplied by it at every step; 1), `dense_below`
+    (tensors with fewer elements travel densely; 1024 for sign, else 0), `warmup_steps` (dense exchanges
+    before compression starts), `clip_value` and `clip_norm` (applied to the local gradient).
 
     Args:
         text: the text; a Method is returned as it is, and a Compressor is taken as given, without feedback.
@@ -240,13 +240,8 @@ def _with_feedback(codec: Compressor, given: Mapping[str, Any]) -> Compressor:
     if given.get("feedback", _feeds(codec)):
         return ErrorFeedback(inner=codec, decay=given.get("feedback_decay", 1.0))
     if "feedback_decay" in given:
-        raise bad_value(
-            "feedback_decay",
-            "needs error feedback",
-            given["feedback_decay"],
-            "add feedback=true",
-            MethodError,
-        )
+        decay = given["feedback_decay"]
+        raise bad_value("feedback_decay", "needs error feedback", decay, "add feedback=true", MethodError)
     return codec
 
 
