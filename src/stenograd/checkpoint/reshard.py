@@ -13,7 +13,8 @@ from stenograd.errors import CheckpointError, bad_value
 
 __all__ = ["SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
 
-SUMMED = frozenset({"residual"})  # state whose sum over the ranks is kept; all other state is equal on all
+# State whose sum over the ranks is kept, because it is owed; all other state is equal on all ranks.
+SUMMED = frozenset({"residual", "dgc_u", "dgc_v"})
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -30,6 +31,8 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
 
     This holds for every method, two-phase and sparse all-reduce included: there a rank that encodes what it
     has averaged keeps that loss, times N, in the same residual, so that it enters the sum like the rest.
+
+    DGC's accumulated velocity and its momentum are owed in the same way, and follow the same rule.
 
     Everything else (PowerSGD's Q, counters of steps) is equal on all ranks and copied. Random choices depend
     on (seed, step, bucket, rank) alone, so new ranks need no state for theirs.

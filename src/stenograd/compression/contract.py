@@ -46,6 +46,7 @@ class Feedback(Enum):
 
     ON = "on"  # it loses the same things again and again: on unless the method says feedback=false
     OFF = "off"  # unbiased, `E[decode(encode(x))] = x`, or rounding to 8 bits or finer: off unless asked for
+    OWN = "own"  # it keeps what it has not sent in its state, so there is nothing left to feed back
     NEVER = "never"  # nothing is lost, or what is sent is so much larger than x that residuals would diverge
 
 
@@ -212,6 +213,11 @@ class Compressor(ABC):
     def delta(self) -> float:
         """Contraction: `||error||^2 <= (1 - delta) ||x||^2` for every x; 0 where none is promised."""
         return 0.0
+
+    @property
+    def own_momentum(self) -> bool:
+        """Whether what is delivered has momentum in it, so that the optimizer must have none."""
+        return False
 
     @property
     def lossless(self) -> bool:

@@ -62,6 +62,8 @@ class ErrorFeedback(Compressor):
             raise MethodError(
                 f"{self.inner} loses nothing, so feedback has nothing to add: leave feedback out"
             )
+        if self.inner.feedback is Feedback.OWN:
+            raise MethodError(f"{self.inner} keeps what it has not sent by itself: leave feedback out")
         if self.inner.feedback is Feedback.NEVER:
             raise MethodError(
                 f"{self.inner} scales up what it sends, so its residual would grow without bound: "

@@ -27,7 +27,7 @@ _ONE = 126  # the code of the scale itself; 127 is twice the scale
 
 @dataclass(frozen=True, kw_only=True)
 class Natural(Codec):
-    """Send a power of two: for `2^e <= |x| < 2^(e+1)` the upper with the chance `|x| / 2^e - 1`, else the lower.
+    """Send a power of two: of `2^e <= |x| < 2^(e+1)` the upper with the chance `|x| / 2^e - 1`, or the lower.
 
     So it is right on average, `E[sent] = x`, with a variance of at most `x^2 / 8` per element, and every rank
     draws for itself. The exponent counts down from the largest of the tensor; 127 of them and zero fit into

@@ -90,7 +90,7 @@ def feedback_telescopes(c: Compressor) -> None:
 
     What a decay forgets of the residuals counts as taken out again.
     """
-    if base(c).feedback is Feedback.NEVER:
+    if base(c).feedback in (Feedback.NEVER, Feedback.OWN):
         return
     fed = c if isinstance(c, ErrorFeedback) else ErrorFeedback(inner=c)
     for world, commits in ((2, None), (4, None), (2, True), (4, True)):
@@ -135,7 +135,7 @@ def unbiased_as_declared(c: Compressor) -> None:
     E||mean error||^2 is (mean ||error||^2) / steps; 30 times that is 5.5 standard deviations even where all
     of the error lies in one direction. A compressor that is not random may only round, to 8 bits or finer.
     """
-    if c.feedback is Feedback.ON or c.lossless:
+    if c.feedback in (Feedback.ON, Feedback.OWN) or c.lossless:
         return
     steps, x = 400, torch.linspace(-1, 2, 96)
     shapes = [torch.Size((12, 8))]
