@@ -182,9 +182,7 @@ def test_saving_in_between_changes_nothing():
 def test_a_second_momentum_is_refused():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(
-        MethodError, match="dgc has momentum of its own, and SGD has momentum=0.9: set the opt"
-    ):
+    with pytest.raises(MethodError, match=r"dgc has momentum of its own, and SGD has momentum=0\.9: set"):
         stenograd.distribute(model, optimizer, "dgc")
     stenograd.distribute(model, optimizer, "dgc:momentum=0").close()
 

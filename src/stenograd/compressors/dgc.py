@@ -30,7 +30,7 @@ __all__ = ["DGC"]
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(Compressor):
-    """Send the largest of an accumulated velocity: `u = m u + g`, `v = v + u`, `S = top_k(|v|)`, `sent = v_S`.
+    """Send the largest of a growing velocity: `u = m u + g`, `v = v + u`, `S = top_k(|v|)`, `sent = v_S`.
 
     Then `v_S = 0`, and with masking `u_S = 0` too, so that no momentum goes on from what was just applied.
     With Nesterov's momentum, `u = m (u + g)` and `v = v + u + g`. Unlike error feedback, which delays a
@@ -117,14 +117,9 @@ class DGC(Compressor):
     def init(self, like: Tensor, site: Site) -> State:
         """Start at rest."""
         require_floating(like)
-        still = torch.zeros(
-            like.numel(), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
-        )
-        small = {
-            f"dense_momentum/{i}": still.new_zeros(shape)
-            for i, shape in enumerate(site.shapes)
-            if _small(shape)
-        }
+        wide = torch.promote_types(like.dtype, torch.float32)
+        still = torch.zeros(like.numel(), dtype=wide, device=like.device)
+        small = {f"dense_momentum/{i}": still.new_zeros(site.shapes[i]) for i in _small(site)}
         return {"dgc_u": still, "dgc_v": still.clone(), **small}
 
     def transport(self, site: Site) -> Transport:
@@ -133,7 +128,7 @@ class DGC(Compressor):
 
     def count(self, site: Site) -> int:
         """Return how many elements a rank sends in this step, besides small tensors."""
-        large = sum(shape.numel() for shape in site.shapes if not _small(shape))
+        large = site.numel - sum(site.numels[i] for i in _small(site))
         return math.ceil(ramped(self.ratio, self.ratio_from, self.ramp_steps, site.step) * large)
 
     def clipped(self, x: Tensor, site: Site) -> Tensor:
@@ -164,40 +159,35 @@ class _Velocity(Transport):
         """Accumulate, select, gather; see `Transport.run`."""
         g = x.to(state["dgc_u"].dtype, copy=True)
         g = codec.clipped(g if residual is None else g.add_(residual), site)
-        places = {i: part for i, part in enumerate(g.split(site.numels)) if _small(site.shapes[i])}
-        dense = torch.cat([g.new_zeros(0), *places.values()])
-        for part in places.values():
-            part.zero_()  # so that neither u nor v holds anything of them
+        pieces, small = g.split(site.numels), _small(site)
+        dense = torch.cat([g.new_zeros(0), *(pieces[i] for i in small)])
+        for i in small:
+            pieces[i].zero_()  # so that neither u nor v holds anything of them
         u, step = codec.moved(state["dgc_u"], g)
         v = state["dgc_v"] + step
         count = codec.count(site)
         message = Message(g.numel(), count, compact=True, values=None)
         chosen, values = select(v, count)
-        parts: list[Rounds[Any]] = (
-            [gather(*message.write(chosen, values))] if g.numel() > dense.numel() else []
-        )
-        replies = yield from together([*parts, *([mean(dense)] if dense.numel() else [])])
+        asked: list[Rounds[Any]] = [gather(*message.write(chosen, values))] if count else []
+        replies = yield from together(asked + ([mean(dense)] if dense.numel() else []))
         average = torch.zeros_like(g)
-        if parts:
+        if count:
             average = scatter_mean([message.read(theirs) for theirs in replies[0]], g.numel(), out=average)
-        sent = torch.zeros_like(g).index_copy_(0, chosen.long(), values) if want_error else None
+        sent = torch.zeros_like(g).index_copy_(0, chosen.long(), values)
         v.index_fill_(0, chosen.long(), 0)
-        if codec.masking:  # without Nesterov's momentum u may be what was added, never v
+        if codec.masking:
             u.index_fill_(0, chosen.long(), 0)
-        new = {"dgc_u": u, "dgc_v": v}
-        exact = replies[-1].split([part.numel() for part in places.values()]) if dense.numel() else []
-        outs, sents = average.split(site.numels), () if sent is None else sent.split(site.numels)
-        for i, part in zip(
-            (i for i in places if places[i].numel()), [e for e in exact if e.numel()], strict=True
-        ):
-            shape = site.shapes[i]
-            momentum, delivered = codec.moved(state[f"dense_momentum/{i}"], part.view(shape))
+        new = {**state, "dgc_u": u, "dgc_v": v}
+        exact = replies[-1].split([site.numels[i] for i in small]) if dense.numel() else ()
+        for i, part in zip(small, exact, strict=dense.numel() > 0):
+            momentum, delivered = codec.moved(state[f"dense_momentum/{i}"], part.view(site.shapes[i]))
             new[f"dense_momentum/{i}"] = momentum
-            for out in (outs[i], *([sents[i]] if sents else [])):
-                out.copy_(delivered.reshape(-1))
-        error = None if sent is None else (x.to(sent.dtype) - sent).to(x.dtype)
-        return Exchange(average.to(x.dtype), {**state, **new}, error)
+            for whole in (average, sent):
+                whole.split(site.numels)[i].copy_(delivered.reshape(-1))
+        error = (x.to(sent.dtype) - sent).to(x.dtype) if want_error else None
+        return Exchange(average.to(x.dtype), new, error)
 
 
-def _small(shape: torch.Size) -> bool:
-    return len(shape) <= 1
+def _small(site: Site) -> list[int]:
+    """Return which tensors are averaged exactly: vectors and scalars."""
+    return [i for i, shape in enumerate(site.shapes) if len(shape) <= 1]

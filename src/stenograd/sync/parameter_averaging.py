@@ -43,8 +43,8 @@ def difference_method(how: str | Method | Compressor) -> Method:
     inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
     if inner.feedback is Feedback.OWN:
         raise MethodError(
-            f"{chosen.text} accumulates gradients by itself, so it cannot send differences of parameters: use "
-            "topk, or leave out the schedule"
+            f"{chosen.text} accumulates gradients by itself, so it cannot send differences of parameters: "
+            "use topk, or leave out the schedule"
         )
     amplifies = inner.feedback is Feedback.NEVER and not inner.lossless
     if amplifies or chosen.clips or inner.transport(Site(shapes=())).votes:
