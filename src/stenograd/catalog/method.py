@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stenograd.catalog.registry import Entry, entries, schedules
 from stenograd.compression.contract import Compressor, Feedback, Site, Transport
+from stenograd.compression.ef21 import EF21
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.small_all_reduce import small_rounds
 from stenograd.compression.transports import SmallAllReduce
@@ -33,6 +34,7 @@ METHOD_KEYS: dict[str, type] = {
     "clip_value": float,
     "clip_norm": float,
 }
+_EF21 = {"ef21": 1.0, "ef21-sgdm": 0.1}  # other words for feedback, each with its eta
 _EVERY_STEP = EveryStep()
 _WORD = 1 << 63  # a seed may have 64 bits; counts have narrower bounds of their own
 _TRUTH = {
@@ -186,9 +188,10 @@ def method(text: str | Method | Compressor) -> Method:
     without one gradients are averaged in every backward pass.
 
     Besides a compressor's own keys (its fields) every method takes `feedback` (error feedback; on for
-    biased compressors), `feedback_decay` (what is owed is multiplied by it at every step; 1), `dense_below`
-    (tensors with fewer elements travel densely; 1024 for sign, else 0), `warmup_steps` (dense exchanges
-    before compression starts), `clip_value` and `clip_norm` (applied to the local gradient).
+    biased compressors; `ef21` or `ef21-sgdm` for what `compression.ef21` does instead), `feedback_decay`
+    (what is owed is multiplied by it at every step; 1), `dense_below` (tensors with fewer elements travel
+    densely; 1024 for sign, else 0), `warmup_steps` (dense exchanges before compression starts), `clip_value`
+    and `clip_norm` (applied to the local gradient).
 
     Args:
         text: the text; a Method is returned as it is, and a Compressor is taken as given, without feedback.
@@ -236,13 +239,14 @@ def method(text: str | Method | Compressor) -> Method:
 
 
 def _with_feedback(codec: Compressor, given: Mapping[str, Any]) -> Compressor:
-    """Put error feedback around a compressor where its method's keys, or itself, ask for it."""
-    if given.get("feedback", _feeds(codec)):
+    """Put what corrects it around a compressor where its method's keys, or itself, ask for it."""
+    chosen = given.get("feedback", _feeds(codec))
+    if chosen is True:
         return ErrorFeedback(inner=codec, decay=given.get("feedback_decay", 1.0))
     if "feedback_decay" in given:
         decay = given["feedback_decay"]
         raise bad_value("feedback_decay", "needs error feedback", decay, "add feedback=true", MethodError)
-    return codec
+    return EF21(inner=codec, eta=_EF21[chosen]) if chosen else codec
 
 
 def _feeds(codec: Compressor) -> bool:
@@ -284,10 +288,13 @@ def _parse(
 
 
 def _value(name: str, key: str, kind: type, value: str) -> Any:
+    if key == "feedback" and value in _EF21:
+        return value
     try:
         parsed = _TRUTH[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError) as cause:
-        wanted = "true or false" if kind is bool else f"of type {kind.__name__}"
+        words = f"true or false, or {' or '.join(_EF21)}" if key == "feedback" else "true or false"
+        wanted = words if kind is bool else f"of type {kind.__name__}"
         raise MethodError(f"{name}: {key} must be {wanted}, got {value!r}: correct the value") from cause
     if kind is int and not -_WORD <= parsed < _WORD:
         raise MethodError(f"{name}: {key} must be from -2^63 to 2^63 - 1, got {value}: correct the value")

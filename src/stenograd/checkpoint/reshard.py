@@ -11,10 +11,14 @@ from torch import Tensor
 
 from stenograd.errors import CheckpointError, bad_value
 
-__all__ = ["SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
+__all__ = ["AVERAGED", "REPLACED", "SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
 
-# State whose sum over the ranks is kept, because it is owed; all other state is equal on all ranks.
+# State whose sum over the ranks is kept, because it is owed.
 SUMMED = frozenset({"residual", "dgc_u", "dgc_v"})
+# State whose mean over the ranks is kept, because it is an estimate.
+AVERAGED = frozenset({"ef21_momentum"})
+# State that starts again from what all ranks know; all other state is equal on all ranks.
+REPLACED = {"ef21_known": "ef21_mean"}
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -32,7 +36,9 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
     This holds for every method, two-phase and sparse all-reduce included: there a rank that encodes what it
     has averaged keeps that loss, times N, in the same residual, so that it enters the sum like the rest.
 
-    DGC's accumulated velocity and its momentum are owed in the same way, and follow the same rule.
+    DGC's accumulated velocity and its momentum are owed in the same way, and follow the same rule. What all
+    know of a rank under EF21 becomes the mean G on every new rank, so that G stays its mean, and its moving
+    average of gradients becomes the mean of the old ranks'.
 
     Everything else (PowerSGD's Q, counters of steps) is equal on all ranks and copied. Random choices depend
     on (seed, step, bucket, rank) alone, so new ranks need no state for theirs.
@@ -114,7 +120,9 @@ class Joint:
         self._check(state)
         for name, tensors in state["parameters"].items():
             for key, tensor in tensors.items():
-                where, summed = (name, key), key in SUMMED
+                where, summed = (name, key), key in SUMMED | AVERAGED
+                if key in REPLACED:
+                    continue
                 if self._count == 0:
                     # float64, so that the sum over many ranks costs one rounding, when it is shared out.
                     self._dtypes[where] = tensor.dtype
@@ -142,10 +150,13 @@ class Joint:
             raise self._wrong_order(f"{self._count} states")
         parameters: dict[str, dict[str, Tensor]] = {name: {} for name in self._layout}
         for (name, key), tensor in self._tensors.items():
-            summed = key in SUMMED
+            parts = self._count if key in AVERAGED else world_size
             parameters[name][key] = (
-                (tensor / world_size).to(self._dtypes[name, key]) if summed else tensor.clone()
+                (tensor / parts).to(self._dtypes[name, key]) if key in SUMMED | AVERAGED else tensor.clone()
             )
+        for name, keys in self._layout.items():
+            for key in REPLACED.keys() & keys.keys():
+                parameters[name][key] = parameters[name][REPLACED[key]].clone()
         return {**self._about, "rank": rank, "world_size": world_size, "parameters": parameters}
 
     def _check(self, state: Mapping[str, Any]) -> None:

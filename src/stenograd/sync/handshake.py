@@ -83,8 +83,8 @@ def refuse_second_momentum(how: Method, optimizers: Iterable[torch.optim.Optimiz
             if group.get("momentum"):
                 raise MethodError(
                     f"{how} has momentum of its own, and {type(optimizer).__name__} has "
-                    f"momentum={group['momentum']}: set the optimizer's momentum to 0, and give the method "
-                    "its value, as in dgc:momentum=0.9"
+                    f"momentum={group['momentum']}: set the optimizer's momentum to 0 (dgc takes it over "
+                    "as dgc:momentum=0.9)"
                 )
 
 
