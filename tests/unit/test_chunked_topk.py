@@ -163,6 +163,19 @@ def test_a_damaged_message_is_refused():
         codec.decode((places + 5, codes, means), like, site)
 
 
+@pytest.mark.parametrize("chunk", [0, 1000])
+@pytest.mark.parametrize("world", [1, 6])
+def test_the_ratio_falls_by_the_same_factor_per_step(world, chunk):
+    """From 0.4 by a half per step to 0.05 after three, of 1,000: 400, 200, 100, 50 and 50 indices and values."""
+    codec, counts = TopK(ratio=0.05, ratio_from=0.4, ramp_steps=3, compact=False, chunk=chunk), []
+    for step in range(5):
+        spied = []
+        xs = [torch.randn(1000, generator=torch.Generator().manual_seed(step + r)) for r in range(world)]
+        exchange(codec, xs, step=step, spy=spied.append)
+        counts.append(sum(r.nbytes for r in spied) // 8)
+    assert counts == pytest.approx([400, 200, 100, 50, 50], abs=1)  # the factor is rounded
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -171,6 +184,8 @@ def test_a_damaged_message_is_refused():
         ("topk:values=int3", "values must be one of float32, float30, bfloat16, int8, int2"),
         ("topk:chunk=64,reduce=regions", "reduce must be auto or gather with chunk"),
         ("topk:divide=senders,reduce=regions", "reduce must be auto or gather with chunk"),
+        ("topk:ramp_steps=4,reduce=regions", "reduce must be auto or gather with chunk"),
+        ("topk:ramp_steps=4,ratio=0.5", r"ratio_from must be in \[0.5, 1\], from the ratio up, got 0.25"),
     ],
 )
 def test_wrong_keys_are_named(text, says):

@@ -13,6 +13,7 @@ from torch import Tensor
 from stenograd.compression.chunked_selection import chunk_count, select_chunks
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Feedback, Payload, Site, Transport
+from stenograd.compression.ratio_ramp import check_ramp, ramped
 from stenograd.compression.sparse_all_reduce import SparseAllReduce, regions_for
 from stenograd.compression.sparse_format import VALUES, Message, mean_over_senders
 from stenograd.data.finite import finite_of
@@ -41,7 +42,8 @@ class TopK(Codec):
     k` bytes whatever N is, if k is at least N: each rank adds up one region of the places, and only about
     the k largest of the *average* come back. So the average has at most k non-zeros, not up to `N k`.
     What was selected and is not in the average stays in the error, so `delta` is then no bound for a
-    single rank's. Chunks and `divide=senders` need every rank's message, so they always gather.
+    single rank's. Chunks and `divide=senders` need every rank's message, and a ramp has no k to
+    choose by, so they always gather.
 
     Args:
         ratio: share of the elements to send, in (0, 1].
@@ -56,10 +58,12 @@ class TopK(Codec):
         divide: "ranks" for the mean over all ranks, where one that did not send an element counts as zero;
             "senders" for the mean over those that sent it, which makes a rarely chosen element's step up to N
             times as large.
+        ratio_from: the share at the first step, from which it falls to `ratio` by the same factor per step.
+        ramp_steps: number of steps until then; 0 for no ramp.
 
     Raises:
-        MethodError: ratio or chunk outside its range, another word for values, reduce or divide, or regions
-            together with chunks or senders.
+        MethodError: ratio, chunk or the ramp outside its range, another word for values, reduce or divide, or
+            regions together with chunks, senders or a ramp.
 
     Example:
         >>> import torch
@@ -81,10 +85,13 @@ class TopK(Codec):
     reduce: str = "auto"
     chunk: int = 0
     divide: str = "ranks"
+    ratio_from: float = 0.25
+    ramp_steps: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise bad_value("ratio", "must be in (0, 1]", self.ratio, "use 0.01 to send 1 %", MethodError)
+        # without a ramp it does not matter where it would start
+        start = self.ratio_from if self.ramp_steps else max(self.ratio, self.ratio_from)
+        check_ramp(self.ratio, start, self.ramp_steps)
         if self.values not in VALUES:
             wanted = f"must be one of {', '.join(VALUES)}"
             raise bad_value("values", wanted, self.values, "float32 is exact", MethodError)
@@ -97,7 +104,7 @@ class TopK(Codec):
         if self.chunk != 0:
             check_count("chunk", self.chunk, "use 4096, or leave it out for the whole bucket", MethodError)
         if self.reduce == "regions" and not self._regional:
-            wanted = "must be auto or gather with chunk or divide=senders, which need every rank's message"
+            wanted = "must be auto or gather with chunk, divide=senders or ramp_steps, which always gather"
             raise bad_value("reduce", wanted, self.reduce, "leave it out", MethodError)
 
     @classmethod
@@ -112,6 +119,7 @@ class TopK(Codec):
         yield cls(ratio=0.1, reduce="regions", compact=False)
         yield cls(ratio=0.1, chunk=16)
         yield cls(ratio=0.3, chunk=7, compact=False)
+        yield cls(ratio=0.1, ramp_steps=4)
         yield cls(ratio=0.1, chunk=64, values="int2", divide="senders")
 
     @property
@@ -187,11 +195,11 @@ class TopK(Codec):
 
     @property
     def _regional(self) -> bool:
-        return not self.chunk and self.divide == "ranks"
+        return not self.chunk and self.divide == "ranks" and not self.ramp_steps
 
     def _select(self, x: Tensor, site: Site) -> tuple[Tensor, Tensor]:
         if self.chunk:
-            return select_chunks(x, site.numels, self.chunk, self.ratio)
+            return select_chunks(x, site.numels, self.chunk, self._ratio(site))
         return select(x, self._count(x, site))
 
     def _message(self, x: Tensor, site: Site) -> Message:
@@ -201,5 +209,10 @@ class TopK(Codec):
 
     def _count(self, x: Tensor, site: Site) -> int:
         if self.chunk:
-            return chunk_count(site.numels, self.chunk, self.ratio)
-        return math.ceil(self.ratio * x.numel())
+            return chunk_count(site.numels, self.chunk, self._ratio(site))
+        return math.ceil(self._ratio(site) * x.numel())
+
+    def _ratio(self, site: Site) -> float:
+        return (
+            ramped(self.ratio, self.ratio_from, self.ramp_steps, site.step) if self.ramp_steps else self.ratio
+        )
