@@ -533,3 +533,72 @@ def test_two_levels_resume_and_send_each_element_once_between_nodes():
         return sent
 
     assert ranks(4, rank_of) == [4 * 2 * 16 * 16 * 3 // 2] * 4
+
+
+def test_pseudo_gradients_need_feedback_less_often():
+    """4-bit values lose nothing that matters there; 2-bit values and what is left out do."""
+    fed = {
+        t: "ErrorFeedback" in repr(stenograd.method(t).compressor)
+        for t in ("diloco/lowbit", "lowbit", "sparseloco")
+    }
+    assert fed == {"diloco/lowbit": False, "lowbit": True, "sparseloco": True}
+    for text, message in {
+        "diloco/dgc": "it accumulates gradients by itself",
+        "diloco/topk:feedback=ef21": "it accumulates gradients by itself",
+        "local/topk:divide=senders": "leave out divide=senders, or use diloco",
+        "diloco/local": "one schedule and one slash",
+    }.items():
+        with pytest.raises(MethodError, match=message):
+            stenograd.method(text)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sparseloco_equals_its_equations(world):
+    """e <- beta e + Delta; s = TopK(e) of each chunk; e <- e - s; phi <- phi - mean over senders of s."""
+    every, beta, chunk, ratio = 2, 0.5, 16, 0.25
+    text = f"sparseloco:every={every},ratio={ratio},chunk={chunk},values=float32,feedback_decay={beta}"
+    models = [Net() for _ in range(world)]
+    optimizers = [OPTIMIZERS["adamw"](m.parameters()) for m in models]
+    flat = lambda model: torch.cat([p.detach().reshape(-1) for p in model.parameters()])  # noqa: E731
+    phi, owed = flat(models[0]), [torch.zeros_like(flat(m)) for m in models]
+    sizes = [p.numel() for p in models[0].parameters()]
+    for step in range(1, 7):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step - 1).backward()
+            optimizer.step()
+        if step % every:
+            continue
+        total, senders = torch.zeros_like(phi), torch.zeros_like(phi)
+        for rank, model in enumerate(models):
+            e = beta * owed[rank] + (phi - flat(model))
+            sent = torch.zeros_like(e)
+            at = 0
+            for size in sizes:  # buckets of one tensor: chunks begin with each
+                for start in range(at, at + size, chunk):
+                    part = e[start : min(start + chunk, at + size)]
+                    keep = max(1, round(ratio * len(part)))
+                    best = part.abs().topk(keep).indices
+                    sent[start + best] = part[best]
+                at += size
+            owed[rank] = e - sent
+            total, senders = total + sent, senders + (sent != 0)
+        phi = phi - total / senders.clamp(min=1)
+        with torch.no_grad():
+            for model in models:
+                for p, piece in zip(model.parameters(), phi.split(sizes), strict=True):
+                    p.copy_(piece.view(p.shape))
+
+    def rank_of(driver):
+        model = Net()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        sync = stenograd.distribute(model, optimizer, text, group=driver, bucket_bytes=4, timeout_s=30)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, driver.rank, step).backward()
+            optimizer.step()
+        sync.close()
+        return flat(model)
+
+    for mine in ranks(world, rank_of):
+        torch.testing.assert_close(mine, phi, rtol=1e-4, atol=1e-5)

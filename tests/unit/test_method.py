@@ -22,6 +22,11 @@ from stenograd.errors import MethodError
         ("sign:dense_below=1024", "sign"),
         ("sign:dense_below=0", "sign:dense_below=0"),
         ("topk:feedback=no", "topk:feedback=false"),
+        ("topk:feedback_decay=0.5,ratio=0.1", "topk:ratio=0.1,feedback_decay=0.5"),
+        ("topk:feedback_decay=1", "topk"),
+        ("topk:feedback=ef21", "topk:feedback=ef21"),
+        ("topk:feedback=ef21-sgdm,ratio=0.1", "topk:ratio=0.1,feedback=ef21-sgdm"),
+        ("qsgd:feedback_decay=0.5,feedback=true", "qsgd:feedback=true,feedback_decay=0.5"),
         ("bf16", "bf16"),
         ("powersgd:warm_start=off,rank=2", "powersgd:rank=2,warm_start=false"),
         (
@@ -49,7 +54,12 @@ def test_text_is_canonical_and_makes_itself_again(text, canonical):
         ("topk:ratio=1.5", r"ratio must be in \(0, 1\], got 1.5"),
         ("topk:ratio=nan", r"ratio must be in \(0, 1\], got nan"),
         ("topk:ratio=0.1,ratio=0.2", "given twice"),
-        ("topk:feedback=maybe", "must be true or false, got 'maybe'"),
+        ("topk:feedback=maybe", "must be true or false, or ef21 or ef21-sgdm, got 'maybe'"),
+        ("powersgd:warm_start=maybe", "must be true or false, got 'maybe'"),
+        ("qsgd:feedback=ef21", "EF21 needs a biased compressor"),
+        ("dense:feedback=ef21", "EF21 needs a biased compressor"),
+        ("sign:majority=true,feedback=ef21", "EF21 needs a biased compressor whose average is a mean"),
+        ("topk:feedback=ef21,feedback_decay=0.9", "feedback_decay needs error feedback"),
         ("randomk:ratio=-1", "ratio"),
         ("randomblock:ratio=2", "ratio"),
         ("threshold:value=0", "value"),
@@ -60,6 +70,11 @@ def test_text_is_canonical_and_makes_itself_again(text, canonical):
         ("fp16:dtype=float32", "no key 'dtype'"),
         ("dense:feedback=true", "loses nothing"),
         ("randomk:unbiased=true,feedback=true", "grow without bound"),
+        ("topk:feedback_decay=0", r"feedback_decay must be in \(0, 1\], got 0.0: 1 forgets nothing"),
+        ("topk:feedback_decay=1.1", r"feedback_decay must be in \(0, 1\]"),
+        ("topk:feedback_decay=nan", r"feedback_decay must be in \(0, 1\]"),
+        ("dense:feedback_decay=0.9", "feedback_decay needs error feedback, got 0.9: add feedback=true"),
+        ("topk:feedback=false,feedback_decay=0.9", "feedback_decay needs error feedback"),
         ("topk:clip_value=-1", "clip_value must be positive"),
         ("topk:warmup_steps=0", "warmup_steps must be at least 1"),
         ("topk:dense_below=-1", "dense_below must be at least 1"),
@@ -93,7 +108,7 @@ def test_every_integer_has_bounds(key):
 
 
 def test_feedback_is_on_for_the_biased_ones_and_can_be_turned_off():
-    biased = {"topk", "threshold", "randomk", "randomblock", "sign", "powersgd"}
+    biased = {"lowbit", "topk", "threshold", "randomk", "randomblock", "sign", "powersgd"}
     for name in stenograd.methods():
         wrapped = isinstance(stenograd.method(name).compressor, stenograd.ErrorFeedback)
         assert wrapped == (name in biased), name
@@ -103,7 +118,7 @@ def test_feedback_is_on_for_the_biased_ones_and_can_be_turned_off():
 
 
 def test_all_promised_names_exist():
-    promised = "dense fp16 bf16 topk threshold randomk randomblock sign qsgd powersgd"
+    promised = "dense fp16 bf16 lowbit topk threshold randomk randomblock sign qsgd powersgd"
     assert set(promised.split()) <= set(stenograd.methods())
 
 

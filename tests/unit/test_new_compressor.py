@@ -1,8 +1,8 @@
 """A compressor is one file: written into a copy of the package, it is found by every list that is walked.
 
-The file holds TernGrad (Wen et al., NeurIPS 2017, "TernGrad: Ternary Gradients to Reduce Communication in
-Distributed Deep Learning"): each element of a tensor becomes s, 0 or -s, where s is the tensor's largest
-magnitude, with the chance |x| / s of not being 0. So its expectation is x, and it travels in two bits.
+The file holds a stochastic sign (Jin et al., "Stochastic-Sign SGD for Federated Learning with Theoretical
+Guarantees", 2020): each element of a tensor becomes s or -s, where s is the tensor's largest magnitude, and s
+with the chance (1 + x / s) / 2. So its expectation is x, and it travels in one bit.
 """
 
 import json
@@ -17,8 +17,8 @@ import pytest
 import stenograd
 
 ROOT = Path(__file__).resolve().parents[2]
-TERNGRAD = '''
-"""TernGrad: three levels per element, drawn at random."""
+COIN = '''
+"""A stochastic sign: two levels per element, drawn at random."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,34 +33,33 @@ from stenograd.kernels.reference.bits import pack_bits, unpack_bits
 
 
 @dataclass(frozen=True, kw_only=True)
-class TernGrad(Codec):
-    """Send s * sign(x) with the chance |x| / s, else 0; s is the largest magnitude of each tensor."""
+class Coin(Codec):
+    """Send s with the chance (1 + x / s) / 2, else -s; s is the largest magnitude of each tensor."""
 
-    names: ClassVar = {"terngrad": {}}
-    summary: ClassVar[str] = "sign or nothing, 2 bits per element and a scale per tensor"
+    names: ClassVar = {"coin": {}}
+    summary: ClassVar[str] = "plus or minus the largest, 1 bit per element and a scale per tensor"
 
     seed: int = 0
 
     @classmethod
-    def examples(cls) -> Iterator["TernGrad"]:
+    def examples(cls) -> Iterator["Coin"]:
         """Yield two seeds."""
         yield cls()
         yield cls(seed=7)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
-        """Draw a level for each element and pack level + 1."""
+        """Draw a sign for each element and pack it."""
         parts = x.split(site.numels)
         scales = torch.stack([p.abs().amax() if len(p) else p.new_zeros(()) for p in parts])
-        chance = x.abs().double() / self._spread(scales, site)
+        lean = x.double() / self._spread(scales, site)
         draws = torch.rand(len(x), generator=site.generator(self.seed, shared=False)).to(x.device)
-        levels = torch.where(draws < chance, x.sign(), torch.zeros_like(x))
-        return pack_bits((levels + 1).to(torch.uint8), 2), scales
+        return pack_bits((2 * draws < 1 + lean).to(torch.uint8), 1), scales
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
-        """Multiply levels by their scales."""
+        """Multiply signs by their scales."""
         codes, scales = payload
-        levels = unpack_bits(codes, 2, len(like)).to(like.dtype) - 1
-        return levels * self._spread(scales, site)
+        signs = unpack_bits(codes, 1, len(like)).to(like.dtype) * 2 - 1
+        return signs * self._spread(scales, site)
 
     def _spread(self, scales: Tensor, site: Site) -> Tensor:
         return scales.repeat_interleave(torch.tensor(site.numels, device=scales.device))
@@ -77,7 +76,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.py")):
         if f"\\n{name} = " in text or f"\\n{name}: " in text or "import" in text and f" {name}" in text:
             value = getattr(importlib.import_module(path.stem), name, None)
             if value is not None:
-                found[f"{path.stem}.{name}"] = "terngrad" in json.dumps(list(value), default=repr)
+                found[f"{path.stem}.{name}"] = "coin" in json.dumps(list(value), default=repr)
 print(json.dumps(found))
 """
 # Comparisons about something else than methods, and programs of many kinds, each with a few methods in turn
@@ -88,11 +87,11 @@ CHOSEN |= {"test_programs.CASES", "test_programs.METHODS"}
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
-    """Runs Python with a copy of the package that holds TernGrad."""
+    """Runs Python with a copy of the package that holds Coin."""
     folder = tmp_path_factory.mktemp("extended")
     package = Path(stenograd.__file__).parent
     shutil.copytree(package, folder / "stenograd", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "stenograd" / "compressors" / "terngrad.py").write_text(TERNGRAD)
+    (folder / "stenograd" / "compressors" / "coin.py").write_text(COIN)
     # Kernels written in PyTorch, since a copy has none on disk.
     env = {**os.environ, "PYTHONPATH": str(folder), "STENOGRAD_KERNELS": "reference", "COLUMNS": "200"}
 
@@ -121,13 +120,13 @@ import json, stenograd, torch
 from stenograd.catalog.registry import entries
 from stenograd.simulate import exchange
 from stenograd.testing.conformance import cases, check
-mine = {name: c for name, c in cases() if "TernGrad" in name}
+mine = {name: c for name, c in cases() if "Coin" in name}
 for c in mine.values():
     check(c)
 sent = []
-exchange(stenograd.method("terngrad").compressor, [torch.randn(10, 10)] * 2, spy=sent.append)
+exchange(stenograd.method("coin").compressor, [torch.randn(10, 10)] * 2, spy=sent.append)
 nbytes = sum(request.nbytes for request in sent)
-print(json.dumps([stenograd.__file__, "terngrad" in stenograd.methods(), list(mine), nbytes]))
+print(json.dumps([stenograd.__file__, "coin" in stenograd.methods(), list(mine), nbytes]))
 """,
     )
     file, named, mine, nbytes = json.loads(told)
@@ -136,16 +135,16 @@ print(json.dumps([stenograd.__file__, "terngrad" in stenograd.methods(), list(mi
     assert mine == [
         name
         for seed in (0, 7)
-        for name in (f"TernGrad(seed={seed})", f"ErrorFeedback(inner=TernGrad(seed={seed}))")
+        for name in (f"Coin(seed={seed})", f"ErrorFeedback(inner=Coin(seed={seed}), decay=1.0)")
     ]
-    assert nbytes == 100 * 2 // 8 + 4
+    assert nbytes == -(-100 // 8) + 4
 
 
 def test_the_command_lists_and_compares_it(extended):
-    row = next(line for line in extended("-m", "stenograd", "methods").splitlines() if "terngrad" in line)
-    assert "2 bits per element" in row
+    row = next(line for line in extended("-m", "stenograd", "methods").splitlines() if "coin" in line)
+    assert "1 bit per element" in row
     told = extended("-c", "from stenograd.cli.compare import default_methods as d; print(*d())")
-    assert "terngrad" in told.split()
+    assert "coin" in told.split()
 
 
 def test_every_suite_drill_and_benchmark_walks_it(extended):

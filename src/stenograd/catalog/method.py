@@ -15,24 +15,27 @@ from torch import Tensor
 from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import Entry, entries, schedules
 from stenograd.compression.contract import Compressor, Feedback, Site, Transport
+from stenograd.compression.ef21 import EF21
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.small_all_reduce import small_rounds
 from stenograd.compression.transports import SmallAllReduce
 from stenograd.compressors.identity import Identity
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.every_step import EveryStep
-from stenograd.schedules.schedule import Schedule
+from stenograd.schedules.schedule import Schedule, What
 
 __all__ = ["METHOD_KEYS", "Method", "method", "methods"]
 
 # Keys that every method takes, with their types.
 METHOD_KEYS: dict[str, type] = {
     "feedback": bool,
+    "feedback_decay": float,
     "dense_below": int,
     "warmup_steps": int,
     "clip_value": float,
     "clip_norm": float,
 }
+_EF21 = {"ef21": 1.0, "ef21-sgdm": 0.1}  # other words for feedback, each with its eta
 _EVERY_STEP = EveryStep()
 _WORD = 1 << 63  # a seed may have 64 bits; counts have narrower bounds of their own
 _TRUTH = {
@@ -114,9 +117,19 @@ class Method:
         return self._codec().transport(Site(shapes=())).votes
 
     @property
+    def divides_by_senders(self) -> bool:
+        """Whether an element's average is the mean over those ranks only that sent it."""
+        return self._codec().divides_by_senders
+
+    @property
     def amplifies(self) -> bool:
         """Whether what is sent is scaled up to be right on average, so that errors are larger than it."""
         return self._codec().feedback is Feedback.NEVER and not self.lossless
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether it keeps gradients, or an estimate of them, in a way that fits gradients only."""
+        return self._codec().feedback is Feedback.OWN
 
     def _codec(self) -> Compressor:
         return self.compressor.inner if isinstance(self.compressor, ErrorFeedback) else self.compressor
@@ -205,9 +218,10 @@ def method(text: str | Method | Compressor) -> Method:
     with certain values, and print as what they stand for.
 
     Besides a compressor's own keys (its fields) every method takes `feedback` (error feedback; on for
-    biased compressors), `dense_below` (tensors with fewer elements travel densely; 1024 for sign, else 0),
-    `warmup_steps` (dense exchanges before compression starts), `clip_value` and `clip_norm` (applied to the
-    local gradient).
+    biased compressors; `ef21` or `ef21-sgdm` for what `compression.ef21` does instead), `feedback_decay`
+    (what is owed is multiplied by it at every step; 1), `dense_below` (tensors with fewer elements travel
+    densely; 1024 for sign, else 0), `warmup_steps` (dense exchanges before compression starts), `clip_value`
+    and `clip_norm` (applied to the local gradient).
 
     Args:
         text: the text; a Method is returned as it is, and a Compressor is taken as given, without feedback.
@@ -235,11 +249,17 @@ def method(text: str | Method | Compressor) -> Method:
     schedule_name = first.partition(":")[0].strip()
     if slash or schedule_name in schedules():
         schedule, shown = _schedule(first)
-        inner = method(codec_text if slash else "dense")
-        inner.require_every_step(f"the part after the slash in {text!r}")
+        if "/" in codec_text or codec_text.partition(":")[0].strip() in {**schedules(), **PRESETS}:
+            raise MethodError(f"a method has one schedule and one slash, got {text!r}: leave out the second")
+        inner = _plain(codec_text if slash else "dense", schedule.what is What.PSEUDO_GRADIENTS)
         schedule.check(inner)
         shown = shown if inner.text == "dense" else f"{shown}/{inner.text}"
         return replace(inner, schedule=schedule, text=shown)
+    return _plain(text, False)
+
+
+def _plain(text: str, pseudo: bool) -> Method:
+    """Make a method without a schedule; pseudo-gradients need error feedback less often than gradients."""
     name, _, rest = (part.strip() for part in text.partition(":"))
     table = entries()
     if name not in table:
@@ -249,12 +269,13 @@ def method(text: str | Method | Compressor) -> Method:
     given = _parse(entry.name, entry.compressor, entry.preset, rest, METHOD_KEYS)
     own = {k: v for k, v in given.items() if k not in METHOD_KEYS}
     codec = entry.compressor(**{**entry.preset, **own})
-    fed = ErrorFeedback(inner=codec) if given.get("feedback", _feeds(codec)) else codec
+    feeds = codec.feeds_pseudo_gradients if pseudo else codec.feedback is Feedback.ON
+    fed = _with_feedback(codec, given, feeds)
     if "warmup_steps" in given:  # dense_below=0 has a meaning, this has none
         check_count("warmup_steps", given["warmup_steps"], "leave it out for none", MethodError)
     around = {"dense_below": codec.default_dense_below, **given}
-    kept = {key: around[key] for key in METHOD_KEYS if key in around and key != "feedback"}
-    return Method(compressor=fed, text=_canonical(entry, codec, given), **kept)
+    kept = {key: around[key] for key in METHOD_KEYS if key in around and not key.startswith("feedback")}
+    return Method(compressor=fed, text=_canonical(entry, codec, given, feeds), **kept)
 
 
 def _spelled_out(text: str) -> str:
@@ -282,8 +303,15 @@ def _items(keys: str) -> list[tuple[str, str]]:
     return [(key.strip(), value.strip()) for key, _, value in split]
 
 
-def _feeds(codec: Compressor) -> bool:
-    return codec.feedback is Feedback.ON
+def _with_feedback(codec: Compressor, given: Mapping[str, Any], feeds: bool) -> Compressor:
+    """Put what corrects it around a compressor where its method's keys, or itself, ask for it."""
+    chosen = given.get("feedback", feeds)
+    if chosen is True:
+        return ErrorFeedback(inner=codec, decay=given.get("feedback_decay", 1.0))
+    if "feedback_decay" in given:
+        decay = given["feedback_decay"]
+        raise bad_value("feedback_decay", "needs error feedback", decay, "add feedback=true", MethodError)
+    return EF21(inner=codec, eta=_EF21[chosen]) if chosen else codec
 
 
 def _schedule(text: str) -> tuple[Schedule, str]:
@@ -321,20 +349,23 @@ def _parse(
 
 
 def _value(name: str, key: str, kind: type, value: str) -> Any:
+    if key == "feedback" and value in _EF21:
+        return value
     try:
         parsed = _TRUTH[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError) as cause:
-        wanted = "true or false" if kind is bool else f"of type {kind.__name__}"
+        words = f"true or false, or {' or '.join(_EF21)}" if key == "feedback" else "true or false"
+        wanted = words if kind is bool else f"of type {kind.__name__}"
         raise MethodError(f"{name}: {key} must be {wanted}, got {value!r}: correct the value") from cause
     if kind is int and not -_WORD <= parsed < _WORD:
         raise MethodError(f"{name}: {key} must be from -2^63 to 2^63 - 1, got {value}: correct the value")
     return parsed
 
 
-def _canonical(entry: Entry, codec: Compressor, given: Mapping[str, Any]) -> str:
+def _canonical(entry: Entry, codec: Compressor, given: Mapping[str, Any], feeds: bool) -> str:
     own = {f.name: getattr(codec, f.name) for f in fields(codec) if f.name not in entry.preset}
     defaults = {f.name: f.default for f in fields(codec)}
-    usual = {"feedback": _feeds(codec), "dense_below": codec.default_dense_below}
+    usual = {"feedback": feeds, "feedback_decay": 1.0, "dense_below": codec.default_dense_below}
     around = {k: given[k] for k in METHOD_KEYS if k in given and given[k] != usual.get(k)}
     return _written(entry.name, own, defaults, given, around)
 

@@ -11,10 +11,15 @@ from torch import Tensor
 
 from stenograd.errors import CheckpointError, bad_value
 
-__all__ = ["SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
+__all__ = ["AVERAGED", "REPLACED", "SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
 
-SUMMED = frozenset({"residual"})  # state whose sum over the ranks is kept
-_OWN = "own"  # the first word of state that new ranks take the mean of; all other state is equal on all
+# State whose sum over the ranks is kept, because it is owed.
+SUMMED = frozenset({"residual", "dgc_u", "dgc_v"})
+# State whose mean over the ranks is kept, because it is an estimate.
+AVERAGED = frozenset({"ef21_momentum"})
+# State that starts again from what all ranks know; all other state is equal on all ranks.
+REPLACED = {"ef21_known": "ef21_mean"}
+_OWN = "own"  # the first word of what each rank has of its own in a round, whose mean is kept, too
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -34,6 +39,10 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
 
     Of what each rank has of its own in a round (its parameters, what it has sent), new ranks get the mean,
     and end the round with it.
+
+    DGC's accumulated velocity and its momentum are owed in the same way, and follow the same rule. What all
+    know of a rank under EF21 becomes the mean G on every new rank, so that G stays its mean, and its moving
+    average of gradients becomes the mean of the old ranks'.
 
     Everything else (PowerSGD's Q, counters of steps) is equal on all ranks and copied. Random choices depend
     on (seed, step, bucket, rank) alone, so new ranks need no state for theirs.
@@ -116,6 +125,8 @@ class Joint:
         for name, tensors in state["parameters"].items():
             for key, tensor in tensors.items():
                 where, summed = (name, key), _adds_up(key)
+                if key in REPLACED:
+                    continue
                 if self._count == 0:
                     # float64, so that the sum over many ranks costs one rounding, when it is shared out.
                     self._dtypes[where] = tensor.dtype
@@ -150,6 +161,9 @@ class Joint:
                 parameters[name][key] = (tensor / divisor).to(self._dtypes[name, key])
             else:
                 parameters[name][key] = tensor.clone()
+        for name, keys in self._layout.items():
+            for key in REPLACED.keys() & keys.keys():
+                parameters[name][key] = parameters[name][REPLACED[key]].clone()
         about = {**self._about, "rank": rank, "world_size": world_size, "resharded": True}
         own = {_OWN: self._own[min(rank, self._count - 1)]} if self._own else {}
         return {**about, **own, "parameters": parameters}
@@ -178,7 +192,7 @@ class Joint:
 
 
 def _adds_up(key: str) -> bool:
-    return key in SUMMED or key.split(" ")[0] == _OWN
+    return key in SUMMED | AVERAGED or key.split(" ")[0] == _OWN
 
 
 def alike(a: Any, b: Any) -> bool:

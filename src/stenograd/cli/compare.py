@@ -28,6 +28,7 @@ __all__ = ["Result", "default_methods", "run", "split_methods"]
 # entry are so with their defaults. The random ones are without error feedback, which hands back about
 # 1 / ratio steps at once and wants a lower learning rate than the task's.
 _KEYS = {
+    "dgc": "ratio=0.01,momentum=0",  # the tasks train with momentum in the optimizer
     "randomblock": "ratio=0.25,feedback=false",
     "randomk": "ratio=0.25,feedback=false",
     "threshold": "value=0.01",

@@ -87,7 +87,7 @@ def _paths(codec: Compressor, world_size: int) -> list[tuple[Compressor, int]]:
     if isinstance(codec, PowerSGD):
         return [(replace(codec, rank=min(codec.rank, 4)), 1)]  # a higher rank needs larger matrices
     if isinstance(codec, TopK):
-        by_regions = codec.reduce != "gather" and world_size > 1
+        by_regions = codec.by_regions and world_size > 1
         gathering = (replace(codec, reduce="gather"), 1)  # where k is small, on any number of ranks
         return [gathering, (replace(codec, reduce="regions"), 2)] if by_regions else [gathering]
     return [(codec, min(world_size, FEWEST_RANKS))]

@@ -46,6 +46,7 @@ class Feedback(Enum):
 
     ON = "on"  # it loses the same things again and again: on unless the method says feedback=false
     OFF = "off"  # unbiased, `E[decode(encode(x))] = x`, or rounding to 8 bits or finer: off unless asked for
+    OWN = "own"  # it keeps what it has not sent in its state, so there is nothing left to feed back
     NEVER = "never"  # nothing is lost, or what is sent is so much larger than x that residuals would diverge
 
 
@@ -204,6 +205,16 @@ class Compressor(ABC):
     default_dense_below: ClassVar[int] = 0
 
     @property
+    def divides_by_senders(self) -> bool:
+        """Whether an element's average is the mean over those ranks only that sent it."""
+        return False
+
+    @property
+    def feeds_pseudo_gradients(self) -> bool:
+        """Whether error feedback is on by default also for pseudo-gradients, the sums of many local steps."""
+        return self.feedback is Feedback.ON
+
+    @property
     def feedback(self) -> Feedback:
         """Whether error feedback suits it."""
         return Feedback.OFF
@@ -212,6 +223,11 @@ class Compressor(ABC):
     def delta(self) -> float:
         """Contraction: `||error||^2 <= (1 - delta) ||x||^2` for every x; 0 where none is promised."""
         return 0.0
+
+    @property
+    def own_momentum(self) -> bool:
+        """Whether what is delivered has momentum in it, so that the optimizer must have none."""
+        return False
 
     @property
     def lossless(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
 from stenograd.data.finite import Finite
 from stenograd.data.requests import Rounds
-from stenograd.errors import MethodError
+from stenograd.errors import MethodError, bad_value
 
 __all__ = ["ErrorFeedback"]
 
@@ -23,11 +23,17 @@ class ErrorFeedback(Compressor):
     So over any number of steps the sum of what was sent plus the residual is the sum of all x, on every
     rank. The residual is float32 (float64 for float64 tensors), flat like x, kept per parameter.
 
+    With a decay beta below 1, `v = x + beta r`: what was lost t steps ago is owed beta^t times. Then the sum
+    above does not hold, and neither exactly does the rule by which `checkpoint.reshard` shares residuals.
+    Where pseudo-gradients are sent sparsely, the decayed residual takes the place of the outer momentum.
+
     Args:
         inner: the compressor to correct.
+        decay: beta, in (0, 1]; 1 forgets nothing. Below 1 the average has memory of its own in place of the
+            residual's.
 
     Raises:
-        MethodError: inner is lossless, so there is nothing to feed back.
+        MethodError: inner is lossless, so there is nothing to feed back; or decay outside its range.
 
     Example:
         >>> import torch
@@ -40,16 +46,24 @@ class ErrorFeedback(Compressor):
         tensor([ 0.0000,  0.0000, -0.3000,  0.0000])
 
     Reference: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al.,
-    "Error Feedback Fixes SignSGD", ICML 2019.
+    "Error Feedback Fixes SignSGD", ICML 2019; Sarfi et al., "Communication Efficient LLM Pre-training with
+    SparseLoCo", 2025 (decay).
     """
 
     inner: Compressor
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise bad_value(
+                "feedback_decay", "must be in (0, 1]", self.decay, "1 forgets nothing", MethodError
+            )
         if self.inner.lossless:
             raise MethodError(
                 f"{self.inner} loses nothing, so feedback has nothing to add: leave feedback out"
             )
+        if self.inner.feedback is Feedback.OWN:
+            raise MethodError(f"{self.inner} keeps what it has not sent by itself: leave feedback out")
         if self.inner.feedback is Feedback.NEVER:
             raise MethodError(
                 f"{self.inner} scales up what it sends, so its residual would grow without bound: "
@@ -75,7 +89,8 @@ class ErrorFeedback(Compressor):
     def transport(self, site: Site) -> Transport:
         """Take the inner compressor's; a residual in another type than x keeps its memory to itself."""
         inner = self.inner.transport(site)
-        inner = inner if site.dtype in (torch.float32, torch.float64) else inner.keeping()
+        in_place = site.dtype in (torch.float32, torch.float64) and self.decay == 1
+        inner = inner if in_place else inner.keeping()
         return _Corrected(
             inner=inner,
             rounds=inner.rounds,
@@ -104,7 +119,10 @@ class _Corrected(Transport):
         mine = state["residual"]
         # Whoever asks for what was lost besides what was owed needs the old residual after the exchange.
         inner = self.inner if self.frees_residual and not want_error else self.inner.keeping()
-        if x.dtype == mine.dtype:
+        if codec.decay != 1:  # not the kernels' way, which adds whole residuals while it selects or rounds
+            v = x.add_(mine, alpha=codec.decay) if x.dtype == mine.dtype else x + codec.decay * mine
+            done = yield from inner.run(codec.inner, v, None, state, site, True)
+        elif x.dtype == mine.dtype:
             done = yield from inner.run(codec.inner, x, mine, state, site, True)
         else:
             done = yield from inner.run(codec.inner, mine + x, None, state, site, True)
@@ -113,5 +131,5 @@ class _Corrected(Transport):
         average = done.average.to(x.dtype)
         if finite is not None and average.dtype != done.average.dtype:
             finite = finite.clamp(max=Finite.YES)  # what is bounded in float32 may be infinite in x's type
-        lost = (error - mine).to(x.dtype) if want_error else None
+        lost = (error - codec.decay * mine).to(x.dtype) if want_error else None
         return Exchange(average, {**done.state, "residual": error}, lost, finite)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.float30 import pack_floats, unpack_floats
+from stenograd.compression.four_levels import pack_binned, unpack_binned
 from stenograd.errors import WireError
 from stenograd.kernels.dispatch import pack_places, pack_values, unpack_places, unpack_values
 
-__all__ = ["VALUES", "Message", "check_places", "mean_of_sparse"]
+__all__ = ["VALUES", "Message", "check_places", "mean_of_sparse", "mean_over_senders"]
 
 # How float32 values may travel.
-VALUES = ("float32", "float30", "bfloat16", "int8")
+VALUES = ("float32", "float30", "bfloat16", "int8", "int2")
 
 
 def mean_of_sparse(vectors: Sequence[tuple[Tensor, ...]], like: Tensor) -> Tensor:
@@ -37,6 +38,29 @@ def mean_of_sparse(vectors: Sequence[tuple[Tensor, ...]], like: Tensor) -> Tenso
         check_places(places, like.numel())
         total.index_add_(0, places, values.to(like.dtype))
     return total.div_(len(vectors))
+
+
+def mean_over_senders(vectors: Sequence[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
+    """Return for each place the mean of the values that were sent for it, 0 where none was.
+
+    Args:
+        vectors: per rank `(places, values)`, places unique within a rank.
+        like: flat tensor whose length, dtype and device the result has.
+
+    Example:
+        >>> a = (torch.tensor([0, 1]), torch.tensor([2.0, 6.0]))
+        >>> b = (torch.tensor([1]), torch.tensor([4.0]))
+        >>> mean_over_senders([a, b], torch.empty(3))
+        tensor([2., 5., 0.])
+    """
+    # float16 counts ranks exactly up to 2,048 only, and bfloat16 up to 256
+    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    senders = torch.zeros_like(total)
+    for places, values in vectors:
+        check_places(places, like.numel())
+        total.index_add_(0, places, values.to(total.dtype))
+        senders.index_add_(0, places, torch.ones_like(values, dtype=total.dtype))
+    return total.div_(senders.clamp_(min=1)).to(like.dtype)
 
 
 def check_places(places: Tensor, n: int) -> None:
@@ -65,6 +89,7 @@ class Message:
         count: k.
         compact: whether places travel as an Elias-Fano code, in ascending order, not as int32.
         values: one of `VALUES` for float32 values; None to send them as they are.
+        numels: lengths of the tensors among which the n places are divided; only "int2" needs them.
 
     Example:
         >>> message = Message(1000, 2, compact=True, values="bfloat16")
@@ -79,6 +104,7 @@ class Message:
     count: int
     compact: bool
     values: str | None
+    numels: tuple[int, ...] = ()
 
     @property
     def is_lossy(self) -> bool:
@@ -90,6 +116,8 @@ class Message:
         where = pack_places(places, self.numel) if self.compact else places.to(torch.int32)
         if self.values is None:
             return where, values
+        if self.values == "int2":
+            return where, *pack_binned(values, places, self.numels)
         return where, *(pack_floats(values) if self.values == "float30" else pack_values(values, self.values))
 
     def read(self, payload: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -102,6 +130,9 @@ class Message:
         places = unpack_places(where, self.numel, self.count) if self.compact else where
         if self.values is None:
             return places, rest[0]
+        if self.values == "int2":
+            check_places(places, self.numel)
+            return places, unpack_binned((rest[0], rest[1]), places, self.numels)
         if self.values == "float30":
             return places, unpack_floats((rest[0], rest[1], rest[2]), self.count)
         return places, unpack_values(tuple(rest), self.values, self.count)

@@ -4,50 +4,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from stenograd.compression.chunked_selection import chunk_count, select_chunks
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Feedback, Payload, Site, Transport
+from stenograd.compression.ratio_ramp import check_ramp, ramped
 from stenograd.compression.sparse_all_reduce import SparseAllReduce, regions_for
-from stenograd.compression.sparse_format import VALUES, Message
+from stenograd.compression.sparse_format import VALUES, Message, mean_over_senders
 from stenograd.data.finite import finite_of
-from stenograd.errors import MethodError, bad_value
+from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.dispatch import scatter_mean, select, select_feedback
 
 __all__ = ["TopK"]
 
 _REDUCE = ("auto", "gather", "regions")
+_DIVIDE = ("ranks", "senders")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Codec):
     """Send the `k = ceil(ratio * n)` elements of largest magnitude: `sent = x` on `S = top_k(|x|)`, else 0.
 
-    Selection is over the whole bucket. Biased, a contraction with `delta = k / n`: use error feedback.
+    Selection is over the whole bucket, or with `chunk` over runs of so many elements of a tensor, of each of
+    which `round(ratio * chunk)` are sent, at least 1: then every layer gets its share, and what is sent of it
+    does not depend on buckets. Biased, a contraction with `delta = k / n`: use error feedback.
     Wire: k places of about `2 + log2(n / k)` bits and k values, one all-gather, which moves N-1 times that:
-    at 1 %, 8.6 bits and 32. `values` makes it 38.6 bits together (float30), 24.6 (bfloat16) or 16.7 (int8);
-    error feedback sends later what the rounding loses. Places as int32 take 64 bits together.
+    at 1 %, 8.6 bits and 32. `values` makes it 38.6 bits together (float30), 24.6 (bfloat16), 16.7 (int8) or
+    10.6 (int2, and 16 bytes per tensor); error feedback sends later what the rounding loses. Places as int32
+    take 64 bits together.
 
     From five ranks on, a sparse all-reduce (`stenograd.compression.sparse_all_reduce`) moves at most `24
     k` bytes whatever N is, if k is at least N: each rank adds up one region of the places, and only about
     the k largest of the *average* come back. So the average has at most k non-zeros, not up to `N k`.
     What was selected and is not in the average stays in the error, so `delta` is then no bound for a
-    single rank's.
+    single rank's. Chunks and `divide=senders` need every rank's message, and a ramp has no k to
+    choose by, so they always gather.
 
     Args:
         ratio: share of the elements to send, in (0, 1].
         compact: whether places travel as an Elias-Fano code, not as int32.
         values: how float32 values travel: "float32"; "float30", exact for all but those below 2**-62 of the
-            largest; "bfloat16"; or "int8" with a scale for each 256. In the sparse all-reduce always float32.
+            largest; "bfloat16"; "int8" with a scale for each 256; or "int2", the means of four bins per
+            tensor. In the sparse all-reduce always float32.
         reduce: "gather" for one all-gather; "regions" for the sparse all-reduce; "auto" for what
             moves clearly less.
+        chunk: elements per chunk, 1 to 2^31 - 1; 0 to select over the whole bucket. A tensor's last chunk may
+            be shorter.
+        divide: "ranks" for the mean over all ranks, where one that did not send an element counts as zero;
+            "senders" for the mean over those that sent it, which makes a rarely chosen element's step up to N
+            times as large.
+        ratio_from: the share at the first step, from which it falls to `ratio` by the same factor per step.
+        ramp_steps: number of steps until then; 0 for no ramp.
 
     Raises:
-        MethodError: ratio outside its range, or another word for values or reduce.
+        MethodError: ratio, chunk or the ramp outside its range, another word for values, reduce or divide, or
+            regions together with chunks, senders or a ramp.
 
     Example:
         >>> import torch
@@ -56,7 +72,8 @@ class TopK(Codec):
         tensor([0.0000, 0.9000, 0.0000, 0.0000])
 
     Reference: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017;
-    Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022 (regions).
+    Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022 (regions); Sarfi
+    et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025 (chunks, int2, senders).
     """
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"topk": {}}
@@ -66,16 +83,29 @@ class TopK(Codec):
     compact: bool = True
     values: str = "float32"
     reduce: str = "auto"
+    chunk: int = 0
+    divide: str = "ranks"
+    ratio_from: float = 0.25
+    ramp_steps: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise bad_value("ratio", "must be in (0, 1]", self.ratio, "use 0.01 to send 1 %", MethodError)
+        # without a ramp it does not matter where it would start
+        start = self.ratio_from if self.ramp_steps else max(self.ratio, self.ratio_from)
+        check_ramp(self.ratio, start, self.ramp_steps)
         if self.values not in VALUES:
             wanted = f"must be one of {', '.join(VALUES)}"
             raise bad_value("values", wanted, self.values, "float32 is exact", MethodError)
         if self.reduce not in _REDUCE:
             wanted = f"must be one of {', '.join(_REDUCE)}"
             raise bad_value("reduce", wanted, self.reduce, "leave it out for auto", MethodError)
+        if self.divide not in _DIVIDE:
+            wanted = f"must be one of {', '.join(_DIVIDE)}"
+            raise bad_value("divide", wanted, self.divide, "ranks is the usual mean", MethodError)
+        if self.chunk != 0:
+            check_count("chunk", self.chunk, "use 4096, or leave it out for the whole bucket", MethodError)
+        if self.reduce == "regions" and not self._regional:
+            wanted = "must be auto or gather with chunk, divide=senders or ramp_steps, which always gather"
+            raise bad_value("reduce", wanted, self.reduce, "leave it out", MethodError)
 
     @classmethod
     def examples(cls) -> Iterator[TopK]:
@@ -83,10 +113,14 @@ class TopK(Codec):
         for ratio in (0.01, 0.3, 1.0):
             yield cls(ratio=ratio)
             yield cls(ratio=ratio, compact=False)
-        for values in ("float30", "bfloat16", "int8"):
+        for values in ("float30", "bfloat16", "int8", "int2"):
             yield cls(ratio=0.1, values=values)
         yield cls(ratio=0.1, reduce="regions")
         yield cls(ratio=0.1, reduce="regions", compact=False)
+        yield cls(ratio=0.1, chunk=16)
+        yield cls(ratio=0.3, chunk=7, compact=False)
+        yield cls(ratio=0.1, ramp_steps=4)
+        yield cls(ratio=0.1, chunk=64, values="int2", divide="senders")
 
     @property
     def feedback(self) -> Feedback:
@@ -94,31 +128,48 @@ class TopK(Codec):
         return Feedback.ON
 
     @property
+    def divides_by_senders(self) -> bool:
+        """As SparseLoCo does."""
+        return self.divide == "senders"
+
+    @property
     def delta(self) -> float:
-        """The k largest hold at least k/n of the energy."""
-        return self.ratio
+        """The k largest hold at least k/n of the energy; chunks of some lengths keep 2/3 of that.
+
+        A bin of four may hold numbers that cancel out, so int2 promises nothing.
+        """
+        if self.values == "int2":
+            return 0.0
+        return self.ratio * (2 / 3) if self.chunk else self.ratio  # 1 of 1.5 - eps is the worst rounding
+
+    @property
+    def by_regions(self) -> bool:
+        """Whether some number of ranks makes it a sparse all-reduce."""
+        return self.reduce != "gather" and self._regional
 
     def transport(self, site: Site) -> Transport:
         """Gather all messages, or share the work by regions where that moves less."""
-        if self.reduce != "gather":
+        if self.by_regions:
             k = math.ceil(self.ratio * site.numel)
             regions = regions_for(site.numel, k, site, forced=self.reduce == "regions")
             if regions is not None:
                 return SparseAllReduce(regions=regions, compact=self.compact)
-        return super().transport(site)
+        gathered = super().transport(site)
+        return replace(gathered, votes=True) if self.divide == "senders" else gathered
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Select and write."""
-        return self._message(x).write(*select(x, self._count(x)))
+        return self._message(x, site).write(*self._select(x, site))
 
     def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
-        """Add, select and leave the rest in x, in one pass; then write."""
-        if residual is None:
-            places, values = select(x, self._count(x))
+        """Add, select and leave the rest in x, in one pass unless there are chunks; then write."""
+        if residual is None or self.chunk:
+            x = x if residual is None else x.add_(residual)
+            places, values = self._select(x, site)
             x.index_fill_(0, places.long(), 0)
         else:  # the sum is the same either way round, and x's memory takes what is left
-            places, values = select_feedback(residual, x, self._count(x))
-        message = self._message(x)
+            places, values = select_feedback(residual, x, self._count(x, site))
+        message = self._message(x, site)
         payload = message.write(places, values)
         if message.is_lossy:
             x.index_copy_(0, places.long(), values - message.read(payload)[1])
@@ -130,23 +181,43 @@ class TopK(Codec):
 
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Add all ranks' elements into one dense tensor."""
-        message = self._message(like)
-        return scatter_mean([message.read(p) for p in payloads], like.numel(), out=site.out(like))
+        message = self._message(like, site)
+        vectors = [message.read(p) for p in payloads]
+        if self.divide == "senders":
+            return mean_over_senders(vectors, like)
+        return scatter_mean(vectors, like.numel(), out=site.out(like))
 
     def finite(self, payloads: Sequence[Payload]) -> Tensor:
         """Look at the values: whatever is not finite counts as largest, so it is among them.
 
-        Rounded values have scales, or the exponent of the largest, which tell the same.
+        Rounded values have scales, means, or the exponent of the largest, which tell the same.
         """
-        at = 2 if self.values == "int8" and len(payloads[0]) > 2 else 1
+        at = 2 if self.values in ("int8", "int2") and len(payloads[0]) > 2 else 1
         numbers = [p[at] for p in payloads]
         if not numbers[0].is_floating_point():  # exponents of float32, of which 255 is NaN's and infinity's
             numbers = [torch.where(n == 255, torch.inf, (n.float() - 127).exp2()) for n in numbers]
         return finite_of(numbers)
 
-    def _message(self, x: Tensor) -> Message:
-        kind = self.values if x.dtype is torch.float32 else None
-        return Message(x.numel(), self._count(x), self.compact, kind)
+    @property
+    def _regional(self) -> bool:
+        return not self.chunk and self.divide == "ranks" and not self.ramp_steps
 
-    def _count(self, x: Tensor) -> int:
-        return math.ceil(self.ratio * x.numel())
+    def _select(self, x: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+        if self.chunk:
+            return select_chunks(x, site.numels, self.chunk, self._ratio(site))
+        return select(x, self._count(x, site))
+
+    def _message(self, x: Tensor, site: Site) -> Message:
+        kind = self.values if x.dtype is torch.float32 else None
+        numels = tuple(site.numels) if kind == "int2" else ()
+        return Message(x.numel(), self._count(x, site), self.compact, kind, numels)
+
+    def _count(self, x: Tensor, site: Site) -> int:
+        if self.chunk:
+            return chunk_count(site.numels, self.chunk, self._ratio(site))
+        return math.ceil(self._ratio(site) * x.numel())
+
+    def _ratio(self, site: Site) -> float:
+        return (
+            ramped(self.ratio, self.ratio_from, self.ramp_steps, site.step) if self.ramp_steps else self.ratio
+        )

@@ -54,6 +54,9 @@ class Local(Rounds):
     def check(self, codec: Codec) -> None:
         """Refuse also what scales up the differences that it sends."""
         super().check(codec)
+        if codec.divides_by_senders:
+            why = "ranks would not know what the others hold of their differences"
+            raise refused(self, codec, why, "leave out divide=senders, or use diloco")
         if codec.amplifies:
             why = "what unbiased scaling leaves out of a difference grows without bound"
             raise refused(self, codec, why, "leave out unbiased=true, or use topk")

@@ -44,6 +44,14 @@ class Codec(Protocol):
         """Whether the ranks vote, so that what comes out is not the mean of what was sent."""
 
     @property
+    def accumulates(self) -> bool:
+        """Whether it keeps gradients, or an estimate of them, in a way that fits gradients only."""
+
+    @property
+    def divides_by_senders(self) -> bool:
+        """Whether an element's average is the mean over those ranks only that sent it."""
+
+    @property
     def amplifies(self) -> bool:
         """Whether what is sent is scaled up to be right on average, so that errors are larger than it."""
 

@@ -26,6 +26,7 @@ from stenograd.sync.handshake import (
     Wrapping,
     as_optimizers,
     broadcast_model,
+    refuse_second_momentum,
     refuse_taken,
     synced_parameters,
     unwrapped,
@@ -76,6 +77,7 @@ class GradientSync(Hooked, Attached):
         self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
         refuse_taken(self._model, self._optimizers)
         check_interval(check_every, repair)
+        refuse_second_momentum(self.method, self._optimizers)
         parameters = synced_parameters(self._model, self._optimizers)  # complain before connecting
         assign({}, bucket_bytes)
         join(timeout_s=timeout_s)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
-from stenograd.errors import ConfigError, MismatchError, TensorTypeError
+from stenograd.errors import ConfigError, MethodError, MismatchError, TensorTypeError
 from stenograd.kernels.backend import wanted
 from stenograd.version import __version__
 
@@ -26,6 +27,7 @@ __all__ = [
     "broadcast_tensors",
     "compare",
     "describe",
+    "refuse_second_momentum",
     "refuse_taken",
     "synced_parameters",
     "unwrapped",
@@ -59,6 +61,31 @@ def as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
     """
     several = [given] if hasattr(given, "param_groups") else list(given)
     return [_bare(optimizer) for optimizer in several]
+
+
+def refuse_second_momentum(how: Method, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer with momentum where the method has momentum of its own: it would act twice.
+
+    Raises:
+        MethodError: names the optimizer and its momentum.
+
+    Example:
+        >>> from stenograd.catalog.method import method
+        >>> sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        >>> refuse_second_momentum(method("dgc"), [sgd])
+        Traceback (most recent call last):
+        stenograd.errors.MethodError: dgc has momentum of its own, and SGD has momentum=0.9: ...
+    """
+    if not how.compressor.own_momentum:
+        return
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("momentum"):
+                raise MethodError(
+                    f"{how} has momentum of its own, and {type(optimizer).__name__} has "
+                    f"momentum={group['momentum']}: set the optimizer's momentum to 0 (dgc takes it over "
+                    "as dgc:momentum=0.9)"
+                )
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

@@ -33,6 +33,11 @@ def difference_method(how: str | Method | Compressor) -> Method:
     """
     chosen = method(how)
     chosen.require_every_step("an average of parameters")
+    if chosen.accumulates:
+        raise MethodError(
+            f"{chosen.text} accumulates gradients by itself, so it cannot send differences of parameters: "
+            "use topk, or leave out the schedule"
+        )
     if chosen.amplifies or chosen.clips or chosen.votes:
         raise MethodError(
             f"differences of parameters need a method that sends them as they are, got {chosen.text}: "

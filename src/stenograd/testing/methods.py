@@ -20,6 +20,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "randomblock": {"ratio": 0.5},
     "powersgd": {"rank": 2},
     "threshold": {"value": 0.01},
+    "dgc": {"ratio": 0.1, "momentum": 0.0},  # most of what walks these lists trains with SGD's momentum
 }
 # What the keys that all methods take do to a method that loses nothing, to one whose infinities show in the
 # sum, and to one with error feedback.
@@ -27,6 +28,8 @@ _WRAPPED = (
     "dense:clip_value=0.5",
     "fp16:feedback=true",
     "fp16:clip_value=0.5,clip_norm=1.0",
+    "topk:ratio=0.1,feedback_decay=0.9",
+    "topk:ratio=0.1,feedback=ef21",
     "topk:ratio=0.1,dense_below=20,warmup_steps=5,clip_norm=1.0",
 )
 
@@ -87,7 +90,9 @@ def configurations() -> list[str]:
 
 
 def _examples() -> list[tuple[str, dict[str, Any]]]:
-    return [_keys(example) for cls in compressors() for example in cls.examples()]
+    """Return names and keys of the examples that may run with any optimizer: its momentum acts alone."""
+    found = [example for cls in compressors() for example in cls.examples()]
+    return [_keys(example) for example in found if not example.own_momentum]
 
 
 def _text(name: str, keys: Mapping[str, Any], *, sized: bool = True) -> str:

@@ -1,0 +1,118 @@
+"""Natural compression: each element as one of the two powers of two around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Payload, Site, Transport
+from stenograd.compression.two_phase import TwoPhase, chunks_for
+from stenograd.data.finite import finite_of
+from stenograd.kernels.reference.bits import block_views, unpack_bits
+from stenograd.kernels.reference.quantize import uniforms
+from stenograd.kernels.reference.sign import block_count, check_scales
+
+__all__ = ["Natural"]
+
+_BITS = 8
+_WHOLE = 2**31 - 1  # elements per scale: a block never spans tensors, so each tensor has one
+_SIGN = 128
+_ONE = 126  # the code of the scale itself; 127 is twice the scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Natural(Codec):
+    """Send a power of two: of `2^e <= |x| < 2^(e+1)` the upper with the chance `|x| / 2^e - 1`, or the lower.
+
+    So it is right on average, `E[sent] = x`, with a variance of at most `x^2 / 8` per element, and every rank
+    draws for itself. The exponent counts down from the largest of the tensor; 127 of them and zero fit into
+    seven bits, and what is below the smallest (`2^-125` of the largest) becomes zero.
+
+    Wire: 8 bits per element and 32 bits per tensor: one all-gather up to three ranks, from four ranks on an
+    all-to-all and an all-gather (`stenograd.compression.two_phase`), where the average is drawn once more.
+
+    Args:
+        seed: of the draws; any integer.
+
+    Example:
+        >>> import torch
+        >>> from stenograd.simulate import exchange
+        >>> exchange(Natural(), [torch.tensor([4.0, -0.5, 0.0])])[0].average
+        tensor([ 4.0000, -0.5000,  0.0000])
+
+    Reference: Horváth et al., "Natural Compression for Distributed Deep Learning", MSML 2022, which sends
+    the exponent of float32 in nine bits with the sign.
+    """
+
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"natural": {}}
+    summary: ClassVar[str] = "a power of two, drawn at random, 8 bits per element"
+
+    seed: int = 0
+
+    def transport(self, site: Site) -> Transport:
+        """Gather all codes, or average them in two phases where that moves less."""
+        chunks = chunks_for(site, _BITS, _WHOLE)
+        return super().transport(site) if chunks is None else TwoPhase(chunks=chunks)
+
+    def encode(self, x: Tensor, site: Site) -> Payload:
+        """Draw a power of two for each element and write its place below the tensor's largest."""
+        codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+        draws = uniforms(site.generator(self.seed, shared=False).initial_seed(), x.numel(), x.device)
+        scales = [torch.zeros(0, device=x.device)]
+        rows_of = (block_views(t, _WHOLE, site.numels) for t in (x, draws, codes))
+        for rows, draw, out in zip(*rows_of, strict=True):
+            scale = _power_below(rows.abs().amax(1, keepdim=True).to(torch.float32))
+            scales.append(scale.view(-1))
+            share = (rows / torch.where(scale == 0, 1.0, scale)).to(torch.float32)  # below 2
+            mantissa, exponent = torch.frexp(share.abs())  # in [0.5, 1), and of the power above
+            place = exponent + (_ONE - 1)
+            place += draw < 2 * mantissa - 1
+            place = torch.where((share == 0) | (exponent < 2 - _ONE), 0, place)
+            out.copy_(place.clamp_(0, 127) + _SIGN * (share < 0))
+        return codes, torch.cat(scales)
+
+    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
+        """Add, encode and leave the rest in x."""
+        x = x if residual is None else x.add_(residual)
+        payload = self.encode(x, site)
+        return payload, x.sub_(self._read(payload, site))
+
+    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
+        """Multiply powers of two by their tensor's scale."""
+        return self.combine([payload], like, site)
+
+    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
+        """Average the messages in rank order, in float32 or wider."""
+        wide = torch.promote_types(like.dtype, torch.float32)
+        total = site.out(like).zero_() if like.dtype == wide else torch.zeros_like(like, dtype=wide)
+        for payload in payloads:
+            total += self._read(payload, site)
+        return total.div_(len(payloads)).to(like.dtype)
+
+    def finite(self, payloads: Sequence[Payload]) -> Tensor:
+        """Look at the scales: a tensor that is not finite has such a one."""
+        return finite_of(scales for _, scales in payloads)
+
+    def _read(self, payload: Payload, site: Site) -> Tensor:
+        """Return what one message says, in float32."""
+        codes, scales = payload
+        check_scales([(codes, scales)], block_count(_WHOLE, site.numels, site.numel))
+        powers = torch.exp2(torch.arange(_SIGN, device=codes.device, dtype=torch.float32) - _ONE)
+        powers[0] = 0
+        levels = torch.cat([powers, -powers])
+        values = levels.index_select(0, unpack_bits(codes, _BITS, site.numel).to(torch.int32))
+        for rows, scale in zip(block_views(values, _WHOLE, site.numels), scales, strict=True):
+            rows.mul_(scale)
+        return values
+
+
+def _power_below(x: Tensor) -> Tensor:
+    """Return the largest power of two that does not exceed x; 0, NaN and infinity as they are."""
+    mantissa, exponent = torch.frexp(x)
+    power = torch.ldexp(torch.full_like(x, 0.5), exponent)
+    return torch.where((mantissa == 0) | ~x.isfinite(), x, power)

@@ -1,0 +1,121 @@
+"""TernGrad: each element as minus one, zero or one times the largest magnitude of its tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from stenograd.compression.codec import Codec
+from stenograd.compression.contract import Payload, Site, Transport
+from stenograd.compression.two_phase import TwoPhase, chunks_for
+from stenograd.data.finite import finite_of
+from stenograd.errors import MethodError, bad_value
+from stenograd.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
+
+__all__ = ["TernGrad"]
+
+_BITS = 2
+_WHOLE = 2**31 - 1  # elements per scale: a block never spans tensors, so each tensor has one
+
+
+@dataclass(frozen=True, kw_only=True)
+class TernGrad(Codec):
+    """Send `m * sign(x) * b`, `m = max|x|` of the tensor, `b` 1 with the chance `|x| / m` and else 0.
+
+    Unbiased, and every rank draws for itself. A few large elements make m large and nearly all others zero;
+    `clip` first limits every element to so many times the tensor's root mean square. That part is biased,
+    and what it cuts off is lost unless `feedback=true` sends it later.
+
+    Wire: 2 bits per element and 32 bits per tensor: one all-gather up to three ranks, from four ranks on an
+    all-to-all and an all-gather (`stenograd.compression.two_phase`), where each rank's part of a tensor has
+    its own scale and the average is drawn once more, without clipping.
+
+    Args:
+        clip: largest magnitude in units of the tensor's root mean square, such as the paper's 2.5; 0 for no
+            limit.
+        seed: of the draws; any integer.
+
+    Raises:
+        MethodError: clip is negative or not finite.
+
+    Example:
+        >>> import torch
+        >>> from stenograd.simulate import exchange
+        >>> exchange(TernGrad(), [torch.tensor([2.0, -2.0, 0.0])])[0].average
+        tensor([ 2., -2.,  0.])
+
+    Reference: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
+    NeurIPS 2017. There clipping takes the standard deviation, which for a tensor of equal elements is zero.
+    """
+
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"terngrad": {}}
+    summary: ClassVar[str] = "sign or nothing, drawn at random, 2 bits per element and a scale per tensor"
+
+    clip: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.clip >= 0 and math.isfinite(self.clip)):
+            advice = "use 2.5, or leave it out for no limit"
+            raise bad_value("clip", "must be at least 0 and finite", self.clip, advice, MethodError)
+
+    @classmethod
+    def examples(cls) -> Iterator[TernGrad]:
+        """Yield it without and with clipping."""
+        yield cls()
+        yield cls(clip=2.5)
+
+    def transport(self, site: Site) -> Transport:
+        """Gather all codes, or average them in two phases where that moves less."""
+        chunks = chunks_for(site, _BITS, _WHOLE)
+        if chunks is None:
+            return super().transport(site)
+        return TwoPhase(chunks=chunks, again=(replace(self, clip=0.0), chunks))
+
+    def encode(self, x: Tensor, site: Site) -> Payload:
+        """Clip, draw and pack `level + 1`, lowest bit first."""
+        return qsgd_encode_feedback(self._clipped(x, site), None, _BITS, _WHOLE, site.numels, self._key(site))
+
+    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
+        """Add, encode and leave the rest, and what was clipped, in x."""
+        key = self._key(site)
+        if not self.clip:  # the sum is the same either way round, and x's memory takes what is left
+            return qsgd_encode_feedback(residual, x, _BITS, _WHOLE, site.numels, key), x
+        x = x if residual is None else x.add_(residual)
+        clipped = self._clipped(x, site)
+        x.sub_(clipped)
+        payload = qsgd_encode_feedback(None, clipped, _BITS, _WHOLE, site.numels, key)
+        return payload, x.add_(clipped)
+
+    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
+        """Multiply levels by their tensor's scale."""
+        return self.combine([payload], like, site)
+
+    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
+        """Average the messages in rank order."""
+        messages = [(codes, scales) for codes, scales in payloads]
+        return qsgd_decode_mean(messages, _BITS, _WHOLE, site.numels, out=site.out(like))
+
+    def finite(self, payloads: Sequence[Payload]) -> Tensor:
+        """Look at the scales: a tensor that is not finite has such a one."""
+        return finite_of(scales for _, scales in payloads)
+
+    def _clipped(self, x: Tensor, site: Site) -> Tensor:
+        """Return x, or a copy with every tensor clipped; NaN makes all of its tensor NaN."""
+        if not self.clip:
+            return x
+        x = x.clone()
+        for part in x.split(site.numels):
+            if part.numel():
+                bound = torch.linalg.vector_norm(part, dtype=torch.promote_types(x.dtype, torch.float32))
+                bound = (bound * (self.clip / math.sqrt(part.numel()))).to(x.dtype)
+                part.clamp_(-bound, bound)
+        return x
+
+    def _key(self, site: Site) -> int:
+        return site.generator(self.seed, shared=False).initial_seed()
