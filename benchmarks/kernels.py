@@ -22,6 +22,7 @@ from pathlib import Path
 import numba
 import torch
 
+from stenograd.data.finite import not_finite
 from stenograd.kernels import dispatch
 
 GOALS = {
@@ -59,7 +60,7 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
         "places 1 %: unpack": lambda: dispatch.unpack_places(packed, n, k),
         "values 1 % as int8: pack": lambda: dispatch.pack_values(values, "int8"),
         "values 1 % as int8: unpack": lambda: dispatch.unpack_values(coded, "int8", k),
-        "finite check": lambda: dispatch.not_finite(x),
+        "finite check": lambda: not_finite(x),
         "torch.aminmax": lambda: torch.aminmax(x),
         "100 elements, 100 times: top-k encode": hundred(lambda: dispatch.select_feedback(*small, 1)),
         "100 elements, 100 times: sign encode": hundred(

@@ -4,8 +4,16 @@ import os
 import sys
 
 import pytest
-from cli_process import LAUNCHER_VARIABLES, QUICK, execute, stenograd_command
+from cli_process import (
+    LAUNCHER_VARIABLES,
+    QUICK,
+    execute,
+    on_a_rank,
+    stenograd_command,
+    without_compiling,
+)
 
+import stenograd
 from stenograd.cli import main
 
 
@@ -26,7 +34,23 @@ def here(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["stenograd", *map(str, arguments)])
         status = main()
         out, err = capsys.readouterr()
-        return status, out, err
+        return status, out, without_compiling(err)
+
+    yield run
+    stenograd.shutdown()
+
+
+@pytest.fixture
+def on_two_ranks(pool):
+    """Run `stenograd ARGUMENTS` as the two ranks of a launch, and return what rank 0 prints.
+
+    It is what `--workers 2` and the launchers lead to, without the seconds that fresh interpreters take.
+    """
+
+    def run(*arguments):
+        first, second = pool.run(2, on_a_rank, arguments)
+        assert [first[0], *second, first[2]] == [0, 0, "", "", ""]
+        return first[1]
 
     return run
 

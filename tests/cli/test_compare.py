@@ -9,12 +9,13 @@ from stenograd.catalog.method import method, methods
 from stenograd.cli import compare, plot
 
 
-def test_compare(command, tmp_path):
-    """Two methods in one set of workers; at fp16 a worker sends half of the dense bytes."""
+def test_compare(on_two_ranks, tmp_path):
+    """Three methods in one set of workers; at fp16 a worker sends half of the dense bytes."""
     listed = "dense,fp16,topk:ratio=0.05,dense_below=64"
-    done = command("compare", "--workers", 2, "--epochs", 1, "--methods", listed, "--out", tmp_path / "out")
-    assert (done.returncode, done.stderr) == (0, "")
-    table = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    out = on_two_ranks(
+        "compare", "--workers", 2, "--epochs", 1, "--methods", listed, "--out", tmp_path / "out"
+    )
+    table = [line for line in out.splitlines() if line.startswith("│")]
     assert [line.split()[1] for line in table] == ["dense", "fp16", "topk:ratio=0.05,dense_below=64"]
     told = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert (told["world_size"], told["epochs"], told["steps_per_epoch"]) == (2, 1, 23)
@@ -63,8 +64,9 @@ def test_methods(here, workers):
     assert [cell.strip() for cell in dense.split("│")[3:7]] == ["40,000", moved, "32", "1.0x"]
 
 
-def test_doctor(command):
-    done = command("doctor")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_doctor(here):
+    """It starts two processes of its own, which average a vector."""
+    status, out, err = here("doctor")
+    assert (status, err) == (0, "")
     for line in ("torch", "gloo", "cores", "launcher", "works"):
-        assert line in done.stdout
+        assert line in out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_process import execute
+from cli_process import execute, script_on_a_rank
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "singa_mnist"
 EPOCH = re.compile(
@@ -19,35 +19,41 @@ EPOCH = re.compile(
 )
 
 
-def _epochs(done):
-    assert done.returncode == 0, done.stderr
-    assert EPOCH.sub("", done.stdout) == ""
-    return [tuple(map(float, fields)) for fields in EPOCH.findall(done.stdout)]
+def _epochs(out):
+    assert EPOCH.sub("", out) == ""
+    return [tuple(map(float, fields)) for fields in EPOCH.findall(out)]
 
 
-def test_multiprocess_follows_the_guide():
-    """python mnist_multiprocess.py 2: 718 digits a rank, 22 steps an epoch, all of 71,754 float32 sent."""
+def _two_ranks(pool, *options):
+    first, second = pool.run(2, script_on_a_rank, EXAMPLES / "mnist_dist.py", *options)
+    assert second == ""
+    return _epochs(first)
+
+
+def test_multiprocess_follows_the_guide(pool):
+    """python mnist_multiprocess.py 2: 718 digits a rank, 22 steps an epoch, all of 71,754 float32 sent.
+
+    The same ranks under a launcher give the same numbers.
+    """
     done = execute([sys.executable, str(EXAMPLES / "mnist_multiprocess.py"), "2", "-m", "4"])
-    assert done.stderr == ""
-    epochs = _epochs(done)
+    assert (done.returncode, done.stderr) == (0, "")
+    epochs = _epochs(done.stdout)
     assert [e[0] for e in epochs] == [0, 1, 2, 3]
     assert epochs[-1][1] < epochs[0][1] / 3
     assert epochs[-1][3] > 0.8
     assert epochs[-1][4] == pytest.approx(4 * 71_754e-6, rel=1e-3)
+    assert epochs == _two_ranks(pool, "-m", "4")
 
 
 @pytest.mark.skipif(shutil.which("mpiexec", path=Path(sys.executable).parent) is None, reason="no mpiexec")
-def test_mpiexec_gives_the_same_numbers(tmp_path):
+def test_mpiexec_gives_the_same_numbers(pool):
     """Same seeds, same ranks: the launcher changes nothing but the time."""
-    numbers = []
     mpiexec = shutil.which("mpiexec", path=Path(sys.executable).parent)
-    hosts = ["--hostfile", str(EXAMPLES / "host_file")]
-    for command in (
-        [mpiexec, *hosts, sys.executable, str(EXAMPLES / "mnist_dist.py")],
-        [sys.executable, str(EXAMPLES / "mnist_multiprocess.py"), "-w", "2"],
-    ):
-        numbers.append(_epochs(execute([*command, "-m", "1", "-d", "sparseTopK", "-s", "0.05"])))
-    assert numbers[0] == numbers[1]
+    options = ["-m", "1", "-d", "sparseTopK", "-s", "0.05"]
+    command = [mpiexec, "--hostfile", str(EXAMPLES / "host_file"), sys.executable]
+    done = execute([*command, str(EXAMPLES / "mnist_dist.py"), *options])
+    assert done.returncode == 0, done.stderr
+    assert _epochs(done.stdout) == _two_ranks(pool, *options)
 
 
 @pytest.mark.parametrize("option", ["half", "partialUpdate", "sparseTopK", "sparseThreshold"])
@@ -68,19 +74,8 @@ def test_every_mode_trains_alone(option, monkeypatch, capsys):
 
 def test_benchmark_measures_every_mode():
     """Each line is a mode that trains; half sends half of plain."""
-    command = [
-        sys.executable,
-        str(EXAMPLES / "benchmark.py"),
-        "-w",
-        "2",
-        "-b",
-        "8",
-        "--steps",
-        "2",
-        "--warmup",
-        "2",
-    ]
-    done = execute(command)
+    options = ("-w", "2", "-b", "8", "--steps", "2", "--warmup", "2")
+    done = execute([sys.executable, str(EXAMPLES / "benchmark.py"), *options])
     assert done.returncode == 0, done.stderr
     sent = {line.split()[0]: float(line.split()[-2]) for line in done.stdout.splitlines()}
     assert list(sent) == ["plain", "half", "partialUpdate", "sparseTopK", "sparseThreshold"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from cli_process import QUICK, clean_env, execute, stenograd_command
 
-import stenograd
 from stenograd.checkpoint.rank_files import read_manifest, read_rank, saved_steps
 from stenograd.checkpoint.reshard import alike
 from stenograd.cli import loop
@@ -63,7 +62,7 @@ def newest(folder):
     return [read_rank(folder, manifest, rank) for rank in range(manifest.world_size)]
 
 
-def test_resumed_equals_uninterrupted(command, trained, tmp_path):
+def test_resumed_equals_uninterrupted(on_two_ranks, trained, tmp_path):
     """The first part died in epoch 3: the checkpoint of its 5th step is the newest that is whole."""
     resumed = shutil.copytree(trained[0], tmp_path / "resumed")
     (resumed / "checkpoint-step29-0badcafe-rank0.pt").write_bytes(
@@ -71,24 +70,10 @@ def test_resumed_equals_uninterrupted(command, trained, tmp_path):
     )
     with (resumed / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 3}\n')
-    done = command("train", *QUICK, "--workers", 2, "--epochs", 3, "--out", resumed, "--resume")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "resumed after epoch 2 (step 24)" in done.stdout
+    train = ("train", *QUICK, "--workers", 2, "--epochs", 3, "--out")
+    assert "resumed after epoch 2 (step 24)" in on_two_ranks(*train, resumed, "--resume")
     straight = tmp_path / "straight"
-    command(
-        "train",
-        *QUICK,
-        "--workers",
-        2,
-        "--epochs",
-        3,
-        "--save-steps",
-        31,
-        "--save-every",
-        9,
-        "--out",
-        straight,
-    )
+    on_two_ranks(*train, straight, "--save-steps", 31, "--save-every", 9)
     assert saved_steps(straight) == [31, 36]
     assert rows(resumed) == rows(straight)
     assert result(resumed)["fingerprint"] == result(straight)["fingerprint"]
@@ -96,8 +81,8 @@ def test_resumed_equals_uninterrupted(command, trained, tmp_path):
         assert alike(a["model"], b["model"])
         assert alike(a["sync"], b["sync"])
     _cut(straight, 36)
-    done = command("train", *QUICK, "--workers", 2, "--epochs", 3, "--out", straight, "--resume")
-    assert "resumed after epoch 2 and 7 steps (step 31)" in done.stdout
+    said = on_two_ranks(*train, straight, "--resume")
+    assert "resumed after epoch 2 and 7 steps (step 31)" in said
     assert rows(resumed) == rows(straight)
     assert result(resumed)["fingerprint"] == result(straight)["fingerprint"]
 
@@ -108,13 +93,7 @@ def _cut(folder, step):
     (folder / "result.json").unlink()
 
 
-@pytest.fixture
-def alone():
-    yield
-    stenograd.shutdown()
-
-
-def test_resumed_by_one_worker(here, alone, trained, tmp_path, monkeypatch):
+def test_resumed_by_one_worker(here, trained, tmp_path, monkeypatch):
     """Under torchrun's restarts it resumes unasked, with the workers there are: here this process alone."""
     folder = shutil.copytree(trained[0], tmp_path / "run")
     before = [state["sync"]["parameters"] for state in newest(folder)]
@@ -129,7 +108,7 @@ def test_resumed_by_one_worker(here, alone, trained, tmp_path, monkeypatch):
     assert before[0].keys() == newest(folder)[0]["sync"]["parameters"].keys()
 
 
-def test_a_long_run_keeps_the_times_of_its_newest_steps(here, alone, monkeypatch):
+def test_a_long_run_keeps_the_times_of_its_newest_steps(here, monkeypatch):
     """23 steps of which 5 are to be kept; the list of all grew for as long as the run took."""
     kept, real = [], loop.Trainer.run_epoch
 
@@ -172,18 +151,18 @@ def test_launchers_train_alike(launcher, trained, tmp_path):
     assert done.stdout.split()[-1] == result(trained[0])["fingerprint"]
 
 
-def test_alone_then_damaged(command, tmp_path):
+def test_alone_then_damaged(here, tmp_path):
     """A truncated checkpoint is named, and nothing in the folder changes."""
     folder = tmp_path / "run"
-    done = command("train", "--epochs", 1, "--lr", 0.01, "--out", folder)
-    assert (done.returncode, "1 worker," in done.stdout) == (0, True)
+    status, out, _ = here("train", "--epochs", 1, "--lr", 0.01, "--out", folder)
+    assert (status, "1 worker," in out) == (0, True)
     assert (result(folder)["moved_bytes"], result(folder)["payload_bytes"] >= 45 * 4 * 71_754) == (0, True)
     (checkpoint,) = folder.glob("checkpoint-step*-rank0.pt")
     checkpoint.write_bytes(checkpoint.read_bytes()[:100_000])
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = command("train", "--epochs", 2, "--lr", 0.01, "--out", folder, "--resume")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert f"{checkpoint}: cannot be read" in done.stderr
+    status, _, err = here("train", "--epochs", 2, "--lr", 0.01, "--out", folder, "--resume")
+    assert (status, err.count("\n")) == (2, 1), err
+    assert f"{checkpoint}: cannot be read" in err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -194,12 +173,12 @@ def test_evaluation_only(command):
     assert (len(lines), lines[1].startswith("after 0 epochs: eval accuracy")) == (2, True)
 
 
-def test_steps_that_are_not_finite_are_skipped(command, tmp_path):
+def test_steps_that_are_not_finite_are_skipped(here, tmp_path):
     """At this rate the weights overflow at once; later gradients are NaN, and those steps are void."""
-    done = command("train", "--epochs", 2, "--lr", 1e30, "--out", tmp_path / "run")
-    assert (done.returncode, done.stderr) == (0, "")
+    status, out, err = here("train", "--epochs", 2, "--lr", 1e30, "--out", tmp_path / "run")
+    assert (status, err) == (0, "")
     assert rows(tmp_path / "run")[-1]["skipped"] == 45
-    assert "45 steps skipped" in done.stdout
+    assert "45 steps skipped" in out
 
 
 @linux_only

@@ -68,10 +68,14 @@ def _train(rank, how):
     return flat(model), names
 
 
+@pytest.fixture(scope="module")
+def bare(pool):
+    return pool.run(2, _train, "bare")
+
+
 @pytest.mark.parametrize("how", ["wrapped", "compiled", "step"])
-def test_what_frameworks_wrap_trains_as_if_bare(pool, how):
+def test_what_frameworks_wrap_trains_as_if_bare(pool, bare, how):
     """torch.compile of the model breaks no graph, and of a whole step does not trace into the hooks."""
-    bare = pool.run(2, _train, "bare")
     for (got, names), (wanted, plain) in zip(pool.run(2, _train, how), bare, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
         assert names == plain

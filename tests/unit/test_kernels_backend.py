@@ -10,8 +10,6 @@ import torch
 
 from stenograd.errors import ConfigError
 from stenograd.kernels import backend, dispatch
-from stenograd.kernels import dense as dispatch_dense
-from stenograd.kernels import sparse as dispatch_sparse
 from stenograd.kernels.backend import pick
 from stenograd.kernels.cpu import jit as cpu_jit
 
@@ -24,7 +22,7 @@ def _fresh():
 
 
 def chosen(*tensors):
-    return pick("values", "not_finite", *tensors).__module__.removeprefix("stenograd.kernels.")
+    return pick("values", "pack_values", *tensors).__module__.removeprefix("stenograd.kernels.")
 
 
 def test_float32_in_the_cpus_memory_goes_to_numba(monkeypatch):
@@ -75,14 +73,14 @@ def test_importing_stenograd_imports_no_numba():
 
 @pytest.mark.parametrize("numel", [1 << 31, (1 << 31) + 1])
 @pytest.mark.parametrize(
-    ("module", "decode"),
+    "decode",
     [
-        (dispatch_sparse, lambda payload, n: dispatch.scatter_mean([payload], n)),
-        (dispatch_dense, lambda payload, n: dispatch.sign_decode_mean([payload], 1024, [n])),
-        (dispatch_dense, lambda payload, n: dispatch.qsgd_decode_mean([payload], 4, 512, [n])),
+        lambda payload, n: dispatch.scatter_mean([payload], n),
+        lambda payload, n: dispatch.sign_decode_mean([payload], 1024, [n]),
+        lambda payload, n: dispatch.qsgd_decode_mean([payload], 4, 512, [n]),
     ],
 )
-def test_numba_makes_no_mean_whose_places_an_int32_cannot_hold(monkeypatch, module, decode, numel):
+def test_numba_makes_no_mean_whose_places_an_int32_cannot_hold(monkeypatch, decode, numel):
     """Without `out`, nothing of that length exists when the version is chosen; int32 places would wrap."""
     chosen = []
 
@@ -90,6 +88,6 @@ def test_numba_makes_no_mean_whose_places_an_int32_cannot_hold(monkeypatch, modu
         chosen.append(pick(*args, **options).__module__)
         return lambda *_: torch.zeros(0)  # allocates nothing of that length
 
-    monkeypatch.setattr(module, "pick", instead)
+    monkeypatch.setattr(dispatch, "pick", instead)
     decode((torch.zeros(1, dtype=torch.int32), torch.zeros(1)), numel)
     assert ("reference" in chosen[0]) == (numel > 1 << 31)

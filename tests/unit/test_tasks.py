@@ -1,6 +1,5 @@
 """The tasks: files, recipes, samples, models, and who trains on what."""
 
-import builtins
 import gzip
 import os
 import struct
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stenograd.errors import ConfigError, DataError, StenogradError
-from stenograd.tasks import Recipe, Task, batches, eval_batches, load, names, shard, steps_per_epoch
+from stenograd.tasks import Recipe, Task, batches, digits, eval_batches, load, names, shard, steps_per_epoch
 from stenograd.tasks.base import IGNORE
 from stenograd.tasks.models import CharGPT, digits_cnn, mnist_cnn
 
@@ -344,6 +343,19 @@ def test_digits_split_is_stratified_and_complete():
     assert len(both.unique(dim=0)) == len(both)  # all digits differ, so none is in both parts
 
 
+def test_digits_are_those_of_scikit_learn_wherever_it_keeps_its_file(monkeypatch):
+    """Its loader is used where the file is not at its usual place."""
+    from sklearn.datasets import load_digits
+
+    wanted = load_digits()
+    both = [digits._load()]
+    monkeypatch.setattr(digits.Path, "exists", lambda path: False)
+    for pixels, labels in [*both, digits._load()]:
+        assert (pixels.dtype, labels.dtype) == (torch.uint8, torch.uint8)
+        assert (pixels.numpy() == wanted.images).all()
+        assert (labels.numpy() == wanted.target).all()
+
+
 def test_digits_learns():
     """Three epochs of the recipe are enough for nine of ten."""
     task = load("digits")
@@ -362,14 +374,7 @@ def test_digits_learns():
 
 
 def test_digits_without_scikit_learn(monkeypatch):
-    real_import = builtins.__import__
-
-    def without_sklearn(name, *args, **kwargs):
-        if name.startswith("sklearn"):
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_sklearn)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(StenogradError, match=r"pip install stenograd\[examples\]"):
         load("digits")
 

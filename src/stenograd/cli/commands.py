@@ -11,6 +11,12 @@ from stenograd.cli import options as opt
 
 __all__ = ["app"]
 
+_METHOD = "How gradients travel, such as topk:ratio=0.01; see stenograd methods."
+_METHODS = (
+    "Methods, separated by commas or semicolons; may be repeated. A comma followed by KEY=VALUE "
+    "continues a method: topk:ratio=0.05,dense_below=64,sign are two."
+)
+
 app = typer.Typer(
     help="Data-parallel PyTorch training that sends less.",
     add_completion=False,
@@ -37,45 +43,17 @@ def _root(
 
 
 @app.command()
+@opt.with_options
 def train(
-    task: opt.TaskName = "digits",
-    data: opt.Data = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            "--method",
-            metavar="TEXT",
-            help="How gradients travel, such as topk:ratio=0.01; see stenograd methods.",
-            rich_help_panel="What to train",
-        ),
-    ] = "dense",
-    workers: opt.Workers = None,
-    epochs: opt.Epochs = None,
-    batch_size: opt.BatchSize = None,
-    lr: opt.LearningRate = None,
-    momentum: opt.Momentum = None,
-    weight_decay: opt.WeightDecay = None,
-    seed: opt.Seed = 0,
-    shards: opt.Shards = "shuffled",
-    bucket_bytes: opt.BucketBytes = 4 << 20,
-    timeout_s: opt.TimeoutS = 300.0,
-    threads: opt.Threads = None,
-    device: opt.Device = "cpu",
+    options: opt.Options,
+    method: Annotated[str, opt.option("TEXT", _METHOD, opt.WORK)] = "dense",
     out: opt.Out = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue from the checkpoint in --out.", rich_help_panel="Files"),
+        typer.Option("--resume", help="Continue from the checkpoint in --out.", rich_help_panel=opt.FILES),
     ] = False,
-    save_every: Annotated[
-        int,
-        typer.Option("--save-every", metavar="N", help="Epochs per checkpoint.", rich_help_panel="Files"),
-    ] = 1,
-    save_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--save-steps", metavar="N", help="Steps per checkpoint, besides.", rich_help_panel="Files"
-        ),
-    ] = None,
+    save_every: Annotated[int, opt.option("N", "Epochs per checkpoint.", opt.FILES)] = 1,
+    save_steps: Annotated[int | None, opt.option("N", "Steps per checkpoint, besides.", opt.FILES)] = None,
     trace: opt.Trace = None,
 ) -> int:
     """Train a model on N workers, with the gradients compressed by one method.
@@ -89,22 +67,6 @@ def train(
     """
     from stenograd.cli.train import Job, run
 
-    options = opt.Options(
-        task=task,
-        data=data,
-        workers=workers,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        seed=seed,
-        shards=shards,
-        bucket_bytes=bucket_bytes,
-        timeout_s=timeout_s,
-        threads=threads,
-        device=device,
-    )
     job = Job(
         options=options,
         method=method,
@@ -118,31 +80,10 @@ def train(
 
 
 @app.command()
+@opt.with_options
 def compare(
-    task: opt.TaskName = "digits",
-    data: opt.Data = None,
-    methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--methods",
-            metavar="TEXT",
-            help="Methods, separated by commas or semicolons; may be repeated. A comma followed by KEY=VALUE "
-            "continues a method: topk:ratio=0.05,dense_below=64,sign are two.",
-            rich_help_panel="What to train",
-        ),
-    ] = None,
-    workers: opt.Workers = None,
-    epochs: opt.Epochs = None,
-    batch_size: opt.BatchSize = None,
-    lr: opt.LearningRate = None,
-    momentum: opt.Momentum = None,
-    weight_decay: opt.WeightDecay = None,
-    seed: opt.Seed = 0,
-    shards: opt.Shards = "shuffled",
-    bucket_bytes: opt.BucketBytes = 4 << 20,
-    timeout_s: opt.TimeoutS = 300.0,
-    threads: opt.Threads = None,
-    device: opt.Device = "cpu",
+    options: opt.Options,
+    methods: Annotated[list[str] | None, opt.option("TEXT", _METHODS, opt.WORK)] = None,
     out: opt.Out = None,
 ) -> int:
     """Train the same model under several methods in turn, and show what each costs and reaches.
@@ -154,29 +95,13 @@ def compare(
     """
     from stenograd.cli.compare import run
 
-    options = opt.Options(
-        task=task,
-        data=data,
-        workers=workers,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        seed=seed,
-        shards=shards,
-        bucket_bytes=bucket_bytes,
-        timeout_s=timeout_s,
-        threads=threads,
-        device=device,
-    )
     return run(options, methods, out)
 
 
 @app.command()
 def methods(
-    size: Annotated[int, typer.Option("--size", metavar="N", help="Elements of the tensor.")] = 1_000_000,
-    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Simulated workers.")] = 2,
+    size: Annotated[int, opt.option("N", "Elements of the tensor.")] = 1_000_000,
+    workers: Annotated[int, opt.option("N", "Simulated workers.")] = 2,
 ) -> int:
     """List the methods, with what each sends per step for a float32 tensor of N elements, and its keys."""
     from stenograd.cli.methods import run

@@ -23,7 +23,7 @@ _LIMIT_S = 60.0
 _ELEMENTS = 1000
 _START_TWO = """
 import sys
-from stenograd.launch.process_group import run_local
+from stenograd.launch.local_workers import run_local
 child = "from stenograd.cli.doctor import try_all_reduce; try_all_reduce()"
 sys.exit(run_local([sys.executable, "-c", child], 2, timeout_s=30))
 """

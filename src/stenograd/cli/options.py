@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = [
-    "BatchSize",
-    "BucketBytes",
-    "Data",
-    "Device",
-    "Epochs",
-    "LearningRate",
-    "Momentum",
-    "Options",
-    "Out",
-    "Seed",
-    "Shards",
-    "TaskName",
-    "Threads",
-    "TimeoutS",
-    "Trace",
-    "WeightDecay",
-    "Workers",
-]
+__all__ = ["FILES", "WORK", "Options", "Out", "Trace", "option", "with_options"]
 
-_WORK, _RECIPE, _RUN = "What to train", "Recipe (default: the task's own)", "How to run"
+WORK, FILES = "What to train", "Files"  # titles under which options are listed
+_RECIPE, _RUN = "Recipe (default: the task's own)", "How to run"
 
 
 def _path(text: str) -> Path:
@@ -38,123 +23,78 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-TaskName = Annotated[
-    str,
-    typer.Option("--task", metavar="digits|mnist|text", help="Data set and model.", rich_help_panel=_WORK),
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        "--data",
-        parser=_path,
-        metavar="PATH",
-        help="mnist: the folder with its four files. text: a UTF-8 file (default: Python's help pages).",
-        rich_help_panel=_WORK,
-    ),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers",
-        metavar="N",
-        help="Start N processes on this machine. Leave it out under torchrun, mpiexec or srun.",
-        rich_help_panel=_RUN,
-    ),
-]
-Epochs = Annotated[
-    int | None,
-    typer.Option("--epochs", metavar="N", help="Passes over the data.", rich_help_panel=_RECIPE),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option("--batch-size", metavar="N", help="Samples per worker and step.", rich_help_panel=_RECIPE),
-]
-LearningRate = Annotated[
-    float | None,
-    typer.Option("--lr", metavar="X", help="Peak learning rate.", rich_help_panel=_RECIPE),
-]
-Momentum = Annotated[
-    float | None,
-    typer.Option("--momentum", metavar="X", help="SGD's momentum, in [0, 1).", rich_help_panel=_RECIPE),
-]
-WeightDecay = Annotated[
-    float | None,
-    typer.Option("--weight-decay", metavar="X", help="Weight decay, from 0.", rich_help_panel=_RECIPE),
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        "--seed", metavar="N", help="Seed of weights and of the samples' order.", rich_help_panel=_RUN
-    ),
-]
-Shards = Annotated[
-    str,
-    typer.Option(
-        "--shards",
-        metavar="contiguous|shuffled",
-        help="Whether a worker's samples are a stretch of the data or drawn from all of it.",
-        rich_help_panel=_RUN,
-    ),
-]
-BucketBytes = Annotated[
-    int,
-    typer.Option("--bucket-bytes", metavar="N", help="Largest group of gradients.", rich_help_panel=_RUN),
-]
-TimeoutS = Annotated[
-    float,
-    typer.Option(
-        "--timeout-s", metavar="X", help="Seconds after which a silent worker is lost.", rich_help_panel=_RUN
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        metavar="N",
-        help="Threads per worker (default: OMP_NUM_THREADS, or the cores divided by the workers).",
-        rich_help_panel=_RUN,
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option("--device", metavar="cpu|cuda", help="Where models and batches live.", rich_help_panel=_RUN),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", parser=_path, metavar="DIR", help="Folder for the results.", rich_help_panel="Files"
-    ),
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        parser=_path,
-        metavar="FILE",
-        help="File for what each worker did when; open it with ui.perfetto.dev.",
-        rich_help_panel="Files",
-    ),
-]
+def option(metavar: str, what: str, panel: str | None = None, **more: Any) -> Any:
+    """Describe an option, which is called as its parameter is.
+
+    Args:
+        metavar: stands for its value in the help.
+        what: the help text.
+        panel: title under which the help lists it.
+        more: as for `typer.Option`.
+
+    Example:
+        >>> option("N", "Seed.", WORK).help
+        'Seed.'
+    """
+    return typer.Option(metavar=metavar, help=what, rich_help_panel=panel, **more)
+
+
+Out = Annotated[Path | None, option("DIR", "Folder for the results.", FILES, parser=_path)]
+_TRACE = "File for what each worker did when; open it with ui.perfetto.dev."
+Trace = Annotated[Path | None, option("FILE", _TRACE, FILES, parser=_path)]
+
+_DATA = "mnist: the folder with its four files. text: a UTF-8 file (default: Python's help pages)."
+WORKERS = "Start N processes on this machine. Leave it out under torchrun, mpiexec or srun."
+_SHARDS = "Whether a worker's samples are a stretch of the data or drawn from all of it."
+_THREADS = "Threads per worker (default: OMP_NUM_THREADS, or the cores divided by the workers)."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What the command line says about a training; None where the task or the machine decides.
 
-    `epochs` may be 0, which only evaluates. The attributes are described by the options of the same names.
+    `epochs` may be 0, which only evaluates. Each attribute is the option of the same name.
     """
 
-    task: str = "digits"
-    data: Path | None = None
-    workers: int | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    momentum: float | None = None
-    weight_decay: float | None = None
-    seed: int = 0
-    shards: str = "shuffled"
-    bucket_bytes: int = 4 << 20
-    timeout_s: float = 300.0
-    threads: int | None = None
-    device: str = "cpu"
+    task: Annotated[str, option("digits|mnist|text", "Data set and model.", WORK)] = "digits"
+    data: Annotated[Path | None, option("PATH", _DATA, WORK, parser=_path)] = None
+    workers: Annotated[int | None, option("N", WORKERS, _RUN)] = None
+    epochs: Annotated[int | None, option("N", "Passes over the data.", _RECIPE)] = None
+    batch_size: Annotated[int | None, option("N", "Samples per worker and step.", _RECIPE)] = None
+    lr: Annotated[float | None, option("X", "Peak learning rate.", _RECIPE)] = None
+    momentum: Annotated[float | None, option("X", "SGD's momentum, in [0, 1).", _RECIPE)] = None
+    weight_decay: Annotated[float | None, option("X", "Weight decay, from 0.", _RECIPE)] = None
+    seed: Annotated[int, option("N", "Seed of weights and of the samples' order.", _RUN)] = 0
+    shards: Annotated[str, option("contiguous|shuffled", _SHARDS, _RUN)] = "shuffled"
+    bucket_bytes: Annotated[int, option("N", "Largest group of gradients.", _RUN)] = 4 << 20
+    timeout_s: Annotated[float, option("X", "Seconds after which a silent worker is lost.", _RUN)] = 300.0
+    threads: Annotated[int | None, option("N", _THREADS, _RUN)] = None
+    device: Annotated[str, option("cpu|cuda", "Where models and batches live.", _RUN)] = "cpu"
+
+
+def with_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Let a command take every option of `Options` besides its own; it gets them as its first argument.
+
+    Example:
+        >>> @with_options
+        ... def evaluate(options: Options, often: int = 1) -> int:
+        ...     return options.seed * often
+        >>> evaluate(seed=3, often=2)
+        6
+    """
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    kinds = get_type_hints(Options, include_extras=True)
+    shared = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name])
+        for f in fields(Options)
+    ]
+    both = [*shared, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)]
+
+    def run(**given: Any) -> int:
+        options = Options(**{f.name: given.pop(f.name) for f in fields(Options) if f.name in given})
+        return command(options, **given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in both}
+    return run

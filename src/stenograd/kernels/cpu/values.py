@@ -1,4 +1,4 @@
-"""Numbers in fewer bits on the CPU, and whether they are finite, in one pass each."""
+"""Numbers in fewer bits on the CPU, in one pass."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stenograd.kernels.cpu.jit import CHUNK, bits_of, kernel, view
+from stenograd.kernels.cpu.jit import bits_of, kernel, view
 from stenograd.kernels.reference import values as reference_values
 from stenograd.kernels.reference.values import VALUE_BLOCK, check_values
 
-__all__ = ["not_finite", "pack_values", "unpack_values"]
-
-_INFINITE = np.uint32(0x7F800000)  # the bits of infinity; those of NaN are larger
+__all__ = ["pack_values", "unpack_values"]
 
 
 def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
@@ -62,20 +60,3 @@ def _from_int8(codes: Any, scales: Any, values: Any) -> None:
         out = values[row * VALUE_BLOCK : (row + 1) * VALUE_BLOCK]
         for i in range(code.size):
             out[i] = np.float32(code[i]) * step
-
-
-@kernel
-def _not_finite(x: Any) -> bool:
-    for start in range(0, x.size, CHUNK):
-        piece = x[start : start + CHUNK]
-        worst = np.uint32(0)
-        for i in range(piece.size):
-            worst = max(worst, bits_of(piece[i]))
-        if worst >= _INFINITE:
-            return True
-    return False
-
-
-def not_finite(x: Tensor) -> bool:
-    """Return whether any element is infinite or NaN."""
-    return bool(_not_finite(view(x)))

@@ -1,4 +1,4 @@
-"""Numbers in fewer bits, and whether they are finite, in plain torch."""
+"""Numbers in fewer bits, in plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from stenograd.kernels.reference.bits import block_views
 __all__ = [
     "VALUE_BLOCK",
     "check_values",
-    "not_finite",
     "pack_values",
     "unpack_values",
 ]
@@ -65,10 +64,3 @@ def check_values(packed: tuple[Tensor, ...], kind: str, count: int) -> None:
     if [(t.dtype, t.numel()) for t in packed] != needed:
         got = [f"{t.numel()} {t.dtype}" for t in packed]
         raise WireError(f"{count} values as {kind} are {[f'{m} {t}' for t, m in needed]}, got {got}")
-
-
-def not_finite(x: Tensor) -> bool:
-    """Return whether any element is infinite or NaN."""
-    if x.numel() == 0:
-        return False
-    return not bool(torch.stack(x.aminmax()).isfinite().all())  # NaN is both least and greatest
