@@ -119,7 +119,7 @@ def run_epoch(trainee: Any, epoch: int) -> dict[str, Any]:
         "seconds": trainee.spent.seconds - seconds,
         "host_bytes": trainee.spent.host_bytes - host_bytes,
         "loss": trainee.spent.loss,
-        "accuracy": trainee.accuracy(),
+        "accuracy": trainee.scores()[1],
         "equal": trainee.replicas_equal(),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,16 @@ class Attached:
 
     def __init__(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module = model
-        self._sync: stenograd.GradientSync | None = None
+        self._sync: Any = None
         if name in DDP_HOOKS:
             self.module = DDP_HOOKS[name](model)
         elif name != FLOOR:
             _compile(name)
             self._sync = stenograd.distribute(model, optimizer, name)
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Put the parameters to evaluate in place for a `with` block, on all ranks."""
+        return nullcontext() if self._sync is None else self._sync.consensus()
 
     @property
     def moved_bytes(self) -> int | None:

@@ -1,4 +1,6 @@
-"""Time and bytes to an accuracy: MNIST with SINGA's recipe on emulated hosts, from the same weights each.
+"""Time and bytes to an accuracy, or to a loss, on emulated hosts, from the same weights each.
+
+MNIST with SINGA's recipe to an accuracy; a text (`--task text --target 1.9`) with nanoGPT's to a loss.
 
 The rivals take turns of a part of an epoch, so that they share whatever else the machine does; the clock of a
 rival runs only while it trains. Needs root and iproute2. Writes NAME.json, NAME.md and NAME.png into --out:
@@ -37,7 +39,10 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", required=True, metavar="DIR", help="folder with MNIST's four IDX files")
+    parser.add_argument(
+        "--data", required=True, metavar="PATH", help="folder with MNIST's files, or a text file"
+    )
+    parser.add_argument("--task", choices=["mnist", "text"], default="mnist")
     parser.add_argument("--rivals", nargs="+", metavar="RIVAL", default=RIVALS)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="100mbit")
@@ -63,15 +68,17 @@ def train(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     world = stenograd.init(timeout_s=120)
-    task = tasks.load("mnist", args.data)
-    trainees = [Trainee(name, task, world, args.seed, args.steps) for name in args.rivals]
+    task = tasks.load(args.task, args.data)
+    of = task, world, args.seed, args.steps, args.epochs
+    trainees = [Trainee(name, *of) for name in args.rivals]
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in args.rivals}
     for epoch in range(args.epochs):
         parts = [_parts(list(trainee.batches(epoch)), args.parts) for trainee in trainees]
         for part in range(args.parts):
             for trainee, mine in zip(trainees, parts, strict=True):
                 trainee.train(mine[part])
-                where = {"epoch": epoch + (part + 1) / args.parts, "accuracy": trainee.accuracy()}
+                loss, accuracy = trainee.scores()
+                where = {"epoch": epoch + (part + 1) / args.parts, "accuracy": accuracy, "eval_loss": loss}
                 points[trainee.name].append(where | asdict(trainee.spent))
             if world.rank == 0:
                 print(_progress(points), flush=True)
@@ -87,19 +94,27 @@ def _parts(batches: list[Any], count: int) -> list[list[Any]]:
 
 
 def _progress(points: Mapping[str, Points]) -> str:
-    told = [f"{n} {100 * p[-1]['accuracy']:.2f} % after {p[-1]['seconds']:.1f} s" for n, p in points.items()]
+    told = [
+        f"{n} {100 * p[-1]['accuracy']:.2f} %, {p[-1]['eval_loss']:.4f} after {p[-1]['seconds']:.1f} s"
+        for n, p in points.items()
+    ]
     return f"epoch {next(iter(points.values()))[-1]['epoch']:.2f}: {', '.join(told)}"
 
 
-def reached(points: Points, target: float) -> Mapping[str, Any] | None:
-    """Return the first point at or above the target."""
+def reached(points: Points, target: float, task: str = "mnist") -> Mapping[str, Any] | None:
+    """Return the first point at the target or better: an accuracy at least, a loss at most so large."""
+    if task == "text":
+        return next((point for point in points if point["eval_loss"] <= target), None)
     return next((point for point in points if point["accuracy"] >= target), None)
 
 
-def summary(points: Mapping[str, Points], target: float, parts: int, base: str = "ddp") -> str:
+def summary(
+    points: Mapping[str, Points], target: float, parts: int, base: str = "ddp", task: str = "mnist"
+) -> str:
     """Format a line a rival: when it reached the target, for how many bytes, and where it ended."""
-    head = ["rival", f"s to {100 * target:g} %", f"x faster than {base}", "MB to it", "s in all", "MB in all"]
-    first = {name: reached(mine, target) for name, mine in points.items()}
+    wanted = f"{target:g}" if task == "text" else f"{100 * target:g} %"
+    head = ["rival", f"s to {wanted}", f"x faster than {base}", "MB to it", "s in all", "MB in all"]
+    first = {name: reached(mine, target, task) for name, mine in points.items()}
     lines = []
     for name, mine in points.items():
         hit, other = first[name], first.get(base)
@@ -109,9 +124,13 @@ def summary(points: Mapping[str, Points], target: float, parts: int, base: str =
             cells = [number(hit["seconds"]), number(speed, 2), number(hit["host_bytes"] / 1e6)]
         last = mine[-1]
         cells += [number(last["seconds"]), number(last["host_bytes"] / 1e6)]
+        if task == "text":
+            lines.append([name, *cells, number(last["eval_loss"], 4)])
+            continue
         final = [100 * point["accuracy"] for point in mine[-parts:]]
         lines.append([name, *cells, number(final[-1], 2), number(statistics.mean(final), 2)])
-    return table([*head, "final accuracy, %", "mean of last epoch, %"], lines)
+    ends = ["final loss"] if task == "text" else ["final accuracy, %", "mean of last epoch, %"]
+    return table([*head, *ends], lines)
 
 
 def main() -> None:
@@ -128,12 +147,13 @@ def main() -> None:
             points = json.loads(out.read_text())
     except (HostsError, ValueError) as error:
         raise SystemExit(f"time_to_accuracy: {error}") from None
-    body = summary(points, args.target, args.parts)
+    body = summary(points, args.target, args.parts, task=args.task)
     print(f"\n{body}\n")
     settings = {key: value for key, value in vars(args).items() if key not in ("data", "out", "name", "date")}
-    text = document("Time and bytes to an accuracy on MNIST", args.date, sys.argv, body)
+    what = "a validation loss on a text" if args.task == "text" else "an accuracy on MNIST"
+    text = document(f"Time and bytes to {what}", args.date, sys.argv, body)
     write(args.out / args.name, args.date, settings, points, text)
-    print(curves(args.out / f"{args.name}.png", points, args.target))
+    print(curves(args.out / f"{args.name}.png", points, args.target, args.task == "text"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank's training on MNIST under one rival, with SINGA's recipe."""
+"""One rank's training on a task under one rival, with the task's recipe."""
 
 from __future__ import annotations
 
@@ -43,22 +43,34 @@ class Trainee:
 
     Args:
         name: the rival, see `rivals.Attached`.
-        task: MNIST.
+        task: MNIST, with SINGA's recipe, or text, with nanoGPT's.
         world: this rank's place.
         seed: of the weights, the shards and the order of the samples.
-        steps: of an epoch; None for as many as show every sample once.
+        steps: of an epoch; None for as many as show every sample once, or as the recipe says.
+        epochs: after which the learning rate ends; None for the recipe's.
     """
 
     def __init__(
-        self, name: str, task: tasks.Task, world: stenograd.World, seed: int, steps: int | None = None
+        self,
+        name: str,
+        task: tasks.Task,
+        world: stenograd.World,
+        seed: int,
+        steps: int | None = None,
+        epochs: int | None = None,
     ) -> None:
         self.name, self.task, self._world, self._seed = name, task, world, seed
-        self.model = task.model(seed).to(memory_format=torch.channels_last)  # faster convolutions on CPU
+        self.model = task.model(seed)
+        if task.name == "mnist":
+            self.model.to(memory_format=torch.channels_last)  # faster convolutions on CPU
         self.optimizer: Any = task.recipe.make_optimizer(self.model)
         self.attached = Attached(name, self.model, self.optimizer)
         size, ranks = task.train_size, world.world_size
         self._shard = tasks.shard(size, world.rank, ranks, shuffle=True, seed=seed)
+        steps = steps or task.recipe.steps_per_epoch
         self.steps = tasks.steps_per_epoch(size, ranks, task.recipe.batch_size, steps)
+        total = self.steps * (epochs or task.recipe.epochs)
+        self._scheduler = task.recipe.make_scheduler(self.optimizer, total)
         self.spent = Spent()
 
     def batches(self, epoch: int) -> Iterator[Tensor]:
@@ -78,6 +90,8 @@ class Trainee:
             loss, _, _ = self.task.loss(self.attached.module, inputs, targets)
             loss.backward()
             self.optimizer.step()
+            if self._scheduler is not None:
+                self._scheduler.step()
             losses.append(loss.item())
         seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
         self.spent.host_bytes += _settled_bytes() - before
@@ -87,14 +101,17 @@ class Trainee:
         self.spent.loss = sum(losses) / len(losses)
 
     @torch.no_grad()
-    def accuracy(self) -> float:
-        """Return the share of evaluation samples that are right, each judged on one rank."""
+    def scores(self) -> tuple[float, float]:
+        """Return the mean loss of evaluation samples and the share that is right, each judged on one rank."""
         rank, ranks = self._world.rank, self._world.world_size
-        right = torch.zeros((), dtype=torch.int64)
-        for indices in tasks.eval_batches(self.task.eval_size, rank, ranks, _EVAL_BATCH):
-            right += self.task.loss(self.model, *self.task.eval_batch(indices))[1]
-        dist.all_reduce(right)
-        return right.item() / self.task.eval_size
+        sums = torch.zeros(3, dtype=torch.float64)
+        with self.attached.consensus():
+            for indices in tasks.eval_batches(self.task.eval_size, rank, ranks, _EVAL_BATCH):
+                loss, right, count = self.task.loss(self.model, *self.task.eval_batch(indices))
+                sums += torch.tensor([loss.item() * count, right, count], dtype=torch.float64)
+        dist.all_reduce(sums)
+        loss_sum, right_sum, count_sum = sums.tolist()
+        return loss_sum / count_sum, right_sum / count_sum
 
     def replicas_equal(self) -> bool:
         """Return whether all ranks have the same parameters, to the bit."""

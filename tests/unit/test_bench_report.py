@@ -161,3 +161,18 @@ def test_time_to_accuracy(tmp_path):
     assert lines[3].startswith("| sign | 10.0 | 4.00 | 10.0 | 10.0 | 10.0 | 99.00 | 98.50 |")
     assert lines[4].startswith("| bad |  |  |  | 9.0 | 9.0 | 20.00 | 15.00 |")
     assert pictures.curves(tmp_path / "x.png", curves, 0.985).startswith("wrote")
+
+
+def test_time_to_a_loss(tmp_path):
+    """DDP gets to 1.9 after 40 s, sign after 10 s; the last never does, though its accuracy is above 1.9 %."""
+    losses = {"ddp": [(20.0, 1.95), (40.0, 1.9)], "sign": [(5.0, 2.0), (10.0, 1.8)], "bad": [(5.0, 3.0)]}
+    curves = {
+        name: [point(seconds, 0.5) | {"eval_loss": loss} for seconds, loss in mine]
+        for name, mine in losses.items()
+    }
+    lines = time_to_accuracy.summary(curves, 1.9, parts=2, task="text").splitlines()
+    assert lines[0].startswith("| rival | s to 1.9 | x faster than ddp")
+    assert lines[2].startswith("| ddp | 40.0 | 1.00 | 40.0 | 40.0 | 40.0 | 1.9000 |")
+    assert lines[3].startswith("| sign | 10.0 | 4.00 | 10.0 | 10.0 | 10.0 | 1.8000 |")
+    assert lines[4].startswith("| bad |  |  |  | 5.0 | 5.0 | 3.0000 |")
+    assert pictures.curves(tmp_path / "x.png", curves, 1.9, losses=True).startswith("wrote")
