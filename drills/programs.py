@@ -30,9 +30,9 @@ gradients. Methods without feedback lose what they lose; for them the losses mus
 of 1,000 steps for all, unless two networks play against each other.
 
 Under a schedule that averages parameters in rounds, such as local:every=4, ranks train by themselves in
-between. Then parameters must be equal bit for bit right after an exact round, or inside `consensus()` after
-one that a codec wrote, every round that came due must have been held, and the losses must fall. Programs that
-such a schedule refuses are skipped.
+between. Then parameters must be equal bit for bit right after an exact round; after one that a codec wrote,
+the mean of what was sent, and in the end the parameters inside `consensus()`. Every round that came due must
+have been held, and the losses must fall. Programs that such a schedule refuses are skipped.
 
     python drills/programs.py [--programs gan,clip] [--methods topk] [--worlds 2,4] [--steps 200]
 """
@@ -89,8 +89,8 @@ SCHEDULED = scheduled()
 TOLERANCE = 1e-5  # of the norm of a parameter's summed gradient; in float32, 200 steps lose about 1e-6
 FALLS = 0.9  # at most this part of the first losses must be left, from 50 steps on
 LONG = 1000  # steps from which on it must be so for methods with error feedback, too, which start later
-# Not of these: two networks that play against each other circle. With sign 0.36 of the distance was left after
-# 200 steps and 0.93 after 1,000, with every gradient accounted for.
+# Not of these: two networks that play against each other circle. With sign 0.36 of the distance was left
+# after 200 steps and 0.93 after 1,000, with every gradient accounted for.
 ADVERSARIAL = ("gan", "gan-one")
 
 
