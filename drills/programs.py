@@ -26,12 +26,13 @@ gradient where some rank used it and keeps what it had where none did, no step i
 
 for each parameter, to 1e-5 of the norm of the left side. The last holds for methods with error feedback,
 except those that vote, whose average is not the mean of what was sent; for lossless ones; and for sparse
-gradients. Methods without feedback lose what they lose; for them the losses must fall instead.
+gradients. Methods without feedback lose what they lose; for them the losses must fall instead, and in runs
+of 1,000 steps for all, unless two networks play against each other.
 
 Under a schedule that averages parameters in rounds, such as local:every=4, ranks train by themselves in
-between. Then parameters must be equal bit for bit right after an exact round, or inside `consensus()` after
-one that a codec wrote, every round that came due must have been held, and the losses must fall. Programs that
-such a schedule refuses are skipped.
+between. Then parameters must be equal bit for bit right after an exact round; after one that a codec wrote,
+the mean of what was sent, and in the end the parameters inside `consensus()`. Every round that came due must
+have been held, and the losses must fall. Programs that such a schedule refuses are skipped.
 
     python drills/programs.py [--programs gan,clip] [--methods topk] [--worlds 2,4] [--steps 200]
 """
@@ -86,7 +87,11 @@ PROGRAMS: dict[str, Callable[[Job], list[float]]] = {
 METHODS = configurations()
 SCHEDULED = scheduled()
 TOLERANCE = 1e-5  # of the norm of a parameter's summed gradient; in float32, 200 steps lose about 1e-6
-FALLS = 0.9  # at most this part of the first losses must be left, from 100 steps on
+FALLS = 0.9  # at most this part of the first losses must be left, from 50 steps on
+LONG = 1000  # steps from which on it must be so for methods with error feedback, too, which start later
+# Not of these: two networks that play against each other circle. With sign 0.36 of the distance was left
+# after 200 steps and 0.93 after 1,000, with every gradient accounted for.
+ADVERSARIAL = ("gan", "gan-one")
 
 
 def run(rank: int, world: int, program: str, method: str, steps: int) -> dict[str, Any]:
@@ -104,6 +109,7 @@ def run(rank: int, world: int, program: str, method: str, steps: int) -> dict[st
         tensors += [] if method in SCHEDULED else job.alike
         ends = digest(tensors), all(bool(t.isfinite().all()) for t in tensors)
     out = {
+        "program": program,
         "digest": ends[0],
         "finite": ends[1],
         "told": [ledger.told() for ledger in job.ledgers],
@@ -133,7 +139,8 @@ def faults(ranks: list[dict[str, Any]]) -> Iterator[str]:
     worst = max(first["lost"], key=first["lost"].__getitem__, default=None)
     if worst is not None and not first["lost"][worst] <= TOLERANCE:
         yield f"lost {first['lost'][worst]:.1e} of {worst}"
-    if not first["lost"] and fallen(ranks) > FALLS:
+    long = len(first["losses"]) >= LONG and first["program"] not in ADVERSARIAL
+    if (long or not first["lost"]) and fallen(ranks) > FALLS:
         yield f"losses fell to {fallen(ranks):.2f} only"
 
 
