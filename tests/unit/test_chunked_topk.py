@@ -166,7 +166,7 @@ def test_a_damaged_message_is_refused():
 @pytest.mark.parametrize("chunk", [0, 1000])
 @pytest.mark.parametrize("world", [1, 6])
 def test_the_ratio_falls_by_the_same_factor_per_step(world, chunk):
-    """From 0.4 by a half per step to 0.05 after three, of 1,000: 400, 200, 100, 50 and 50 indices and values."""
+    """From 0.4 by a half per step to 0.05 after three, of 1,000: 400, 200, 100, 50 and 50 elements."""
     codec, counts = TopK(ratio=0.05, ratio_from=0.4, ramp_steps=3, compact=False, chunk=chunk), []
     for step in range(5):
         spied = []
