@@ -24,7 +24,7 @@ from stenograd.cli.table import show
 from stenograd.comm.driver import Driver
 from stenograd.mlbench.decentralized import DecentralizedSGD
 from stenograd.sync.parameter_averaging import ParameterAverager
-from stenograd.testing.methods import by_name
+from stenograd.testing.methods import by_name, differences
 from stenograd.testing.pool import RankPool
 
 WORLD, STEPS = 3, 33
@@ -189,7 +189,7 @@ def cases() -> dict[str, tuple[str, str]]:
     """Return what to run: the kind of training and the method, by name."""
     out = {text: ("sync", text) for text in METHODS}
     out |= {f"DDP hook, {text}": ("ddp", text) for text in by_name()}
-    out |= {f"parameter averaging, {text}": ("averaging", text) for text in by_name()}
+    out |= {f"parameter averaging, {text}": ("averaging", text) for text in differences()}
     return {**out, "gossip": ("gossip", "dense")}
 
 

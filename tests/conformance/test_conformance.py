@@ -46,7 +46,7 @@ class EveryOther(Codec):
 '''
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES, ids=list(CASES))  # pytest numbers long names unless it is told
 def test_every_compressor_conforms(name):
     check(CASES[name])
 

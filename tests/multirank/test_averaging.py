@@ -7,10 +7,10 @@ from models import mlp
 from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, MethodError, NonFiniteError
 from stenograd.sync.parameter_averaging import ParameterAverager, average, difference_method, spread
-from stenograd.testing.methods import by_name
+from stenograd.testing.methods import differences
 from stenograd.testing.pool import RanksFailed
 
-METHODS = by_name()
+METHODS = differences()
 
 
 def _parameters(rank, seed=0):

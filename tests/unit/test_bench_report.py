@@ -164,7 +164,7 @@ def test_time_to_accuracy(tmp_path):
 
 
 def test_time_to_a_loss(tmp_path):
-    """DDP gets to 1.9 after 40 s, sign after 10 s; the last never does, though its accuracy is above 1.9 %."""
+    """DDP gets to 1.9 after 40 s, sign after 10 s; the last never does."""
     losses = {"ddp": [(20.0, 1.95), (40.0, 1.9)], "sign": [(5.0, 2.0), (10.0, 1.8)], "bad": [(5.0, 3.0)]}
     curves = {
         name: [point(seconds, 0.5) | {"eval_loss": loss} for seconds, loss in mine]

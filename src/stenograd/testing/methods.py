@@ -8,9 +8,9 @@ from typing import Any
 
 from stenograd.catalog.method import method, methods
 from stenograd.catalog.registry import compressors, entries
-from stenograd.compression.contract import Compressor
+from stenograd.compression.contract import Compressor, Feedback
 
-__all__ = ["by_name", "configurations", "modes", "suite", "wrapped"]
+__all__ = ["by_name", "configurations", "differences", "modes", "suite", "wrapped"]
 
 # Sizes that suit models of a thousand parameters; a method that is not named here runs with its defaults.
 # Random sparsification holds gradients back for 1 / ratio steps: with 0.1 and momentum such models diverge.
@@ -42,6 +42,16 @@ def by_name() -> list[str]:
         (['bf16', 'dense'], True)
     """
     return [_text(name, {}) for name in methods()]
+
+
+def differences() -> list[str]:
+    """Return the texts of `by_name` that can send differences of parameters: all but those for gradients.
+
+    Example:
+        >>> "topk:ratio=0.1" in differences(), any("dgc" in text for text in differences())
+        (True, False)
+    """
+    return [text for text in by_name() if method(text).compressor.feedback is not Feedback.OWN]
 
 
 def modes() -> list[str]:
