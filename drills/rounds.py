@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from digests import digest
-from torch import nn
+from torch import Tensor, nn
 
 from stenograd.catalog.registry import schedules
 from stenograd.schedules.schedule import What
@@ -65,7 +65,7 @@ class Rounds:
             return  # `state_dict()` would hold the round that is due, before the step that belongs to it
         self._seen = self.sync.round
         # Not `consensus()`, which puts parameters in place that a forward pass, kept for later, has used.
-        agreed = list(self.model.parameters()) if self._exact else self.sync.state_dict()["averager"]["mean"]
+        agreed = list(self.model.parameters()) if self._exact else _sent(self.sync)
         self._digests.append((self._seen, digest(agreed)))
 
     def settled(self) -> AbstractContextManager[None]:
@@ -86,3 +86,9 @@ class Rounds:
     def told(self) -> list[tuple[int, str]]:
         """Return the rounds looked at with what they left, which must be equal on all ranks."""
         return list(self._digests)
+
+
+def _sent(sync: Any) -> list[Tensor]:
+    """Return the mean of what all ranks have sent so far, of which each keeps a copy."""
+    found = sync.state_dict()["parameters"]
+    return [tensors["mean of sent"] for tensors in found.values() if "mean of sent" in tensors]

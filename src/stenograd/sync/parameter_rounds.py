@@ -80,6 +80,8 @@ class ParameterSync(RoundSync):
 
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
         self._dismantle()
+        if not self._parts:  # else the clock goes on
+            self._next = self._period()
         schedule, how, nodes = self._schedule, self._each_round, self._nodes
         self._parts, self._whole = [], fragments_of(parameters, schedule.fragments, self._layout)
         driver = self._driver if nodes is None else nodes.between
@@ -90,7 +92,6 @@ class ParameterSync(RoundSync):
             else:
                 self._parts.append(LocalPart(part, driver, how, chunk))
         self._common_at = max(self._passes - schedule.after, 0)
-        self._next = self._common_at + self._period()
 
     def _begin_rounds(self) -> None:
         for part in self._parts:
