@@ -347,6 +347,23 @@ def test_gradients_are_averaged_before_rounds_begin():
     assert met[0]["round"] == 1
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local:every=3,after=2",
+        "diloco:every=4,delay=2,mix=0.5,after=1",
+        "diloco:every=3,eager=true",
+        "local:every=3,after=2,inside=dense,node_size=1",
+    ],
+)
+def test_real_ranks_do_as_simulated_ones(text, pool):
+    """Whatever has a process group of its own beside the one of rounds."""
+    real = pool.run(2, on_rank, text, "adamw", 9)
+    for mine, theirs in zip(real, simulated(2, text, "adamw", 9), strict=True):
+        assert all(torch.equal(mine["state"][n], value) for n, value in theirs["state"].items())
+    assert real[0]["round"] >= 1
+
+
 def test_quadratic_rule_makes_rounds_rarer_as_the_rate_falls():
     def rank_of(driver):
         model = nn.Linear(4, 2)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stenograd.catalog.method import METHOD_KEYS, Method, method
+from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import Entry, entries, schedules
 from stenograd.cli.plan import check_option
 from stenograd.cli.table import show
@@ -71,6 +72,7 @@ def run(size: int, workers: int) -> int:
         (f"{name}: before a slash", ", ".join(f"{f.name}={_text(f.default)}" for f in fields(cls)))
         for name, (cls, _) in sorted(schedules().items())
     ]
+    plans += [(f"{name}: stands for", text) for name, text in sorted(PRESETS.items())]
     shared = ", ".join(f"{key} ({kind.__name__})" for key, kind in METHOD_KEYS.items())
     title = "keys, as in topk:ratio=0.05,warmup_steps=100"
     show(("method", "key=default"), [*keys, ("all of them", shared), *plans], title)

@@ -109,7 +109,9 @@ class RoundSync(Attached):
         self._gradients: GradientSync | None = None
         self._nodes = Nodes(self._driver, world, node_size) if (node_size := self._node_size) >= 0 else None
         if self._dense_passes:
-            self._average_gradients("dense", self._driver)
+            (everyone,) = self._driver.split([range(self.world_size)], "gradients")
+            assert everyone is not None  # every rank is in the one part
+            self._average_gradients("dense", everyone)
         elif self._nodes is not None:
             self._average_gradients(self._inside, self._nodes.inside)
         self._wrapping = Wrapping(self)
@@ -118,7 +120,7 @@ class RoundSync(Attached):
         self._attend(model)
 
     def _average_gradients(self, how: str, driver: Driver) -> None:
-        """Average gradients in every pass from now on, over the ranks of a driver."""
+        """Average gradients in every pass from now on, over the ranks of a driver that is closed then."""
         kept: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "timeout_s": driver.timeout_s}
         self._gradients = GradientSync(
             self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
