@@ -18,6 +18,8 @@ TEXTS = [
     "topk:ratio=0.001,values=int8,dense_below=500",
     "topk:ratio=0.3,compact=false,feedback=false,warmup_steps=1",
     "topk:reduce=regions,clip_norm=1",
+    "topk:chunk=64,values=int2,feedback_decay=0.9",
+    "terngrad:clip=2.5,feedback=true",
     "sign:majority=true,dense_below=1",
     "qsgd:bits=2,feedback=true,dense_below=300",
     "powersgd:rank=300,feedback=false",
@@ -55,7 +57,8 @@ def test_a_step_loads_no_kernel(fresh_kernels, text, world_size):
     how, generator = method(text), torch.Generator().manual_seed(1)
     load_kernels(how, world_size, [torch.zeros(1)])
     before = loaded()
-    assert bool(before) == any(text.startswith(m) for m in ("topk", "sign", "qsgd", "powersgd"))
+    with_kernels = ("topk", "sign", "qsgd", "powersgd", "dgc", "terngrad")
+    assert bool(before) == any(text.startswith(m) for m in with_kernels)
     for shapes in BUCKETS:
         states, numel = None, sum(torch.Size(shape).numel() for shape in shapes)
         for step, density in enumerate((1, 0.001)):

@@ -40,12 +40,12 @@ def mean_of_sparse(vectors: Sequence[tuple[Tensor, ...]], like: Tensor) -> Tenso
     return total.div_(len(vectors))
 
 
-def mean_over_senders(vectors: Sequence[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
+def mean_over_senders(vectors: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> Tensor:
     """Return for each place the mean of the values that were sent for it, 0 where none was.
 
     Args:
         vectors: per rank `(places, values)`, places unique within a rank.
-        like: flat tensor whose length, dtype and device the result has.
+        out: flat tensor to write it to, which is returned.
 
     Example:
         >>> a = (torch.tensor([0, 1]), torch.tensor([2.0, 6.0]))
@@ -54,13 +54,15 @@ def mean_over_senders(vectors: Sequence[tuple[Tensor, Tensor]], like: Tensor) ->
         tensor([2., 5., 0.])
     """
     # float16 counts ranks exactly up to 2,048 only, and bfloat16 up to 256
-    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = out.zero_() if out.dtype == wide else torch.zeros_like(out, dtype=wide)
     senders = torch.zeros_like(total)
     for places, values in vectors:
-        check_places(places, like.numel())
-        total.index_add_(0, places, values.to(total.dtype))
-        senders.index_add_(0, places, torch.ones_like(values, dtype=total.dtype))
-    return total.div_(senders.clamp_(min=1)).to(like.dtype)
+        check_places(places, out.numel())
+        total.index_add_(0, places, values.to(wide))
+        senders.index_add_(0, places, torch.ones_like(values, dtype=wide))
+    total.div_(senders.clamp_(min=1))
+    return total if total is out else out.copy_(total)
 
 
 def check_places(places: Tensor, n: int) -> None:

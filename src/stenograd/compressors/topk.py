@@ -184,7 +184,7 @@ class TopK(Codec):
         message = self._message(like, site)
         vectors = [message.read(p) for p in payloads]
         if self.divide == "senders":
-            return mean_over_senders(vectors, like)
+            return mean_over_senders(vectors, site.out(like))
         return scatter_mean(vectors, like.numel(), out=site.out(like))
 
     def finite(self, payloads: Sequence[Payload]) -> Tensor:
