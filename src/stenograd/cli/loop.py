@@ -183,7 +183,8 @@ class Trainer:
         loss, correct, count = task.loss(self.model, inputs.to(device), targets.to(device))
         loss.backward()
         finite = self.sync.finite
-        self.optimizer.step()  # changes nothing if not
+        if finite:
+            self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()  # all the same: in rounds, other ranks did not skip, and rates stay equal
         return (loss.item(), correct, count) if finite else (0.0, 0, 0)
