@@ -47,6 +47,9 @@ def codec_of(how: Method, world_size: int) -> Codec | None:
 class Estimates:
     """What a rank and its neighbours know of each other's tensors, equal at both ends of every edge.
 
+    A rank keeps one copy per neighbour, not only their weighted sum, which would take less memory: rounding
+    in a running sum stays there, so every later mixing would move the mean of all x by it again.
+
     With `q_i = C(x_i - h_i)`, every rank sends q to its neighbours, and all who know h_i take `h_i <- h_i +
     q_i`. Then `x_i <- x_i + gamma sum_j W_ij (h_j - h_i)`. Where W is symmetric the mean of all x is kept,
     whatever the codec loses.
@@ -62,6 +65,18 @@ class Estimates:
     def __init__(self, codec: Codec, consensus: float) -> None:
         self._codec, self._consensus = codec, consensus
         self._known: dict[str, dict[int, Tensor]] = {}
+
+    def anchor(self, group: str, tensors: Sequence[Tensor], ranks: Sequence[int]) -> None:
+        """Take tensors of one type, equal on all ranks, as what all know of each other.
+
+        Args:
+            group: their name, as for `mix`.
+            tensors: real, of one dtype.
+            ranks: this rank and its neighbours.
+        """
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        x = torch.cat([t.detach().reshape(-1).to(wide) for t in tensors])
+        self._known[group] = {rank: x.clone() for rank in ranks}
 
     def mix(
         self, group: str, tensors: Sequence[Tensor], weights: Mapping[int, float], site: Site
