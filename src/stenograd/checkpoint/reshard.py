@@ -15,6 +15,7 @@ __all__ = ["SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
 
 SUMMED = frozenset({"residual"})  # state whose sum over the ranks is kept
 _OWN = "own"  # the first word of state that new ranks take the mean of; all other state is equal on all
+_NEIGHBOURS = "neighbours"  # what a rank knows of some others: of no use to new ranks
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -33,7 +34,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
     has averaged keeps that loss, times N, in the same residual, so that it enters the sum like the rest.
 
     Of what each rank has of its own in a round (its parameters, what it has sent), new ranks get the mean,
-    and end the round with it.
+    and end the round with it. What ranks that gossip know of their neighbours is left out.
 
     Everything else (PowerSGD's Q, counters of steps) is equal on all ranks and copied. Random choices depend
     on (seed, step, bucket, rank) alone, so new ranks need no state for theirs.
@@ -130,7 +131,7 @@ class Joint:
                         f"load it on {self._about['world_size']} ranks"
                     )
         if _OWN in state:
-            self._own.append(state[_OWN])
+            self._own.append({key: value for key, value in state[_OWN].items() if key != _NEIGHBOURS})
         self._count += 1
 
     def share(self, rank: int, world_size: int) -> dict[str, Any]:

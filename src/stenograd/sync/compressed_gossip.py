@@ -13,7 +13,6 @@ from stenograd.catalog.method import Method
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
 from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.transports import AllGather
 from stenograd.data.finite import is_finite
 from stenograd.data.requests import Rounds, exchange
 from stenograd.errors import CheckpointError, MethodError
@@ -21,7 +20,7 @@ from stenograd.errors import CheckpointError, MethodError
 __all__ = ["Estimates", "codec_of"]
 
 
-def codec_of(how: Method, world_size: int) -> Codec | None:
+def codec_of(how: Method) -> Codec | None:
     """Return what writes messages to neighbours; None where they travel as they are.
 
     Error feedback is taken off: what a message leaves out stays in the difference, and so goes out later.
@@ -34,9 +33,8 @@ def codec_of(how: Method, world_size: int) -> Codec | None:
     inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
     if inner.lossless:
         return None
-    transport = inner.transport(Site(shapes=(), world_size=world_size))
-    ragged = isinstance(transport, AllGather) and transport.ragged
-    if not isinstance(inner, Codec) or ragged or transport.votes or how.clips or how.warmup_steps:
+    fit = how.one_message and not (how.votes or how.clips or how.warmup_steps)
+    if not isinstance(inner, Codec) or not fit:
         raise MethodError(
             f"gossip needs a codec that writes one message of fixed length per rank, got {how}: use fp16, "
             "bf16, topk, sign or qsgd, without clipping, warm-up or majority"

@@ -107,7 +107,7 @@ class Gossip:
         if lost not in _LOST:
             raise bad_value("lost", f"must be one of {', '.join(_LOST)}", lost, "use 'raise'")
         self._drops = lost == "drop"
-        codec = codec_of(self.method, driver.world_size)
+        codec = codec_of(self.method)
         if not 0 < consensus <= 1:
             raise bad_value(
                 "consensus", "must be in (0, 1]", consensus, "1 goes all the way to the estimates"
