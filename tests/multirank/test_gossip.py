@@ -14,9 +14,17 @@ from stenograd.mlbench.backends import global_average, initialize_backends
 from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
 from stenograd.mlbench.tracker import Tracker
 from stenograd.sync.gossip import Gossip
-from stenograd.topology import Complete, Graph, OnePeer, Ring, mixing_matrix
+from stenograd.topology import Complete, DirectedOnePeer, Graph, OnePeer, Ring, mixing_matrix
 
-TOPOLOGIES = [Ring(), Complete(), OnePeer(), Graph.star(4), Graph.star(4, "metropolis"), Graph.chain(4)]
+TOPOLOGIES = [
+    Ring(),
+    Complete(),
+    OnePeer(),
+    DirectedOnePeer(),
+    Graph.star(4),
+    Graph.star(4, "metropolis"),
+    Graph.chain(4),
+]
 RING = {4: [[1, 3], [0, 2], [1, 3], [0, 2]], 3: [[1, 2], [0, 2], [0, 1]], 2: [[1], [0]]}
 STAR = [[1, 2], [0], [0]]
 

@@ -8,8 +8,18 @@ import torch
 from stenograd.data.requests import Op, Request, exchange, together
 from stenograd.errors import ConfigError, WireError
 from stenograd.simulate import run
-from stenograd.sync.gossip import mixing
-from stenograd.topology import Complete, Graph, OnePeer, Ring, check, mixing_matrix, second_eigenvalue
+from stenograd.sync.mixing import mixing
+from stenograd.topology import (
+    Checked,
+    Complete,
+    DirectedOnePeer,
+    Graph,
+    OnePeer,
+    Ring,
+    check,
+    mixing_matrix,
+    second_eigenvalue,
+)
 
 TOPOLOGIES = [
     (Complete(), 5),
@@ -36,9 +46,10 @@ TOPOLOGIES = [
 def _gossip(values, topology, steps=1):
     """Values of the simulated ranks after some mixings."""
     xs = [torch.tensor([value], dtype=torch.float64) for value in values]
+    checked = Checked(topology, len(xs))
     for step in range(steps):
-        rows = [topology.weights(rank, len(xs), step) for rank in range(len(xs))]
-        run([mixing([x], rows[rank], rank) for rank, x in enumerate(xs)])
+        rows = [checked.row(rank, step) for rank in range(len(xs))]
+        run([mixing([x], rows[rank], rank, checked.targets(rank, step)) for rank, x in enumerate(xs)])
     return [float(x) for x in xs]
 
 
@@ -88,6 +99,101 @@ def test_one_peer_reaches_the_mean_in_log2_steps():
     assert _gossip(range(8), OnePeer(), steps=3) == [3.5] * 8
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8, 13])
+def test_the_directed_one_peer_graph_is_doubly_stochastic_for_any_number_of_ranks(size):
+    for step in range(8):
+        matrix = mixing_matrix(DirectedOnePeer(), size, step)
+        ones = torch.ones(size, dtype=torch.float64)
+        assert torch.equal(matrix.sum(0), ones)
+        assert torch.equal(matrix.sum(1), ones)
+        for rank in range(size):
+            sent = [other for other in range(size) if matrix[other, rank] and other != rank]
+            assert sent == list(DirectedOnePeer().targets(rank, size, step))
+            assert len(sent) == min(size - 1, 1)
+        values = [float(rank**2) for rank in range(size)]
+        found = _gossip(values, DirectedOnePeer(), step + 1)
+        assert sum(found) == pytest.approx(sum(values), rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_the_directed_one_peer_graph_reaches_the_mean_in_log2_steps(size):
+    """Sums of 2^k neighbours around the ring, divided by 2^k: exact in binary."""
+    steps = size.bit_length() - 1
+    assert _gossip(range(size), DirectedOnePeer(), steps) == [(size - 1) / 2] * size
+    assert len(set(_gossip(range(size), DirectedOnePeer(), steps - 1))) > 1
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_the_directed_one_peer_graph_comes_to_the_mean_for_other_numbers(size):
+    found = _gossip(range(size), DirectedOnePeer(), 60)
+    assert found == pytest.approx([(size - 1) / 2] * size, abs=1e-9)
+
+
+class _Arrows:
+    """A directed graph given by its rows and, if they are not what the rows say, its targets."""
+
+    def __init__(self, rows, targets=None):
+        self.rows, self.named = rows, targets
+
+    def weights(self, rank, size, step):
+        return self.rows[rank]
+
+    def targets(self, rank, size, step):
+        if self.named is not None:
+            return self.named[rank]
+        return [other for other in range(size) if rank in self.rows[other] and other != rank]
+
+
+AROUND = [{0: 0.5, 2: 0.5}, {0: 0.5, 1: 0.5}, {1: 0.5, 2: 0.5}]
+UNEVEN = [{0: 1 / 3, 1: 0.5}, {0: 1 / 3, 1: 0.5, 2: 0.5}, {0: 1 / 3, 2: 0.5}]  # 0 sends to 1 and 2
+
+
+def test_a_directed_graph_is_checked():
+    check(_Arrows(AROUND), 3)
+    check(_Arrows(UNEVEN), 3, push_sum=True)
+    with pytest.raises(ConfigError, match="weights of rank 0 at step 0 must sum to 1"):
+        check(_Arrows(UNEVEN), 3)
+    tilted = [{0: 0.5, 1: 0.5}, {0: 0.5, 1: 0.5}, {1: 0.5, 2: 0.5}]
+    with pytest.raises(ConfigError, match="weights that ranks give to rank 1 at step 0 must sum to 1, got"):
+        check(_Arrows(tilted), 3)
+    with pytest.raises(
+        ConfigError, match=r"targets of rank 0 at step 0 must be .* name it, \[1\], got \[2\]"
+    ):
+        check(_Arrows(AROUND, [[2], [2], [0]]), 3)
+    with pytest.raises(ConfigError, match="weights that ranks give to rank 0 at step 0 must sum to 1"):
+        check(Graph.star(3), 3, push_sum=True)
+
+
+def test_push_sum_keeps_the_mean_where_ranks_send_to_unequally_many():
+    """x <- A x and w <- A w with columns that sum to 1; x / w comes to the mean 3 of 0, 2 and 7."""
+    zs = [torch.tensor([value], dtype=torch.float64) for value in (0.0, 2.0, 7.0)]
+    ws = [torch.ones((), dtype=torch.float64) for _ in zs]
+    graph, matrix = _Arrows(UNEVEN), mixing_matrix(_Arrows(UNEVEN), 3)
+    x, w = torch.tensor([0.0, 2.0, 7.0], dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    for step in range(80):
+        run(
+            [mixing([zs[r]], UNEVEN[r], r, graph.targets(r, 3, step), ws[r]) for r in range(3)],
+        )
+        x, w = matrix @ x, matrix @ w
+        torch.testing.assert_close(torch.cat(zs), x / w, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.stack(ws), w, rtol=1e-12, atol=0)
+        assert float(torch.stack(ws).sum()) == pytest.approx(3, rel=1e-12)
+    assert [float(z) for z in zs] == pytest.approx([3.0] * 3, rel=1e-9)
+    assert float(w[1]) > 1.1  # so the weights did matter
+
+
+def test_push_sum_leaves_out_a_rank_that_is_not_finite():
+    """Rank 1 has NaN: its weight goes, rank 2 keeps half of its own, and the mean of 0 and 4 is kept."""
+    zs = [torch.tensor([value], dtype=torch.float64) for value in (0.0, math.nan, 4.0)]
+    ws = [torch.ones((), dtype=torch.float64) for _ in zs]
+    graph = _Arrows(AROUND)
+    told = run([mixing([zs[r]], AROUND[r], r, graph.targets(r, 3, 0), ws[r]) for r in range(3)])
+    assert told == [True, False, False]
+    assert [float(z) for z in zs] == [2.0, 0.0, 4.0]
+    assert [float(w) for w in ws] == [1.0, 0.5, 0.5]
+    assert sum(float(w * z) for w, z in zip(ws, zs, strict=True)) / 2 == 2.0
+
+
 def test_tensors_of_several_types_go_in_one_message_a_neighbour():
     """Ranks hold r in float32 and 2r in bfloat16; rank 0 gets the means of 3, 0, 1: 4/3 and 8/3."""
     requests = []
@@ -126,10 +232,25 @@ def test_simulated_ranks_refuse_what_would_hang_real_ones(peers, says):
         run([exchange([torch.zeros(1)], theirs) for theirs in peers])
 
 
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ([([1], []), ([], [])], r"rank 0 sends to rank 1, whose sources are \[\]"),
+        ([([], [1]), ([], [])], r"rank 0 waits for rank 1, which sends to \[\]"),
+        ([([], [0]), ([], [])], "rank 0 of 2 cannot exchange with rank 0"),
+    ],
+)
+def test_simulated_ranks_refuse_directed_exchanges_that_would_hang_real_ones(ends, says):
+    with pytest.raises(WireError, match=says):
+        run([exchange([torch.zeros(1)], *theirs) for theirs in ends])
+
+
 def test_peers_are_ascending_and_belong_to_an_exchange():
     for op, peers in ((Op.MEAN, (1,)), (Op.EXCHANGE, (2, 1)), (Op.EXCHANGE, (1, 1))):
         with pytest.raises(WireError, match="peers are ascending ranks of an EXCHANGE"):
             Request(op, (), peers)
+    with pytest.raises(WireError, match="sources are ascending ranks of an EXCHANGE"):
+        Request(Op.EXCHANGE, (), (1,), (2, 1))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import Entry, entries, schedules
+from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Compressor, Feedback, Site, Transport
 from stenograd.compression.ef21 import EF21
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.small_all_reduce import small_rounds
-from stenograd.compression.transports import SmallAllReduce
+from stenograd.compression.transports import AllGather, SmallAllReduce
 from stenograd.compressors.identity import Identity
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.every_step import EveryStep
@@ -130,6 +131,13 @@ class Method:
     def accumulates(self) -> bool:
         """Whether it keeps gradients, or an estimate of them, in a way that fits gradients only."""
         return self._codec().feedback is Feedback.OWN
+
+    @property
+    def one_message(self) -> bool:
+        """Whether each rank writes one message, of a length known before, that others read by itself."""
+        codec = self._codec()
+        transport = codec.transport(Site(shapes=()))
+        return isinstance(codec, Codec) and not (isinstance(transport, AllGather) and transport.ragged)
 
     def _codec(self) -> Compressor:
         return self.compressor.inner if isinstance(self.compressor, ErrorFeedback) else self.compressor

@@ -20,6 +20,7 @@ AVERAGED = frozenset({"ef21_momentum"})
 # State that starts again from what all ranks know; all other state is equal on all ranks.
 REPLACED = {"ef21_known": "ef21_mean"}
 _OWN = "own"  # the first word of what each rank has of its own in a round, whose mean is kept, too
+_NEIGHBOURS = "neighbours"  # what a rank knows of some others: of no use to new ranks
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -38,7 +39,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
     has averaged keeps that loss, times N, in the same residual, so that it enters the sum like the rest.
 
     Of what each rank has of its own in a round (its parameters, what it has sent), new ranks get the mean,
-    and end the round with it.
+    and end the round with it. What ranks that gossip know of their neighbours is left out.
 
     DGC's accumulated velocity and its momentum are owed in the same way, and follow the same rule. What all
     know of a rank under EF21 becomes the mean G on every new rank, so that G stays its mean, and its moving
@@ -141,7 +142,7 @@ class Joint:
                         f"load it on {self._about['world_size']} ranks"
                     )
         if _OWN in state:
-            self._own.append(state[_OWN])
+            self._own.append({key: value for key, value in state[_OWN].items() if key != _NEIGHBOURS})
         self._count += 1
 
     def share(self, rank: int, world_size: int) -> dict[str, Any]:

@@ -328,25 +328,25 @@ class Driver:
         return Pending(self, work, lambda: [unpack(row) for row in theirs], what, label, Op.SCATTER)
 
     def _start_exchange(self, request: Request, label: Label) -> Pending:
-        peers = request.peers
-        for peer in peers:
+        peers, sources = request.peers, request.senders
+        everyone = sorted({*peers, *sources})
+        for peer in everyone:
             if not 0 <= peer < self.world_size or peer == self.rank:
                 raise WireError(f"rank {self.rank} of {self.world_size} cannot exchange with rank {peer}")
         mine, unpack = pack(request.tensors)
-        theirs = mine.new_empty((len(peers), mine.numel()))
+        theirs = mine.new_empty((len(sources), mine.numel()))
 
         def finish() -> Reply:
-            return {peer: unpack(row) for peer, row in zip(peers, theirs, strict=True)}
+            return {source: unpack(row) for source, row in zip(sources, theirs, strict=True)}
 
-        if not theirs.numel():
+        if not (everyone and mine.numel()):
             return Pending(self, None, finish, "", label, Op.EXCHANGE)
         of = self._global_rank
-        what = f"exchange of {mine.numel()} bytes with rank(s) {', '.join(str(of(peer)) for peer in peers)}"
-        framed = mine.device.type == "cpu"
-        self.traffic.count(Op.EXCHANGE, mine.numel(), self.world_size, peers, label=label, framed=framed)
-        receives = [
-            dist.P2POp(dist.irecv, row, of(peer), self.group) for peer, row in zip(peers, theirs, strict=True)
-        ]
+        nbytes, framed = mine.numel(), mine.device.type == "cpu"
+        what = f"exchange of {nbytes} bytes with rank(s) {', '.join(str(of(peer)) for peer in everyone)}"
+        self.traffic.count(Op.EXCHANGE, nbytes, self.world_size, peers, sources, label=label, framed=framed)
+        rows = zip(sources, theirs, strict=True)
+        receives = [dist.P2POp(dist.irecv, row, of(source), self.group) for source, row in rows]
         sends = [dist.P2POp(dist.isend, mine, of(peer), self.group) for peer in peers]
         works = self._issue(lambda: dist.batch_isend_irecv(receives + sends), what)
         return Pending(self, All(works), finish, what, label, Op.EXCHANGE)

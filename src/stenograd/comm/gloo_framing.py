@@ -56,13 +56,20 @@ class Frames(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def frames(
-    op: Op, nbytes: int, world_size: int, *, rank: int = 0, itemsize: int = 1, peers: int = 0
+    op: Op,
+    nbytes: int,
+    world_size: int,
+    *,
+    rank: int = 0,
+    itemsize: int = 1,
+    peers: int = 0,
+    sources: int | None = None,
 ) -> Frames:
     """Work out the frames of one rank for one collective of gloo.
 
     An all-reduce is a ring: the data are cut into at least two pieces a rank, of at most 1 MiB, and each
     rank passes on all but the pieces of one rank, twice. An all-gather is a ring of two pieces a rank. An
-    all-to-all and an exchange send each peer one message.
+    all-to-all sends each rank one message, an exchange each of its peers.
 
     Args:
         op: the collective.
@@ -70,7 +77,8 @@ def frames(
         world_size: number of ranks.
         rank: this one; few bytes make few messages, which not all ranks send.
         itemsize: bytes of an element, which are not cut.
-        peers: number of peers of an exchange.
+        peers: number of ranks that an exchange sends to.
+        sources: number of ranks that it receives from; None for as many.
 
     Example:
         >>> frames(Op.MEAN, 4, 3, rank=1, itemsize=4)  # one piece, got twice and passed on once
@@ -85,8 +93,9 @@ def frames(
     if op is Op.GATHER:
         halves = [nbytes // 2, nbytes - nbytes // 2]  # an empty one is a message, too
         return _frames(halves * (world_size - 1), 2 * (world_size - 1))
-    count = peers if op is Op.EXCHANGE else world_size - 1
-    return _frames([nbytes if op is Op.EXCHANGE else nbytes // world_size] * count, count)
+    if op is Op.EXCHANGE:
+        return _frames([nbytes] * peers, peers if sources is None else sources)
+    return _frames([nbytes // world_size] * (world_size - 1), world_size - 1)
 
 
 def broadcast_frames(nbytes: int, children: int, root: bool) -> Frames:

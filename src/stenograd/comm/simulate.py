@@ -36,8 +36,9 @@ def run(
         refuse_commits: answer every `COMMIT` as if another part of the step had not been finite.
 
     Raises:
-        WireError: the ranks asked for different collectives, or for different shapes in one, or a rank's
-            peer does not have it among its own; real ranks would hang or corrupt data there.
+        WireError: the ranks asked for different collectives, or for different shapes in one, or one waits
+            for a rank that sends it nothing, or sends to one that does not expect it; real ranks would hang
+            or corrupt data there.
 
     Example:
         >>> import torch
@@ -141,7 +142,7 @@ def answers(asked: list[Request], refuse_commits: bool = False) -> list[Reply]:
         return [bounded and not refuse_commits] * len(asked)
     if asked[0].op is Op.EXCHANGE:
         _check_peers(asked)
-        return [{p: tuple(t.clone() for t in asked[p].tensors) for p in r.peers} for r in asked]
+        return [{p: tuple(t.clone() for t in asked[p].tensors) for p in r.senders} for r in asked]
     parts = 1 if asked[0].op is Op.SUM else len(asked)
     sums = [t / parts for t in asked[0].tensors]
     for request in asked[1:]:
@@ -154,11 +155,25 @@ def answers(asked: list[Request], refuse_commits: bool = False) -> list[Reply]:
 
 def _check_peers(asked: list[Request]) -> None:
     for rank, request in enumerate(asked):
+        for other in (*request.peers, *request.senders):
+            if not 0 <= other < len(asked) or other == rank:
+                raise WireError(f"rank {rank} of {len(asked)} cannot exchange with rank {other}")
         for peer in request.peers:
-            if not 0 <= peer < len(asked) or peer == rank:
-                raise WireError(f"rank {rank} of {len(asked)} cannot exchange with rank {peer}")
-            if rank not in asked[peer].peers:
+            theirs = asked[peer]
+            if rank in theirs.senders:
+                continue
+            if request.sources is None and theirs.sources is None:
                 raise WireError(
-                    f"rank {rank} exchanges with rank {peer}, whose peers are {list(asked[peer].peers)}: "
+                    f"rank {rank} exchanges with rank {peer}, whose peers are {list(theirs.peers)}: "
                     "the relation must be symmetric"
+                )
+            raise WireError(
+                f"rank {rank} sends to rank {peer}, whose sources are {list(theirs.senders)}: it must be "
+                "among them"
+            )
+        for source in request.senders:
+            if rank not in asked[source].peers:
+                raise WireError(
+                    f"rank {rank} waits for rank {source}, which sends to {list(asked[source].peers)}: it "
+                    "must be among them"
                 )

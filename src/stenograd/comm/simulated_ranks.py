@@ -171,7 +171,8 @@ class SimulatedDriver:
         for part in parts:
             size, itemsize = part.nbytes, part.tensors[0].element_size() if part.tensors else 1
             if size:
-                self.traffic.count(part.op, size, self.world_size, part.peers, label=label, itemsize=itemsize)
+                ends = part.peers, part.senders
+                self.traffic.count(part.op, size, self.world_size, *ends, label=label, itemsize=itemsize)
         return self.traffic.tally(label, parts[0].op.value)
 
     def spent(self, on: str, tally: Tally, start: float, label: Label, end: float | None = None) -> None:

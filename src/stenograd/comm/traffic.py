@@ -110,9 +110,9 @@ class Traffic:
 
     - `payload_bytes`: bytes handed to collectives; indices, scales, padding and control flags included.
     - `moved_bytes`: bytes that those collectives make a rank send: `2 (N-1)/N` times the payload for a ring
-      all-reduce, `N-1` times for an all-gather, `(N-1)/N` times for an all-to-all, once per peer for an
-      exchange with neighbours, once per child for a broadcast. A ring of gloo deals small all-reduces out
-      unevenly; then this is the mean over the ranks.
+      all-reduce, `N-1` times for an all-gather, `(N-1)/N` times for an all-to-all, once per rank that
+      it sends to for an exchange with neighbours, once per child for a broadcast. A ring of gloo deals small
+      all-reduces out unevenly; then this is the mean over the ranks.
     - `inside_bytes`, `across_bytes`: of these, to the same host and to others. An all-reduce sends everything
       to the rank before, a large all-gather to the rank after, in the group's order; the others, and on CPU
       an all-gather of at most 128 KiB by more than two ranks, to their peers.
@@ -215,6 +215,7 @@ class Traffic:
         nbytes: int,
         world_size: int,
         peers: Sequence[int] = (),
+        sources: Sequence[int] | None = None,
         *,
         label: Label = PLAIN,
         itemsize: int = 1,
@@ -227,7 +228,8 @@ class Traffic:
             op: which.
             nbytes: handed to it by this rank.
             world_size: number of ranks in the group.
-            peers: the ranks of an exchange with neighbours.
+            peers: the ranks that an exchange with neighbours sends to.
+            sources: the ranks that it receives from; None for the peers.
             label: what it is for.
             itemsize: bytes of an element.
             framed: whether it goes through gloo.
@@ -238,7 +240,9 @@ class Traffic:
         if framed and direct:
             framing = frames(Op.SCATTER, world_size * nbytes, world_size)
         elif framed:
-            framing = frames(op, nbytes, world_size, rank=self._place, itemsize=itemsize, peers=len(peers))
+            received = None if sources is None else len(sources)
+            ends = {"peers": len(peers), "sources": received}
+            framing = frames(op, nbytes, world_size, rank=self._place, itemsize=itemsize, **ends)
         targets = self._targets(Op.SCATTER if direct else op, world_size, peers)
         self._add(self.tally(label, op.value), nbytes, moved, targets, framing)
 

@@ -56,27 +56,36 @@ class Request:
     Args:
         op: `MEAN` averages over the ranks and `SUM` adds up (floating tensors of one dtype); `GATHER` brings
             every rank's tensors to every rank (any dtypes, equal shapes on all ranks); `EXCHANGE` sends the
-            tensors to the peers and brings theirs here; `SCATTER` sends row j of every tensor to rank j and
-            brings every rank's row for this one here (the first dimension is the world size); `COMMIT` sends
-            nothing: it waits until all else of this step has come, and tells whether all averages of the step
-            are finite; `SEVERAL` stands for its `parts`, which are under way at once.
+            tensors to the peers and brings those of the sources here; `SCATTER` sends row j of every tensor
+            to rank j and brings every rank's row for this one here (the first dimension is the world size);
+            `COMMIT` sends nothing: it waits until all else of this step has come, and tells whether all
+            averages of the step are finite; `SEVERAL` stands for its `parts`, which are under way at once.
         tensors: what this rank hands over. The driver may overwrite them: use the reply instead. The reply
             belongs to the compressor, and may be the very tensors handed over.
-        peers: for `EXCHANGE`, other ranks, ascending; whoever is a peer has this rank among its own.
+        peers: for `EXCHANGE`, the other ranks to send to, ascending.
+        sources: for `EXCHANGE`, the other ranks whose tensors come here, ascending; None for the peers.
+            Whoever is a peer has this rank among its sources, and the other way round.
         parts: for `SEVERAL`, other requests, `COMMIT` not among them.
     """
 
     op: Op
     tensors: tuple[Tensor, ...] = ()
     peers: tuple[int, ...] = ()
+    sources: tuple[int, ...] | None = None
     parts: tuple[Request, ...] = ()
 
     def __post_init__(self) -> None:
-        if list(self.peers) != sorted(set(self.peers)) or (self.peers and self.op is not Op.EXCHANGE):
-            raise WireError(f"peers are ascending ranks of an EXCHANGE, got {self.peers} for {self.op.name}")
+        for name, ranks in (("peers", self.peers), ("sources", self.senders)):
+            if list(ranks) != sorted(set(ranks)) or (ranks and self.op is not Op.EXCHANGE):
+                raise WireError(f"{name} are ascending ranks of an EXCHANGE, got {ranks} for {self.op.name}")
         if self.op in REDUCTIONS and len({t.dtype for t in self.tensors}) > 1:
             got = sorted({str(t.dtype) for t in self.tensors})
             raise WireError(f"one {self.op.name} takes one dtype, got {got}")
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The ranks whose tensors an `EXCHANGE` brings here."""
+        return self.peers if self.sources is None else self.sources
 
     def check_rows(self, world_size: int) -> None:
         """Raise unless every tensor of a `SCATTER` has one row for each rank.
@@ -98,8 +107,8 @@ class Request:
 
 
 # For MEAN and SUM the reduced tensors; for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank
-# order; for EXCHANGE a dict with one tuple of tensors per peer, in rank order; for COMMIT a bool; for SEVERAL
-# a list with a reply for each part.
+# order; for EXCHANGE a dict with one tuple of tensors per source, in rank order; for COMMIT a bool; for
+# SEVERAL a list with a reply for each part.
 Reply: TypeAlias = Any
 T = TypeVar("T")
 _MOST_RAGGED = (1 << 31) - 1  # an int32 tells lengths
@@ -142,14 +151,26 @@ def scatter(*tensors: Tensor) -> Rounds[list[tuple[Tensor, ...]]]:
     return reply
 
 
-def exchange(tensors: Sequence[Tensor], peers: Iterable[int]) -> Rounds[dict[int, tuple[Tensor, ...]]]:
-    """Send tensors to some ranks and bring theirs here, by rank; all ranks take part, if only without peers.
+def exchange(
+    tensors: Sequence[Tensor], peers: Iterable[int], sources: Iterable[int] | None = None
+) -> Rounds[dict[int, tuple[Tensor, ...]]]:
+    """Send tensors to some ranks and bring some ranks' here, by rank; all ranks take part, if without peers.
 
     Args:
         tensors: any dtypes; shapes are equal on all ranks.
-        peers: other ranks, each once; the relation must be symmetric, or ranks wait for each other in vain.
+        peers: other ranks to send to, each once.
+        sources: other ranks to receive from, each once; None for the peers. Whoever is sent to must have the
+            sender among its sources, and the other way round, or ranks wait for each other in vain.
+
+    Example:
+        >>> from stenograd.simulate import run
+        >>> around = [exchange([torch.tensor(10 * r)], [(r + 1) % 3], [(r - 1) % 3]) for r in range(3)]
+        >>> run(around)
+        [{2: (tensor(20),)}, {0: (tensor(0),)}, {1: (tensor(10),)}]
     """
-    reply: dict[int, tuple[Tensor, ...]] = yield Request(Op.EXCHANGE, tuple(tensors), tuple(sorted(peers)))
+    senders = None if sources is None else tuple(sorted(sources))
+    request = Request(Op.EXCHANGE, tuple(tensors), tuple(sorted(peers)), senders)
+    reply: dict[int, tuple[Tensor, ...]] = yield request
     return reply
 
 
@@ -200,8 +221,9 @@ def gather_ragged(*tensors: Tensor, most: int = _MOST_RAGGED) -> Rounds[list[tup
 def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
     """Run several coroutines in step and merge what they ask for in the same round.
 
-    Requests with the same op (and, for MEAN and SUM, the same dtype; for EXCHANGE, the same peers) become one
-    collective, and different ones are under way at once, so k small exchanges cost one latency.
+    Requests with the same op (and, for MEAN and SUM, the same dtype; for EXCHANGE, the same peers and
+    sources) become one collective, and different ones are under way at once, so k small exchanges cost one
+    latency.
     """
     results: dict[int, T] = {}
     waiting: dict[int, Request] = {}
@@ -218,13 +240,13 @@ def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
 
 
 def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
-    groups: dict[tuple[Op, torch.dtype | None, tuple[int, ...]], list[int]] = {}
+    groups: dict[tuple[Op, torch.dtype | None, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for i, request in waiting.items():
         dtype = request.tensors[0].dtype if request.op in REDUCTIONS and request.tensors else None
-        groups.setdefault((request.op, dtype, request.peers), []).append(i)
+        groups.setdefault((request.op, dtype, request.peers, request.senders), []).append(i)
     requests = [
-        Request(op, tuple(t for i in members for t in waiting[i].tensors), peers)
-        for (op, _, peers), members in groups.items()
+        Request(op, tuple(t for i in members for t in waiting[i].tensors), peers, sources)
+        for (op, _, peers, sources), members in groups.items()
     ]
     answers: list[Reply] = []
     if len(requests) > 1 and all(request.op is not Op.COMMIT for request in requests):

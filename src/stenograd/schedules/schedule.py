@@ -18,6 +18,7 @@ class What(Enum):
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
     PSEUDO_GRADIENTS = "pseudo-gradients"
+    NEIGHBOURS = "parameters, with neighbours"
 
 
 class Codec(Protocol):
@@ -54,6 +55,10 @@ class Codec(Protocol):
     @property
     def amplifies(self) -> bool:
         """Whether what is sent is scaled up to be right on average, so that errors are larger than it."""
+
+    @property
+    def one_message(self) -> bool:
+        """Whether each rank writes one message, of a length known before, that others read by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from stenograd.catalog.method import Method
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
 from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.transports import AllGather
 from stenograd.data.finite import is_finite
 from stenograd.data.requests import Rounds, exchange
 from stenograd.errors import CheckpointError, MethodError
@@ -21,7 +20,7 @@ from stenograd.errors import CheckpointError, MethodError
 __all__ = ["Estimates", "codec_of"]
 
 
-def codec_of(how: Method, world_size: int) -> Codec | None:
+def codec_of(how: Method) -> Codec | None:
     """Return what writes messages to neighbours; None where they travel as they are.
 
     Error feedback is taken off: what a message leaves out stays in the difference, and so goes out later.
@@ -34,9 +33,8 @@ def codec_of(how: Method, world_size: int) -> Codec | None:
     inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
     if inner.lossless:
         return None
-    transport = inner.transport(Site(shapes=(), world_size=world_size))
-    ragged = isinstance(transport, AllGather) and transport.ragged
-    if not isinstance(inner, Codec) or ragged or transport.votes or how.clips or how.warmup_steps:
+    fit = how.one_message and not (how.votes or how.clips or how.warmup_steps)
+    if not isinstance(inner, Codec) or not fit:
         raise MethodError(
             f"gossip needs a codec that writes one message of fixed length per rank, got {how}: use fp16, "
             "bf16, topk, sign or qsgd, without clipping, warm-up or majority"
@@ -46,6 +44,9 @@ def codec_of(how: Method, world_size: int) -> Codec | None:
 
 class Estimates:
     """What a rank and its neighbours know of each other's tensors, equal at both ends of every edge.
+
+    A rank keeps one copy per neighbour, not only their weighted sum, which would take less memory: rounding
+    in a running sum stays there, so every later mixing would move the mean of all x by it again.
 
     With `q_i = C(x_i - h_i)`, every rank sends q to its neighbours, and all who know h_i take `h_i <- h_i +
     q_i`. Then `x_i <- x_i + gamma sum_j W_ij (h_j - h_i)`. Where W is symmetric the mean of all x is kept,
@@ -62,6 +63,18 @@ class Estimates:
     def __init__(self, codec: Codec, consensus: float) -> None:
         self._codec, self._consensus = codec, consensus
         self._known: dict[str, dict[int, Tensor]] = {}
+
+    def anchor(self, group: str, tensors: Sequence[Tensor], ranks: Sequence[int]) -> None:
+        """Take tensors of one type, equal on all ranks, as what all know of each other.
+
+        Args:
+            group: their name, as for `mix`.
+            tensors: real, of one dtype.
+            ranks: this rank and its neighbours.
+        """
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        x = torch.cat([t.detach().reshape(-1).to(wide) for t in tensors])
+        self._known[group] = {rank: x.clone() for rank in ranks}
 
     def mix(
         self, group: str, tensors: Sequence[Tensor], weights: Mapping[int, float], site: Site

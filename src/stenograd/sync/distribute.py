@@ -13,10 +13,16 @@ from stenograd.catalog.method import method as parse
 from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
 from stenograd.compression.contract import Compressor
 from stenograd.schedules.schedule import What
+from stenograd.sync.gossip_rounds import GossipSync
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.parameter_rounds import ParameterSync
 
 __all__ = ["distribute"]
+
+_KINDS: dict[What, type[GradientSync | ParameterSync | GossipSync]] = {
+    What.GRADIENTS: GradientSync,
+    What.NEIGHBOURS: GossipSync,
+}
 
 
 def distribute(
@@ -31,11 +37,12 @@ def distribute(
     repair: bool = False,
     check_buffers: bool = False,
     skip_bad_steps: bool = True,
-) -> GradientSync | ParameterSync:
+) -> GradientSync | ParameterSync | GossipSync:
     """Make every `loss.backward()` leave gradients that are averaged over all ranks.
 
     A method with a schedule, such as "local:every=8" or "diloco:every=30/topk", lets ranks train by
-    themselves and meet from time to time instead; see `stenograd.schedules`.
+    themselves and meet from time to time instead, and with "gossip" each rank meets a few others only; see
+    `stenograd.schedules`.
 
     Model, optimizer and training loop stay yours: clipping, GradScaler, schedulers and accumulation work as
     before. Rank 0's parameters and buffers are broadcast here, so all ranks start equal.
@@ -78,5 +85,5 @@ def distribute(
     kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
     guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
     chosen = parse(method)
-    kind = GradientSync if chosen.schedule.what is What.GRADIENTS else ParameterSync
+    kind = _KINDS.get(chosen.schedule.what, ParameterSync)
     return kind(model, optimizer, chosen, skip_bad_steps=skip_bad_steps, **kept, **guard)

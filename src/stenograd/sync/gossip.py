@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,61 +17,20 @@ from stenograd.catalog.method import Method, method
 from stenograd.comm.driver import Driver, Pipeline
 from stenograd.comm.traffic import Label
 from stenograd.compression.contract import Site
-from stenograd.data.finite import is_finite
-from stenograd.data.requests import Rounds, exchange, gather
+from stenograd.data.requests import gather
 from stenograd.errors import CheckpointError, ConfigError, LaunchError, PeerLost, TensorTypeError, bad_value
 from stenograd.launch.failure_detector import Presence, attend
 from stenograd.launch.network import own_address
 from stenograd.launch.process_group import attends
 from stenograd.sync.compressed_gossip import Estimates, codec_of
 from stenograd.sync.handshake import compare
+from stenograd.sync.mixing import by_dtype, mixing
+from stenograd.topology.directed import Directed
 from stenograd.topology.mixing import Checked, Topology, describe
 
-__all__ = ["Gossip", "mixing"]
+__all__ = ["Gossip"]
 
 _LOST = ("raise", "drop")
-
-
-def mixing(tensors: Sequence[Tensor], weights: Mapping[int, float], rank: int) -> Rounds[bool]:
-    """Mix tensors in place: `x_i <- sum_j W_ij x_j`, summed in rank order, in float32 or wider.
-
-    Equal inputs give equal bits, whatever the order in which messages arrive. All tensors go in one message a
-    neighbour.
-
-    A rank whose tensors are not all finite takes no part: what its neighbours would have taken from it they
-    take from themselves, so the mean over the other ranks is kept wherever it is otherwise. The rank itself
-    becomes the mean of its finite neighbours, with their weights; without any it stays as it is. Both ends of
-    an edge see both messages, so they decide alike.
-
-    Args:
-        tensors: real floating-point tensors, of the same shapes and dtypes on all ranks.
-        weights: this rank's row W_i of the mixing matrix, its own weight included.
-        rank: this rank.
-
-    Returns:
-        Whether this rank's tensors and its neighbours' were finite.
-
-    Example:
-        >>> from stenograd.simulate import run
-        >>> xs = [torch.tensor([0.0]), torch.tensor([4.0])]
-        >>> W = [{0: 0.75, 1: 0.25}, {0: 0.5, 1: 0.5}]
-        >>> _ = run([mixing([x], W[rank], rank) for rank, x in enumerate(xs)])
-        >>> [x.tolist() for x in xs]
-        [[1.0], [2.0]]
-    """
-    groups = _by_dtype(tensors)
-    mine = [torch.cat([t.detach().reshape(-1) for t in group]) for group in groups]
-    theirs = yield from exchange([flat.clone() for flat in mine], [r for r in weights if r != rank])
-    rows = {r: mine if r == rank else theirs[r] for r in sorted(weights)}
-    fit = {r for r, flats in rows.items() if all(map(is_finite, flats))}
-    kept = _without(weights, fit, rank)
-    with torch.no_grad():
-        for i, (group, flat) in enumerate(zip(groups, mine, strict=True)):
-            weighted = ((kept[r], rows[r][i]) for r in sorted(kept))
-            mixed = _weighted_sum(weighted, flat).split([t.numel() for t in group])
-            for t, piece in zip(group, mixed, strict=True):
-                t.copy_(piece.view(t.shape))
-    return len(fit) == len(rows)
 
 
 class Gossip:
@@ -87,25 +46,30 @@ class Gossip:
             estimates of their neighbours (see `Estimates`), and the graph must be the same at every step.
         consensus: step size towards the neighbours with a codec, in (0, 1].
         lost: what a lost rank means: "raise" a PeerLost, or "drop" it and go on; the same on all ranks.
+        push_sum: whether ranks carry weights by which the mean is kept wherever columns of W sum to 1; see
+            `mixing`. Needed where columns do and rows do not, and on directed graphs that may lose ranks.
 
     With "drop", the survivors form a new group and the weight `W_ij` of a lost neighbour j goes to the rank's
     own: `W_ii <- W_ii + W_ij`. So rows still sum to 1, and if the matrix was symmetric, what is left of it is
-    symmetric and keeps the mean over the survivors. It costs the timeout where nobody's connection broke, the
-    roll call of at most 2 s, and a new meeting. A rank that was a mixing behind when it noticed leaves that
-    one out, so that all are in step again; the mean may move by that one. PeerLost is raised all the same
+    symmetric and keeps the mean over the survivors. With push-sum a rank keeps what it would have given to a
+    lost one, `W_ii <- W_ii + W_ji`, so that columns still sum to 1. It costs the timeout where nobody's
+    connection broke, the roll call of at most 2 s, and a new meeting. A rank that was a mixing behind when it
+    noticed leaves that one out, so that all are in step again; the mean may move by that one. PeerLost is
+    raised all the same
     where it is not known who was lost, or where the lost rank 0 hosted the store at which the survivors would
     meet (with torchrun and `run_local` it does not).
 
     Attributes:
         step: number of mixings.
         events: for each loss the step, the ranks that were lost and the seconds until training went on.
+        share: this rank's push-sum weight, 1 at the beginning; None without push-sum.
         skipped: number of them in which this rank or a neighbour was not finite, and was left out; see
             `mixing`. The first is told by a warning.
 
     Raises:
-        ConfigError: the topology does not fit the number of ranks, is not symmetric, a row of weights does
-            not sum to 1, or `lost` is another word; or a codec is given with a graph that changes, with
-            consensus outside its range, or with lost="drop".
+        ConfigError: the topology does not fit the number of ranks, or `topology.check` refuses it, or `lost`
+            is another word; or a codec is given with a graph that changes or is directed, with consensus
+            outside its range, with push-sum, or with lost="drop".
         MethodError: `how` cannot travel to neighbours; see `codec_of`.
         MismatchError: the ranks' topologies or their `lost` differ.
         LaunchError: lost ranks are to be dropped, in a group that `stenograd.init` did not make, and a rank
@@ -131,29 +95,31 @@ class Gossip:
         *,
         consensus: float = 1.0,
         lost: str = "raise",
+        push_sum: bool = False,
     ) -> None:
         self.driver = driver.private()
         self.method = method(how)
-        what = {"topology": describe(topology, driver.world_size), "lost": lost}
+        what = {"topology": describe(topology, driver.world_size), "lost": lost, "push-sum": push_sum}
         described = {**what, "method": self.method.text, "consensus": consensus}
         # Before anything is checked, so that all ranks are told of one rank's mistake.
         compare(self.driver, described, device=self.driver.words_device())
-        self._checked = Checked(topology, driver.world_size)
+        self._checked = Checked(topology, driver.world_size, push_sum=push_sum)
         if lost not in _LOST:
             raise bad_value("lost", f"must be one of {', '.join(_LOST)}", lost, "use 'raise'")
         self._drops = lost == "drop"
-        codec = codec_of(self.method, driver.world_size)
+        codec = codec_of(self.method)
         if not 0 < consensus <= 1:
             raise bad_value(
                 "consensus", "must be in (0, 1]", consensus, "1 goes all the way to the estimates"
             )
         if codec is not None:
-            self._check_fixed(topology)
+            self._check_fixed(topology, push_sum)
         self._estimates = None if codec is None else Estimates(codec, consensus)
         self._whole = driver.rank, driver.world_size
         self._left = list(range(driver.world_size))  # those of the whole group that are left
         self._skip_to = 0
         self.events: list[dict[str, Any]] = []
+        self.share = torch.ones((), dtype=torch.float64) if push_sum else None
         self.topology = topology
         self.step = 0
         self.skipped = 0
@@ -161,11 +127,24 @@ class Gossip:
             self.driver.presence = _attend(self.driver)
             weakref.finalize(self, self.driver.presence.close)
 
-    def mix(self, tensors: Sequence[Tensor], *, separately: bool = False) -> None:
+    def anchor(self, tensors: Sequence[Tensor]) -> None:
+        """Start afresh from tensors that are equal on all ranks: estimates are exact, all weights are 1."""
+        if self.share is not None:
+            self.share.fill_(1.0)
+        if self._estimates is not None:
+            row = self._weights()
+            for number, group in enumerate(by_dtype(self._split(tensors)[0])):
+                self._estimates.anchor(f"0.{number}", group, list(row))
+
+    def mix(
+        self, tensors: Sequence[Tensor], *, dense: Sequence[Tensor] = (), separately: bool = False
+    ) -> None:
         """Mix tensors in place with the weights of this step.
 
         Args:
-            tensors: as for `mixing`, in the same order on all ranks.
+            tensors: as for `mixing`, in the same order on all ranks. With a codec, those with fewer elements
+                than the method's `dense_below` travel as they are.
+            dense: more of them, which travel as they are with a codec, too.
             separately: one message a tensor and neighbour instead of one for all: less memory, more latency.
 
         Raises:
@@ -174,17 +153,25 @@ class Gossip:
             ConfigError: `separately`, and lost ranks are to be dropped: a mixing must fail or succeed as one;
                 or the topology is not symmetric at this step.
         """
-        if separately and self._drops:
-            raise ConfigError("separately must be False where lost ranks are dropped: mix all in one message")
-        for t in tensors:
+        if separately and (self._drops or self.share is not None):
+            raise ConfigError(
+                "separately must be False where lost ranks are dropped, or with push-sum: mix all in one "
+                "message"
+            )
+        for t in (*tensors, *dense):
             if not t.is_floating_point():
                 advice = "leave it out, or mix its real and imaginary parts"
                 raise TensorTypeError(
                     f"only real floating-point tensors can be mixed, got {t.dtype}: {advice}"
                 )
+        coded, plain = self._split(tensors)
+        plain += dense
+        parts = [(coded, plain)]
+        if separately:
+            parts = [*(([t], []) for t in coded), *(([], [t]) for t in plain)]
         while self.step >= self._skip_to:
             try:
-                self._mix([[t] for t in tensors] if separately else [tensors])
+                self._mix(parts)
                 break
             except PeerLost as error:
                 if not (self._drops and error.ranks):
@@ -192,25 +179,43 @@ class Gossip:
                 self._drop(error)
         self.step += 1
 
-    def _mix(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        weights, driver = self._weights(), self.driver
+    def _mix(self, parts: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+        weights, targets, driver = self._weights(), self._targets(), self.driver
         pipeline: Pipeline[bool] = Pipeline(driver)
         site = Site(shapes=(), rank=driver.rank, world_size=driver.world_size, step=self.step)
-        for at, part in enumerate(parts):
+        for at, (coded, plain) in enumerate(parts):
+            if plain:
+                if self.share is not None:
+                    self.share = self.share.to(plain[0].device)  # one message lies on one device
+                rounds = mixing(plain, weights, driver.rank, targets, self.share)
+                pipeline.add(rounds, Label(method="gossip"))
             if self._estimates is None:
-                pipeline.add(mixing(part, weights, driver.rank), Label(method="gossip"))
                 continue
-            for number, group in enumerate(_by_dtype(part)):
+            for number, group in enumerate(by_dtype(coded)):
                 mixed = self._estimates.mix(f"{at}.{number}", group, weights, replace(site, key=at + number))
                 pipeline.add(mixed, Label(method=self.method.text))
         if not all(pipeline.finish()):
             self._left_out()
 
-    def _check_fixed(self, topology: Topology) -> None:
+    def _split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors that travel by codes, and those that travel as they are."""
+        if self._estimates is None:
+            return [], list(tensors)
+        least = self.method.dense_below
+        return [t for t in tensors if t.numel() >= least], [t for t in tensors if t.numel() < least]
+
+    def _check_fixed(self, topology: Topology, push_sum: bool) -> None:
         """Refuse what estimates of neighbours cannot follow."""
         rank, size = self.driver.rank, self.driver.world_size
         if self._drops:
             raise ConfigError(f"lost must be 'raise' with {self.method}, got 'drop': or mix densely")
+        if push_sum:
+            raise ConfigError(f"push_sum must be False with {self.method}, got True: or mix densely")
+        if isinstance(topology, Directed):
+            raise ConfigError(
+                f"the topology must be symmetric with {self.method}, got {topology!r}: use a ring or another "
+                "fixed graph, or mix densely"
+            )
         first = topology.weights(rank, size, 0)
         if any(topology.weights(rank, size, step) != first for step in range(1, 2 * size)):
             raise ConfigError(
@@ -222,8 +227,18 @@ class Gossip:
         """Return this rank's weights of those that are left, by their ranks in the driver's group."""
         rank, _ = self._whole
         row = dict(self._checked.row(rank, self.step))
-        row[rank] += math.fsum(row.pop(other) for other in list(row) if other not in self._left)
+        lost = {other: row.pop(other) for other in list(row) if other not in self._left}
+        if self.share is None:
+            row[rank] += math.fsum(lost.values())
+        else:
+            gone = [r for r in self._checked.targets(rank, self.step) if r not in self._left]
+            row[rank] += math.fsum(self._checked.row(other, self.step)[rank] for other in gone)
         return {self._left.index(other): weight for other, weight in row.items()}
+
+    def _targets(self) -> list[int]:
+        """Return whom this rank sends to in this step, by their ranks in the driver's group."""
+        found = self._checked.targets(self._whole[0], self.step)
+        return [self._left.index(other) for other in found if other in self._left]
 
     def _drop(self, error: PeerLost) -> None:
         """Go on without the lost ranks, all survivors from the same step."""
@@ -257,7 +272,8 @@ class Gossip:
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the next mixing: the number of those before it, and estimates of neighbours."""
         estimates = {} if self._estimates is None else {"estimates": self._estimates.state_dict()}
-        return {"step": self.step, **estimates}
+        share = {} if self.share is None else {"share": float(self.share)}
+        return {"step": self.step, **share, **estimates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`.
@@ -269,6 +285,8 @@ class Gossip:
             raise CheckpointError(f"a gossip state holds the number of its step, got {state!r}")
         if self._estimates is not None:
             self._estimates.load_state_dict(state.get("estimates", {}))
+        if self.share is not None:
+            self.share.fill_(float(state.get("share", 1.0)))
         self.step = state["step"]
 
 
@@ -297,28 +315,3 @@ def _attend(driver: Driver) -> Presence:
         f"rank(s) {silent} cannot listen at the address of their host's name, so nobody could tell whether "
         "they are lost: let the name resolve, or join by stenograd.init"
     )
-
-
-def _without(weights: Mapping[int, float], fit: set[int], rank: int) -> Mapping[int, float]:
-    """Return a row of weights in which only finite ranks are left, still summing to 1."""
-    kept = {r: w for r, w in weights.items() if r in fit and w}
-    if len(fit) == len(weights):
-        return weights
-    if rank in fit:
-        return {**kept, rank: weights[rank] + math.fsum(w for r, w in weights.items() if r not in fit)}
-    total = math.fsum(kept.values())
-    return {r: w / total for r, w in kept.items()} if total > 0 else {rank: 1.0}
-
-
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for t in tensors:
-        groups.setdefault(t.dtype, []).append(t)
-    return list(groups.values())
-
-
-def _weighted_sum(rows: Iterable[tuple[float, Tensor]], like: Tensor) -> Tensor:
-    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-    for weight, row in rows:
-        total.add_(row, alpha=weight)
-    return total

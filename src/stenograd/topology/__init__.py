@@ -3,6 +3,8 @@
 from stenograd.topology.mixing import (
     Checked,
     Complete,
+    Directed,
+    DirectedOnePeer,
     Graph,
     OnePeer,
     Ring,
@@ -16,6 +18,8 @@ from stenograd.topology.mixing import (
 __all__ = [
     "Checked",
     "Complete",
+    "Directed",
+    "DirectedOnePeer",
     "Graph",
     "OnePeer",
     "Ring",

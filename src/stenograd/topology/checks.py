@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
 
 from stenograd.errors import ConfigError, bad_value
 
-__all__ = ["Neighbours", "check_peers", "check_rank", "check_symmetric", "relation"]
+__all__ = [
+    "Neighbours",
+    "check_columns",
+    "check_peers",
+    "check_rank",
+    "check_symmetric",
+    "check_targets",
+    "relation",
+]
 
 # By rank: a sequence in rank order, a mapping, or a graph of networkx with nodes 0..size-1.
 Neighbours: TypeAlias = Sequence[Iterable[int]] | Mapping[int, Iterable[int]] | Any
@@ -57,6 +66,25 @@ def check_symmetric(
                 f"reversed: add {rank} to the neighbours of rank {other}, or ranks wait for each other until "
                 "the timeout"
             )
+
+
+def check_targets(rank: int, targets: Sequence[int], rows: Sequence[Mapping[int, float]], step: int) -> None:
+    """Refuse the ranks that a rank sends to unless exactly these receive from it, in ascending order."""
+    expecting = [other for other, row in enumerate(rows) if rank in row and other != rank]
+    if list(targets) != expecting:
+        what = f"targets of rank {rank} at step {step}"
+        advice = "ranks would wait for each other until the timeout"
+        raise bad_value(what, f"must be the ranks whose weights name it, {expecting}", [*targets], advice)
+
+
+def check_columns(rows: Sequence[Mapping[int, float]], step: int, rounding: float) -> None:
+    """Refuse a mixing matrix that would lose or double a part of what some rank has."""
+    for rank in range(len(rows)):
+        column = {other: row[rank] for other, row in enumerate(rows) if rank in row}
+        if abs(math.fsum(column.values()) - 1) > rounding:
+            advice = f"divide what rank {rank} has among them, or the mean over the ranks is lost"
+            what = f"weights that ranks give to rank {rank} at step {step}"
+            raise bad_value(what, "must sum to 1", column, advice)
 
 
 def check_rank(rank: int, size: int) -> None:

@@ -2,7 +2,7 @@
 
 A topology gives each rank a row of the mixing matrix W: `x_i <- sum_j W_ij x_j`. Rows sum to 1, so equal
 values stay as they are. Where columns sum to 1 too (Metropolis weights, or equal degrees), the mean over the
-ranks is kept.
+ranks is kept. With push-sum, columns must sum to 1 and rows need not.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import bad_value
-from stenograd.topology.checks import check_peers, check_rank, check_symmetric
+from stenograd.topology.checks import check_columns, check_peers, check_rank, check_symmetric, check_targets
+from stenograd.topology.directed import Directed, DirectedOnePeer
 from stenograd.topology.graph import Graph
 
 __all__ = [
     "Checked",
     "Complete",
+    "Directed",
+    "DirectedOnePeer",
     "Graph",
     "OnePeer",
     "Ring",
@@ -84,8 +87,8 @@ class Ring:
 class OnePeer:
     """One neighbour per step, `rank XOR 2**(step mod log2(size))`, with weight 1/2.
 
-    After log2(size) steps all ranks have the mean. Their number must be a power of 2. The pairs are
-    symmetric, unlike those of the directed one-peer exponential graph, so what is sent is also received.
+    After log2(size) steps all ranks have the mean. Their number must be a power of 2; `DirectedOnePeer` takes
+    any. The pairs are symmetric: ranks receive from whom they send to.
 
     Example:
         >>> [sorted(OnePeer().weights(0, 8, step)) for step in range(4)]
@@ -98,7 +101,7 @@ class OnePeer:
         """Return weights 1/2 for the rank and its peer of this step."""
         check_rank(rank, size)
         if size & (size - 1):
-            raise bad_value("size", "must be a power of 2 for OnePeer", size, "use Graph.exponential(size)")
+            raise bad_value("size", "must be a power of 2 for OnePeer", size, "use DirectedOnePeer()")
         if size == 1:
             return {0: 1.0}
         peer = rank ^ (1 << step % (size.bit_length() - 1))
@@ -143,6 +146,7 @@ class Checked:
     Args:
         topology: which ranks mix, the same on all ranks.
         size: number of ranks.
+        push_sum: whether ranks carry push-sum weights.
 
     Raises:
         ConfigError: as `row` does, for step 0.
@@ -152,10 +156,10 @@ class Checked:
         {0: 0.3333333333333333, 1: 0.3333333333333333, 3: 0.3333333333333333}
     """
 
-    def __init__(self, topology: Topology, size: int) -> None:
-        self._topology, self._size = topology, size
-        self._checked_once = type(topology) in _ALWAYS_SYMMETRIC
-        self._rows = check(topology, size)
+    def __init__(self, topology: Topology, size: int, *, push_sum: bool = False) -> None:
+        self._topology, self._size, self._push_sum = topology, size, push_sum
+        self._checked_once = type(topology) in _ALWAYS_CORRECT
+        self._rows = check(topology, size, push_sum=push_sum)
 
     def row(self, rank: int, step: int) -> Mapping[int, float]:
         """Return a rank's row of the mixing matrix of a step, as `Topology.weights` does.
@@ -166,8 +170,19 @@ class Checked:
         """
         if self._checked_once:
             return self._topology.weights(rank, self._size, step)
-        self._rows = check(self._topology, self._size, step, self._rows)
+        self._rows = check(self._topology, self._size, step, self._rows, push_sum=self._push_sum)
         return self._rows[rank]
+
+    def targets(self, rank: int, step: int) -> Sequence[int]:
+        """Return the other ranks that a rank sends to in a step, ascending.
+
+        Example:
+            >>> Checked(DirectedOnePeer(), 5).targets(4, step=1), Checked(Ring(), 4).targets(0, step=1)
+            ((1,), (1, 3))
+        """
+        if isinstance(self._topology, Directed):
+            return self._topology.targets(rank, self._size, step)
+        return tuple(sorted(other for other in self.row(rank, step) if other != rank))
 
 
 def describe(topology: Topology, size: int) -> str:
@@ -177,7 +192,7 @@ def describe(topology: Topology, size: int) -> str:
         >>> describe(Ring(), 4)
         'Ring() (digest c4fc50f1)'
     """
-    if type(topology) in _ALWAYS_SYMMETRIC:
+    if type(topology) in _ALWAYS_CORRECT:
         name = whole = repr(topology)
     else:
         name = type(topology).__name__
@@ -187,7 +202,12 @@ def describe(topology: Topology, size: int) -> str:
 
 
 def check(
-    topology: Topology, size: int, step: int = 0, known: Sequence[Mapping[int, float]] = ()
+    topology: Topology,
+    size: int,
+    step: int = 0,
+    known: Sequence[Mapping[int, float]] = (),
+    *,
+    push_sum: bool = False,
 ) -> Sequence[Mapping[int, float]]:
     """Refuse a topology with which ranks would hang, or whose mixing would change equal values.
 
@@ -196,27 +216,36 @@ def check(
         size: number of ranks.
         step: number of mixings before this one.
         known: rows that were checked before.
+        push_sum: whether ranks carry push-sum weights, so that columns must sum to 1 instead of rows.
 
     Returns:
         Each rank's row of the mixing matrix.
 
     Raises:
-        ConfigError: a rank's weights do not sum to 1, lack its own, name no rank, or the relation is not
-            symmetric.
+        ConfigError: a rank's weights do not sum to 1, lack its own, or name no rank; the relation is neither
+            symmetric nor that of a `Directed` topology's targets; or columns do not sum to 1 with push-sum or
+            a `Directed` topology.
     """
     rows = [dict(topology.weights(rank, size, step)) for rank in range(size)]
     if rows == known:
         return rows
     for rank, row in enumerate(rows):
-        if abs(math.fsum(row.values()) - 1) > _ROUNDING or rank not in row:
+        lost = not push_sum and abs(math.fsum(row.values()) - 1) > _ROUNDING
+        if lost or rank not in row:
             advice = f"give rank {rank} a weight of its own, and divide by the sum"
             what = f"weights of rank {rank} at step {step}"
             raise bad_value(what, "must sum to 1, its own included", row, advice)
         check_peers(rank, [other for other in row if other != rank], size)
     for rank, row in enumerate(rows):
-        check_symmetric(rank, row, rows, f" at step {step}")
+        if isinstance(topology, Directed):
+            check_targets(rank, topology.targets(rank, size, step), rows, step)
+        else:
+            check_symmetric(rank, row, rows, f" at step {step}")
+    if push_sum or isinstance(topology, Directed):
+        check_columns(rows, step, _ROUNDING)
     return rows
 
 
-_ALWAYS_SYMMETRIC = (Complete, Graph, OnePeer, Ring)  # exactly these: a subclass may change the rows
+# Exactly these: a subclass may change the rows.
+_ALWAYS_CORRECT = (Complete, DirectedOnePeer, Graph, OnePeer, Ring)
 _DESCRIBED = 16  # steps: several periods of a topology that repeats after log2(size) steps

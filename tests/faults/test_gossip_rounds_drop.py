@@ -1,0 +1,85 @@
+"""Gossip through `distribute` when a rank dies: an error, or training that goes on without it."""
+
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import stenograd
+from stenograd.errors import PeerLost
+from stenograd.testing.pool import RanksFailed
+
+STEPS = 8
+DIES_AT = 1
+
+
+def _rank(rank, folder, text):
+    model = nn.Linear(3, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync = stenograd.distribute(model, optimizer, text, timeout_s=6)
+    with torch.no_grad():
+        model.weight.fill_(float(rank**2))  # 0, 1, 2, 3 would soon be equal
+    seen = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            if rank == 2 and step == DIES_AT:
+                os._exit(9)
+            optimizer.zero_grad()
+            model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+            try:
+                optimizer.step()
+            except PeerLost as error:
+                (folder / f"{rank}").write_bytes(pickle.dumps(error.ranks))
+                return
+            seen.append((float(model.weight[0, 0]), sync.share))
+        with sync.consensus():
+            common = float(model.weight[0, 0])
+    told = [str(w.message) for w in caught if "were lost" in str(w.message)]
+    found = (seen, common, sync.round, sync.events, told, sync.rank, sync.world_size)
+    (folder / f"{rank}").write_bytes(pickle.dumps(found))
+    sync.close()
+
+
+@pytest.mark.parametrize("graph", ["onepeer", "ring"])
+def test_survivors_go_on_and_keep_their_mean(pool, tmp_path, graph):
+    """From one mixing after the loss on, `sum w x` and `sum w` stay; steps move nothing here.
+
+    On the directed graph rank 2 still is somebody's target and somebody's source in every step, so without
+    weights the mean would go on moving; on the ring there are none.
+    """
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(4, _rank, tmp_path, f"gossip:graph={graph},lost=drop")
+    assert list(failed.value.errors) == [2], failed.value
+    told = {rank: pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in (0, 1, 3)}
+    for place, (_, _, rounds, events, words, rank, size) in enumerate(told.values()):
+        assert (rounds, rank, size) == (STEPS, place, 3)
+        assert [event["lost"] for event in events] == [[2]]
+        assert len(words) == 1
+        assert "3 of 4 ranks go on" in words[0]
+    seen = [found[0] for found in told.values()]
+    totals = [
+        (sum(x * w for x, w in (mine[step] for mine in seen)), sum(mine[step][1] for mine in seen))
+        for step in range(DIES_AT + 1, STEPS)
+    ]
+    for mass, share in totals:
+        assert (mass, share) == pytest.approx(totals[0], rel=1e-12)
+    commons = [found[1] for found in told.values()]
+    assert commons == pytest.approx([totals[0][0] / totals[0][1]] * 3, rel=1e-12)
+    # Distance 1 leaves weights 1, 1.5 and 0.5 (rank 1 keeps, rank 3 gets nothing), distance 2 evens them out.
+    shares = {mine[step][1] for mine in seen for step in range(DIES_AT + 1, STEPS)}
+    assert shares == ({0.5, 1.0, 1.5} if graph == "onepeer" else {1.0})
+    assert totals[0][0] > 1
+    spread = [max(x for x, _ in at) - min(x for x, _ in at) for at in zip(*seen, strict=True)]
+    assert spread[-1] < 0.5 * spread[DIES_AT] > 0.1
+
+
+def test_without_drop_a_lost_rank_is_an_error_that_names_it(pool, tmp_path):
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(4, _rank, tmp_path, "gossip")
+    assert list(failed.value.errors) == [2], failed.value
+    for rank in (0, 1, 3):
+        assert pickle.loads((tmp_path / f"{rank}").read_bytes()) == (2,)
