@@ -125,7 +125,7 @@ class Trainer:
         """
         with self.sync.consensus():
             self._guard.check(self.taken)
-        hashes = torch.stack([hash_tensor(parameter).cpu() for parameter in self.model.parameters()])
+            hashes = torch.stack([hash_tensor(parameter).cpu() for parameter in self.model.parameters()])
         return f"{int(hash_tensor(hashes)) % (1 << 64):016x}"
 
     def parts(self) -> dict[str, Any]:

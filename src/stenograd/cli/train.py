@@ -173,7 +173,8 @@ class _Step:
 
 def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -> None:
     """Print the last line and write result.json."""
-    score = trainer.evaluate()
+    with trainer.sync.consensus():
+        score = trainer.evaluate()
     result = {
         **ready.plan.identity(ready.method),
         "epochs": len(rows),
