@@ -473,7 +473,7 @@ def test_what_does_not_fit_is_refused_or_warned_of():
         stenograd.distribute(model, torch.optim.LBFGS(model.parameters()), "diloco")
     with pytest.warns(UserWarning, match="local steps made while a round is under way are thrown away"):
         stenograd.distribute(model, optimizer, "diloco:every=6,delay=2").close()
-    with pytest.warns(UserWarning, match="local:every=1 does the same"):
+    with pytest.warns(UserWarning, match="local:every=1 does so with less memory"):
         stenograd.distribute(model, optimizer, "diloco:every=1,outer_lr=1,momentum=0").close()
 
 

@@ -89,6 +89,18 @@ class DiLoCo(Rounds):
         check_natural("delay", self.delay, "leave it out for none")
         self._check_timing()
 
+    def doubts(self) -> list[str]:
+        """Say what is allowed, and hardly meant."""
+        found = []
+        if self.delay and not self.mix:
+            found.append(
+                f"with delay={self.delay} and mix=0 the {self.delay} local steps made while a round is under "
+                "way are thrown away; give mix=0.5"
+            )
+        if (self.every, self.outer_lr, self.momentum) == (1, 1.0, 0.0):
+            found.append("this averages parameters in every step; local:every=1 does so with less memory")
+        return found
+
     def _check_timing(self) -> None:
         if self.every % self.fragments:
             near = max(self.every // self.fragments, 1) * self.fragments
@@ -109,6 +121,10 @@ class DiLoCo(Rounds):
         if self.mix and not self.delay:
             raise bad_value(
                 "mix", "must be 0 without a delay", self.mix, "give delay=1, or leave it out", MethodError
+            )
+        if self.eager and self.lost == "drop":
+            raise bad_value(
+                "lost", "must be raise with eager", self.lost, "leave one of them out", MethodError
             )
         if self.eager and (self.delay or self.fragments > 1):
             got = f"delay={self.delay}, fragments={self.fragments}"

@@ -54,6 +54,9 @@ class Local(Rounds):
     def check(self, codec: Codec) -> None:
         """Refuse also what scales up the differences that it sends."""
         super().check(codec)
+        if self.lost == "drop" and not codec.lossless:
+            why = "what a lost rank has sent of its differences cannot be taken back"
+            raise refused(self, codec, why, "use lost=raise, diloco, or leave the codec out")
         if codec.divides_by_senders:
             why = "ranks would not know what the others hold of their differences"
             raise refused(self, codec, why, "leave out divide=senders, or use diloco")

@@ -11,6 +11,7 @@ __all__ = ["Rounds", "check_word"]
 
 _STATES = ("keep", "average", "reset")
 _BUFFERS = ("average", "keep")
+_LOST = ("raise", "drop")
 _INSIDE = ("dense", "bf16", "fp16")
 
 
@@ -48,6 +49,8 @@ class Rounds(Schedule):
         inside: how gradients are averaged in every step inside each node ("dense", "bf16" or "fp16"); then
             only nodes exchange in rounds, and all ranks of a node stay equal. Empty for no such level.
         node_size: ranks per node, in the order of the ranks; 0 for what the launcher says.
+        lost: what a lost rank means: "raise" a PeerLost, or "drop" it: the others hold the round without it,
+            and lose no local step. Needs rounds without delay, and dense ones with `local`.
         buffers: "average" for the mean of floating buffers (running statistics of batch norm), "keep" for
             each rank's own.
 
@@ -62,6 +65,7 @@ class Rounds(Schedule):
     buffers: str = "average"
     inside: str = ""
     node_size: int = 0
+    lost: str = "raise"
 
     def __post_init__(self) -> None:
         check_count("every", self.every, "use 8", MethodError)
@@ -71,6 +75,10 @@ class Rounds(Schedule):
         check_word("buffers", self.buffers, _BUFFERS, "average")
         if self.inside:
             check_word("inside", self.inside, _INSIDE, "dense")
+        check_word("lost", self.lost, _LOST, "raise")
+        if self.lost == "drop" and (self.inside or self.delay or self.after):
+            wanted = "must be raise with inside, delay or after"
+            raise bad_value("lost", wanted, self.lost, "leave those out", MethodError)
         check_natural("node_size", self.node_size, "leave it out for what the launcher says")
         if self.node_size and not self.inside:
             advice = "give inside=dense, or leave it out"
@@ -85,6 +93,10 @@ class Rounds(Schedule):
     def delay(self) -> int:
         """Passes from sending to using what came."""
         return 0
+
+    def doubts(self) -> list[str]:
+        """Say what is allowed, and hardly meant."""
+        return []
 
     def starts(self, t: int) -> list[int]:
         """Return the fragments whose exchange starts after pass t, counted from the first local one as 1.

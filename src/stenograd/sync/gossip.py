@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,12 +17,10 @@ from stenograd.comm.driver import Driver, Pipeline
 from stenograd.comm.traffic import Label
 from stenograd.compression.contract import Site
 from stenograd.data.requests import gather
-from stenograd.errors import CheckpointError, ConfigError, LaunchError, PeerLost, TensorTypeError, bad_value
-from stenograd.launch.failure_detector import Presence, attend
-from stenograd.launch.network import own_address
-from stenograd.launch.process_group import attends
+from stenograd.errors import CheckpointError, ConfigError, PeerLost, TensorTypeError, bad_value
 from stenograd.sync.compressed_gossip import Estimates, codec_of
 from stenograd.sync.handshake import compare
+from stenograd.sync.lost_ranks import watch_ranks
 from stenograd.sync.mixing import by_dtype, mixing
 from stenograd.topology.directed import Directed
 from stenograd.topology.mixing import Checked, Topology, describe
@@ -123,9 +120,8 @@ class Gossip:
         self.topology = topology
         self.step = 0
         self.skipped = 0
-        if self._drops and driver.world_size > 1 and not attends():
-            self.driver.presence = _attend(self.driver)
-            weakref.finalize(self, self.driver.presence.close)
+        if self._drops:
+            watch_ranks(self.driver, self)
 
     def anchor(self, tensors: Sequence[Tensor]) -> None:
         """Start afresh from tensors that are equal on all ranks: estimates are exact, all weights are 1."""
@@ -288,30 +284,3 @@ class Gossip:
         if self.share is not None:
             self.share.fill_(float(state.get("share", 1.0)))
         self.step = state["step"]
-
-
-def _attend(driver: Driver) -> Presence:
-    """Let the ranks ask each other after a failure who is there, in a group that `init` did not make.
-
-    `roll_call` knows only who left a mark in the group's store. A rank that is no neighbour of the lost one
-    notices the loss much later than the neighbours, so it leaves none in time, and they would go on without
-    it.
-
-    Raises:
-        LaunchError: on all ranks: some cannot be reached by the others.
-    """
-    one_host = len(set(driver.traffic.hosts)) == 1
-    names = [driver.name_of(rank) for rank in range(driver.world_size)]
-    presence = attend(names[driver.rank], lambda: "127.0.0.1" if one_host else own_address())
-    mine = "" if presence is None else presence.card
-    cards = [card.decode() for card in driver.gather_bytes(mine.encode(), driver.words_device())]
-    if presence is not None and all(cards):
-        presence.meet(dict(zip(names, cards, strict=True)))
-        return presence
-    if presence is not None:
-        presence.close()
-    silent = ", ".join(str(name) for name, card in zip(names, cards, strict=True) if not card)
-    raise LaunchError(
-        f"rank(s) {silent} cannot listen at the address of their host's name, so nobody could tell whether "
-        "they are lost: let the name resolve, or join by stenograd.init"
-    )

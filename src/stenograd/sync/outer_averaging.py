@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,11 @@ class OuterAverager:
             own.traffic, own.tracer = driver.traffic, driver.tracer
             self.driver = own
         self._own_driver = self.driver if self.driver is not driver else None
-        self._flat = FlatExchange(parameters, self.driver, IN_ORDER if how.lossless else how, chunk=chunk)
+        method = IN_ORDER if how.lossless else how
+        self._make = partial(FlatExchange, parameters, how=method, chunk=chunk)
+        self._flat = self._make(driver=self.driver)
+        self._before: dict[str, Any] = {}  # of the exchange, when it last sent
+        self._heard = False
         self.anchor()
 
     @torch.no_grad()
@@ -66,9 +71,30 @@ class OuterAverager:
     def send(self) -> None:
         """Send `phi - theta`; returns at once. What was sent before must have been merged."""
         own = self._flat.values()
+        if self._schedule.lost == "drop":
+            self._before = self._flat.exchange.state_dict()
         if self._schedule.eager:
             self._sent = [outer - mine for outer, mine in zip(self._outer, own, strict=True)]
         self._flat.send(lambda at, part, out: torch.sub(self._outer[at][part], own[at][part], out=out))
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `arrive` has heard from all ranks."""
+        return self._heard
+
+    def arrive(self) -> None:
+        """Wait for what was sent, for `merge` to apply."""
+        self.wait()
+        self._heard = True
+
+    def move(self, driver: AnyDriver, *, undo: bool) -> None:
+        """Exchange through another driver; with `undo` as if nothing had been sent in this round."""
+        state = self._before if undo else self._flat.exchange.state_dict()
+        self._flat.close()
+        self.driver, self._flat = driver, self._make(driver=driver)
+        self._flat.load({key: state[key] for key in ("step", "skipped", "parameters")})
+        if undo:
+            self._arrived, self._heard = [], False
 
     @torch.no_grad()
     def merge(self) -> bool:
@@ -77,6 +103,7 @@ class OuterAverager:
         Returns:
             Whether all ranks' parameters were finite; if not, nothing changed.
         """
+        self._heard = False
         if not self._await_arrival():
             return False
         self._step(self._arrived)

@@ -150,9 +150,20 @@ class ParameterAverager:
         self._await_arrival()
         self._arrived = False
 
-    @torch.no_grad()
     def replace(self, *, in_order: bool = False) -> bool:
-        """Make the parameters the exact average if it is finite, and tell whether it is.
+        """Make the parameters the exact average if it is finite, and tell whether it is; see `exact`."""
+        return self.take(self.exact(in_order=in_order))
+
+    @torch.no_grad()
+    def take(self, values: Sequence[Tensor] | None) -> bool:
+        """Overwrite the parameters by what `exact` returned, if that is not None, and tell whether it is."""
+        for stream, found in zip(self._flat.streams, values or (), strict=values is not None):
+            stream.write(found)
+        return values is not None
+
+    @torch.no_grad()
+    def exact(self, *, in_order: bool = False) -> list[Tensor] | None:
+        """Return the parameters' exact average, as flat tensors; None if it is not finite.
 
         Args:
             in_order: whether to add up in rank order, so that the result is that of a loop in one process.
@@ -166,13 +177,11 @@ class ParameterAverager:
         exact.lend(values, self.weight)
         outcome = exact.receive()
         if outcome is None:  # every rank keeps its own, for whoever wants to save what is left
-            return False
+            return None
         for (at, part), average_ in zip(exact.cuts, outcome.averages, strict=True):
             if average_.data_ptr() != values[at][part].data_ptr():
                 values[at][part].copy_(average_)
-        for stream, found in zip(exact.streams, values, strict=True):
-            stream.write(found)
-        return True
+        return values
 
     def exchanged(self) -> list[str]:
         """Return the names under which a compressor's state is kept."""

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stenograd.comm.driver import Driver
 from stenograd.data.requests import gather
 from stenograd.errors import ConfigError, NonFiniteError
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.fragments import fragments_of
+from stenograd.sync.lost_ranks import Survivors
 from stenograd.sync.optimizer_states import average_states, forget_states
 from stenograd.sync.parameter_averaging import average
 from stenograd.sync.round_parts import LocalPart, OuterPart, Part
@@ -69,7 +71,13 @@ class ParameterSync(RoundSync):
                 f"check_every must be 0 with {self.method}, got {check_every}: replicas differ by design "
                 "there; leave it out, or use a schedule whose rounds leave them equal"
             )
-        for warning in _doubts(schedule):
+        if check_every and schedule.lost == "drop":
+            raise ConfigError(
+                f"check_every must be 0 with {self.method}, got {check_every}: a comparison needs all ranks; "
+                "leave it out, or write lost=raise"
+            )
+        self._survivors: Survivors | None = None
+        for warning in schedule.doubts():
             warnings.warn(f"{self.method}: {warning}", UserWarning, stacklevel=5)
         self._flying: dict[int, int] = {}  # fragments under way, with the pass that sent them
         self._next = schedule.every  # the pass of the next round of `local`
@@ -82,6 +90,8 @@ class ParameterSync(RoundSync):
         self._dismantle()
         if not self._parts:  # else the clock goes on
             self._next = self._period()
+            if self._schedule.lost == "drop":
+                self._survivors = Survivors(Driver.own(self._driver), self)
         schedule, how, nodes = self._schedule, self._each_round, self._nodes
         self._parts, self._whole = [], fragments_of(parameters, schedule.fragments, self._layout)
         driver = self._driver if nodes is None else nodes.between
@@ -305,7 +315,7 @@ class ParameterSync(RoundSync):
             False where the round is void.
         """
         part = self._parts[fragment]
-        sound = part.merge()
+        sound = self._merge(part, first=not fragment)
         self._flying.pop(fragment, None)
         again = False if sound else self._end_void(part)
         if self._nodes is not None:
@@ -324,15 +334,36 @@ class ParameterSync(RoundSync):
             forget_states(self._optimizers, part.parameters.values())
         if fragment:
             return True
-        if buffers := self._buffers():
-            average(buffers, self._driver, in_order=True)
+        if self._survivors is None:
+            self._average_others()
         self.round += 1
-        if self._schedule.states == "average" and self.round % self._schedule.states_every == 0:
-            second = self.round % (2 * self._schedule.states_every) == 0
-            average_states(self._optimizers, self._parameters, self._driver, second=second)
         if self._check_every and self.round % self._check_every == 0:
             self._guard.check(self.round)
         return True
+
+    def _merge(self, part: Part, first: bool) -> bool:
+        """Take what was sent; where lost ranks are dropped, average before what else belongs to the round."""
+        if self._survivors is None:
+            return part.merge()
+        others = [self._average_others] if first else []
+        sound = self._survivors.merge(part, self._parts, others, self.round)
+        self._driver = self._survivors.driver
+        return sound
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """For each loss the round, the ranks that were lost, and the seconds until training went on."""
+        return [] if self._survivors is None else self._survivors.events
+
+    def _average_others(self) -> None:
+        """Average buffers and the optimizers' states, where this round does."""
+        driver = self._driver if self._survivors is None else self._survivors.driver
+        if buffers := self._buffers():
+            average(buffers, driver, in_order=True)
+        number = self.round + 1
+        if self._schedule.states == "average" and number % self._schedule.states_every == 0:
+            second = number % (2 * self._schedule.states_every) == 0
+            average_states(self._optimizers, self._parameters, driver, second=second)
 
     def _end_void(self, part: Part) -> bool:
         """Find out whose parameters are not finite, and let them start from the last common ones.
@@ -357,16 +388,3 @@ class ParameterSync(RoundSync):
                 stacklevel=8,
             )
         return False
-
-
-def _doubts(schedule: Rounds) -> Iterator[str]:
-    """Say what is allowed and hardly meant."""
-    if not isinstance(schedule, DiLoCo):
-        return
-    if schedule.delay and not schedule.mix:
-        yield (
-            f"with delay={schedule.delay} and mix=0 the {schedule.delay} local steps made while a round is "
-            "under way are thrown away; give mix=0.5"
-        )
-    if (schedule.every, schedule.outer_lr, schedule.momentum) == (1, 1.0, 0.0):
-        yield "this averages parameters in every step; local:every=1 does the same with less memory"

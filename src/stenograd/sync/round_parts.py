@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,24 @@ class Part(ABC):
     def merge(self) -> bool:
         """Wait for what was sent and apply it; False if some rank's was not finite, and nothing changed."""
 
+    @property
+    @abstractmethod
+    def arrived(self) -> bool:
+        """Whether `arrive` has got what was sent, which `merge` then takes without a message."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Wait for what was sent, and keep it for `merge`."""
+
+    @abstractmethod
+    def move(self, driver: AnyDriver, *, undo: bool) -> None:
+        """Exchange through another driver from now on.
+
+        Args:
+            driver: the way to the ranks that are left.
+            undo: whether to forget what was sent, which `send` can then send again.
+        """
+
     @abstractmethod
     def take_common(self) -> bool:
         """Put what the ranks have in common in place, if that needs no message; else say False."""
@@ -98,7 +117,10 @@ class LocalPart(Part):
     def __init__(self, parameters: Mapping[str, Tensor], driver: AnyDriver, how: Method, chunk: int) -> None:
         super().__init__(parameters, driver)
         self._exact = how.lossless
-        self._averager = ParameterAverager(parameters, driver, how, chunk=chunk)
+        self._make = partial(ParameterAverager, parameters, how=how, chunk=chunk)
+        self._averager = self._make(driver=driver)
+        self._values: list[Tensor] | None = None
+        self._arrived = False
         self.anchor()
 
     def anchor(self) -> None:
@@ -111,9 +133,29 @@ class LocalPart(Part):
             self._averager.pack()
             self._averager.send()
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the mean is here."""
+        return self._arrived
+
+    def arrive(self) -> None:
+        """Wait for the exact mean."""
+        self._values, self._arrived = self._averager.exact(in_order=True), True
+
+    def move(self, driver: AnyDriver, *, undo: bool) -> None:
+        """Exact means leave no state behind."""
+        self._averager.close()
+        self.driver, self._averager = driver, self._make(driver=driver)
+        self._arrived = self._arrived and not undo
+
     def merge(self) -> bool:
         """Take the mean."""
-        return self._averager.replace(in_order=True) if self._exact else self._averager.merge(1.0)
+        if not self._exact:
+            return self._averager.merge(1.0)
+        if not self._arrived:
+            self.arrive()
+        values, self._values, self._arrived = self._values, None, False
+        return self._averager.take(values)
 
     def take_common(self) -> bool:
         """There is nothing in common between rounds."""
@@ -181,6 +223,20 @@ class OuterPart(Part):
         """Send pseudo-gradients; eager ones are sent when the last ones are merged."""
         if not self._eager:
             self._averager.send()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the averages are here."""
+        return self._averager.arrived
+
+    def arrive(self) -> None:
+        """Wait for the averages."""
+        self._averager.arrive()
+
+    def move(self, driver: AnyDriver, *, undo: bool) -> None:
+        """Keep outer parameters, momentum and what compression owes."""
+        self.driver = driver
+        self._averager.move(driver, undo=undo)
 
     def merge(self) -> bool:
         """Make the outer step."""

@@ -1,0 +1,129 @@
+"""Going on without lost ranks: who is asked whether others are there, and how a round ends all the same."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stenograd.comm.driver import Driver
+from stenograd.data.requests import gather
+from stenograd.errors import LaunchError, PeerLost
+from stenograd.launch.failure_detector import Presence, attend
+from stenograd.launch.network import own_address
+from stenograd.launch.process_group import attends
+from stenograd.sync.round_parts import Part
+
+__all__ = ["Survivors", "watch_ranks"]
+
+
+def watch_ranks(driver: Driver, owner: object) -> None:
+    """Make sure that after a failure the ranks can find out who is left; ends with the owner.
+
+    Raises:
+        LaunchError: on all ranks: some cannot be reached by the others.
+    """
+    if driver.world_size > 1 and not attends():
+        driver.presence = _attend(driver)
+        weakref.finalize(owner, driver.presence.close)
+
+
+class Survivors:
+    """Takes a round's averages on all ranks or on none, and without those that are lost meanwhile.
+
+    A rank takes what has arrived only when it knows, by one more message, that it has arrived everywhere. If
+    a rank is lost before that, the others make a new group and tell each other what they have. If all have
+    the averages they take them, and they hold what the lost rank sent. Otherwise the round is held again with
+    what they have had all the time, so its average is the exact mean of those that are left. No local step is
+    lost.
+
+    Args:
+        driver: the way to the other ranks.
+        owner: what ends the watch for lost ranks when it is forgotten.
+
+    Attributes:
+        driver: the way to those that are left.
+        events: for each loss the round, the ranks that were lost, and the seconds until training went on.
+    """
+
+    def __init__(self, driver: Driver, owner: object) -> None:
+        self.driver, self.events = driver, list[dict[str, Any]]()
+        watch_ranks(driver, owner)
+
+    def merge(
+        self, part: Part, parts: Sequence[Part], others: Sequence[Callable[[], None]], number: int
+    ) -> bool:
+        """End a round; see `Part.merge`.
+
+        Args:
+            part: what was sent.
+            parts: all that exchange with these ranks.
+            others: these average what else belongs to the round; they may be called again.
+            number: of the round.
+
+        Raises:
+            PeerLost: it is not known who was lost, or another rank was lost before the others had met again.
+        """
+        while True:
+            try:
+                part.arrive()
+                for average in others:
+                    average()
+                self.driver.run(gather(torch.zeros(1, device=self.driver.words_device())))
+                return part.merge()
+            except PeerLost as error:
+                if not error.ranks:
+                    raise
+                everywhere = self._go_on_without(error, part.arrived, number)
+            for other in parts:
+                other.move(self.driver, undo=other is part and not everywhere)
+            if everywhere:
+                return part.merge()
+            part.send()
+
+    def _go_on_without(self, error: PeerLost, arrived: bool, number: int) -> bool:
+        """Make a group of those that are left, and tell whether all of them have the round's averages."""
+        start, before = time.monotonic(), self.driver
+        self.driver = before.without(error.ranks)
+        mine = torch.tensor([arrived], dtype=torch.uint8, device=self.driver.words_device())
+        everywhere = all(int(theirs) for (theirs,) in self.driver.run(gather(mine)))
+        seconds = time.monotonic() - start
+        self.events.append({"round": number, "lost": list(error.ranks), "seconds": seconds})
+        warnings.warn(
+            f"rank {before.name_of(before.rank)}: rank(s) {', '.join(map(str, error.ranks))} were lost in "
+            f"round {number}; {self.driver.world_size} of {before.world_size} ranks go on without them",
+            RuntimeWarning,
+            stacklevel=9,
+        )
+        return everywhere
+
+
+def _attend(driver: Driver) -> Presence:
+    """Let the ranks ask each other after a failure who is there, in a group that `init` did not make.
+
+    `roll_call` knows only who left a mark in the group's store. A rank that is no neighbour of the lost one
+    notices the loss much later than the neighbours, so it leaves none in time, and they would go on without
+    it.
+
+    Raises:
+        LaunchError: on all ranks: some cannot be reached by the others.
+    """
+    one_host = len(set(driver.traffic.hosts)) == 1
+    names = [driver.name_of(rank) for rank in range(driver.world_size)]
+    presence = attend(names[driver.rank], lambda: "127.0.0.1" if one_host else own_address())
+    mine = "" if presence is None else presence.card
+    cards = [card.decode() for card in driver.gather_bytes(mine.encode(), driver.words_device())]
+    if presence is not None and all(cards):
+        presence.meet(dict(zip(names, cards, strict=True)))
+        return presence
+    if presence is not None:
+        presence.close()
+    silent = ", ".join(str(name) for name, card in zip(names, cards, strict=True) if not card)
+    raise LaunchError(
+        f"rank(s) {silent} cannot listen at the address of their host's name, so nobody could tell whether "
+        "they are lost: let the name resolve, or join by stenograd.init"
+    )
