@@ -24,10 +24,10 @@ from pictures import step_times
 from plan import expected_s
 from report import document, rows, step_tables, write
 
-import stenograd
+from stenograd.catalog.method import for_any_optimizer
 
 HERE = Path(__file__).parent
-RIVALS = ["none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", *stenograd.methods()]
+RIVALS = ["none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", *for_any_optimizer()]
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else torch warns that a host on 10.77.0.x has no name
 _RUN_LIMIT_FACTOR, _RUN_LIMIT_S = 10, 300  # the forecast is rough; a hanging run must still end
 

@@ -23,8 +23,9 @@ from typing import Any
 from hosts import Hosts, HostsError
 
 import stenograd
+from stenograd.catalog.method import for_any_optimizer
 
-METHODS = stenograd.methods()
+METHODS = for_any_optimizer()
 STEPS = 20
 _INTERFACE = "eth0"
 _SETTLE_S = 0.3  # until the last packets are counted

@@ -26,9 +26,10 @@ from rivals import FLOOR, Attached
 from torch import nn
 
 import stenograd
+from stenograd.catalog.method import for_any_optimizer
 from stenograd.launch.process_group import run_local
 
-RIVALS = ["ddp", "ddp-powersgd", *stenograd.methods()]
+RIVALS = ["ddp", "ddp-powersgd", *for_any_optimizer()]
 _CHILD = "STENOGRAD_BENCHMARK_CHILD"
 
 

@@ -33,7 +33,7 @@ import torch
 from models import WORKS, loss
 from torch import nn
 
-import stenograd
+from stenograd.catalog.method import for_any_optimizer
 
 HERE = Path(__file__).resolve().parent
 FLOOR = "none"  # every rank trains for itself
@@ -134,7 +134,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("before", type=Path, nargs="?", help="root of the other checkout")
-    parser.add_argument("--methods", nargs="+", default=stenograd.methods())
+    parser.add_argument("--methods", nargs="+", default=for_any_optimizer())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()

@@ -30,7 +30,8 @@ def test_compare(on_two_ranks, tmp_path):
 
 
 def test_defaults_are_methods():
-    assert {method(text).text.partition(":")[0] for text in compare.default_methods()} == set(methods())
+    found = {method(text).text.partition(":")[0] for text in compare.default_methods()}
+    assert found == set(methods()) - {"demo"}  # which needs an optimizer without momentum
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.every_step import EveryStep
 from stenograd.schedules.schedule import Schedule, What
 
-__all__ = ["METHOD_KEYS", "Method", "method", "methods"]
+__all__ = ["METHOD_KEYS", "Method", "for_any_optimizer", "method", "methods"]
 
 # Keys that every method takes, with their types.
 METHOD_KEYS: dict[str, type] = {
@@ -216,6 +216,18 @@ def methods() -> list[str]:
         True
     """
     return sorted(entries())
+
+
+def for_any_optimizer() -> list[str]:
+    """Return the names of methods that, with their defaults, do not deliver a momentum of their own.
+
+    The others need an optimizer without momentum.
+
+    Example:
+        >>> "topk" in for_any_optimizer(), "demo" in for_any_optimizer()
+        (True, False)
+    """
+    return [name for name in methods() if not method(name).compressor.own_momentum]
 
 
 def method(text: str | Method | Compressor) -> Method:

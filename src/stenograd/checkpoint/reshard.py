@@ -14,7 +14,7 @@ from stenograd.errors import CheckpointError, bad_value
 __all__ = ["AVERAGED", "REPLACED", "SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
 
 # State whose sum over the ranks is kept, because it is owed.
-SUMMED = frozenset({"residual", "dgc_u", "dgc_v"})
+SUMMED = frozenset({"residual", "dgc_u", "dgc_v", "demo_momentum"})
 # State whose mean over the ranks is kept, because it is an estimate.
 AVERAGED = frozenset({"ef21_momentum"})
 # State that starts again from what all ranks know; all other state is equal on all ranks.

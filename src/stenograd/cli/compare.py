@@ -75,13 +75,14 @@ def run(options: Options, texts: Sequence[str] | None, out: Path | None) -> int:
 
 
 def default_methods() -> list[str]:
-    """Return every method of the registry, with keys that suit the tasks.
+    """Return every method of the registry that goes with the tasks' optimizers, with keys that suit them.
 
     Example:
         >>> "dense" in default_methods(), "threshold:value=0.01" in default_methods()
         (True, True)
     """
-    return [method(f"{name}:{_KEYS.get(name, '')}").text for name in methods()]
+    chosen = [method(f"{name}:{_KEYS.get(name, '')}") for name in methods()]
+    return [how.text for how in chosen if not how.compressor.own_momentum]
 
 
 def split_methods(texts: Sequence[str]) -> list[str]:

@@ -113,11 +113,11 @@ class Rounds(Schedule):
 
     def check(self, codec: Codec) -> None:
         """Refuse what changes what is averaged, or counts rounds where steps are meant."""
-        if codec.votes and not codec.divides_by_senders:
-            raise refused(self, codec, "a vote is no mean", "use sign without majority")
         if codec.accumulates:
             why = "it accumulates gradients by itself"
             raise refused(self, codec, why, "use topk, or leave out what stands before the slash")
+        if codec.votes and not codec.divides_by_senders:
+            raise refused(self, codec, "a vote is no mean", "use sign without majority")
         if codec.clips:
             why = "clip_value and clip_norm would clip what rounds exchange, not gradients"
             raise refused(self, codec, why, "clip gradients in your loop, before optimizer.step()")

@@ -37,11 +37,14 @@ _WRAPPED = (
 def by_name() -> list[str]:
     """Return one text per method name, sized for small models; small tensors are compressed too.
 
+    Left out are those that deliver a momentum of their own whatever their keys: optimizers here have one.
+
     Example:
         >>> by_name()[:2], "topk:ratio=0.1" in by_name()
         (['bf16', 'dense'], True)
     """
-    return [_text(name, {}) for name in methods()]
+    texts = [_text(name, {}) for name in methods()]
+    return [text for text in texts if not method(text).compressor.own_momentum]
 
 
 def differences() -> list[str]:
