@@ -619,3 +619,25 @@ def test_sparseloco_equals_its_equations(world):
 
     for mine in ranks(world, rank_of):
         torch.testing.assert_close(mine, phi, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["local", "diloco"])
+def test_parameters_that_join_in_mid_round_lose_no_rank_its_steps(name):
+    """The round that has begun is ended by the mean: 1 - lr (1 + 2) / 2 for `local`, further for `diloco`."""
+
+    def rank_of(driver):
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+        with torch.no_grad():
+            model[0].weight.fill_(1.0)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        text = f"{name}:every=4" + (",outer_lr=2,momentum=0" if name == "diloco" else "")
+        sync = stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30)
+        (model[0](torch.ones(1, 1)) * (driver.rank + 1)).sum().backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": model[1].parameters()})
+        found = model[0].weight.item()
+        sync.close()
+        return found
+
+    wanted = 1 - 0.15 * (2 if name == "diloco" else 1)
+    assert ranks(2, rank_of) == [pytest.approx(wanted)] * 2

@@ -103,7 +103,9 @@ def test_every_integer_has_bounds(key):
         ):
             stenograd.method(f"{key}={huge}")
     if not key.endswith("seed"):
-        with pytest.raises(MethodError, match=r"must be (at most 2147483647|at most 128|2 to 8), got 2147483648"):
+        with pytest.raises(
+            MethodError, match=r"must be (at most 2147483647|at most 128|2 to 8), got 2147483648"
+        ):
             stenograd.method(f"{key}={2**31}")
 
 

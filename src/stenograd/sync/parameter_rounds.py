@@ -56,25 +56,16 @@ class ParameterSync(RoundSync):
         return self._schedule.after
 
     @property
-    def _node_size(self) -> int:
-        return self._schedule.node_size if self._schedule.inside else -1
-
-    @property
-    def _inside(self) -> str:
-        return self._schedule.inside
+    def _levels(self) -> tuple[str, int] | None:
+        return (self._schedule.inside, self._schedule.node_size) if self._schedule.inside else None
 
     def _check_settings(self, check_every: int) -> None:
         schedule = self._schedule
         self._exact = isinstance(schedule, Local) and self._each_round.lossless
-        if check_every and (schedule.delay or not self._shared):
+        if check_every and (schedule.delay or not self._shared or schedule.lost == "drop"):
+            why = "a comparison needs all ranks" if schedule.lost == "drop" else "replicas differ by design"
             raise ConfigError(
-                f"check_every must be 0 with {self.method}, got {check_every}: replicas differ by design "
-                "there; leave it out, or use a schedule whose rounds leave them equal"
-            )
-        if check_every and schedule.lost == "drop":
-            raise ConfigError(
-                f"check_every must be 0 with {self.method}, got {check_every}: a comparison needs all ranks; "
-                "leave it out, or write lost=raise"
+                f"check_every must be 0 with {self.method}, got {check_every}: {why} there; leave it out"
             )
         self._survivors: Survivors | None = None
         for warning in schedule.doubts():
@@ -111,6 +102,22 @@ class ParameterSync(RoundSync):
     def _dismantle(self) -> None:
         for part in self._parts:
             part.close()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
+
+        A round that has begun is ended, so that no rank's steps are lost; the outer momentum starts again.
+        """
+        if self._parts and not self._is_common:
+            self.flush()
+            for part, whole in zip(self._parts, self._whole, strict=True):
+                means = {name: p.detach().clone() for name, p in part.parameters.items()}
+                average(list(means.values()), part.driver, in_order=True)
+                part.settle(means)
+                if self._nodes is not None:
+                    self._nodes.spread(whole)
+        super().refresh()
 
     def flush(self) -> None:
         """Hold the round that is due because a step was skipped, and finish what is under way."""

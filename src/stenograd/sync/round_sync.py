@@ -107,13 +107,13 @@ class RoundSync(Attached):
         self._lock = threading.Lock()
         self._handles: list[Any] = []
         self._gradients: GradientSync | None = None
-        self._nodes = Nodes(self._driver, world, node_size) if (node_size := self._node_size) >= 0 else None
+        self._nodes = None if self._levels is None else Nodes(self._driver, world, self._levels[1])
         if self._dense_passes:
             (everyone,) = self._driver.split([range(self.world_size)], "gradients")
             assert everyone is not None  # every rank is in the one part
             self._average_gradients("dense", everyone)
-        elif self._nodes is not None:
-            self._average_gradients(self._inside, self._nodes.inside)
+        else:
+            self._average_inside()
         self._wrapping = Wrapping(self)
         self.refresh()
         self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
@@ -125,6 +125,11 @@ class RoundSync(Attached):
         self._gradients = GradientSync(
             self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
         )
+
+    def _average_inside(self) -> None:
+        """Average gradients inside this rank's node from now on, if that is a level of its own."""
+        if self._levels is not None and self._nodes is not None:
+            self._average_gradients(self._levels[0], self._nodes.inside)
 
     def _attend(self, model: nn.Module) -> None:
         """Follow the optimizers' steps and the model's forward passes."""
@@ -234,14 +239,9 @@ class RoundSync(Attached):
         return 0
 
     @property
-    def _node_size(self) -> int:
-        """Ranks per node if gradients are averaged inside, 0 for as launched; below 0 if they are not."""
-        return -1
-
-    @property
-    def _inside(self) -> str:
-        """How gradients are averaged inside nodes."""
-        return "dense"
+    def _levels(self) -> tuple[str, int] | None:
+        """How gradients are averaged inside nodes, and the ranks of a node (0: as launched); None if not."""
+        return None
 
     @abstractmethod
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
@@ -288,8 +288,8 @@ class RoundSync(Attached):
         self._skipped += self._gradients.skipped
         self._gradients.close()  # takes our `add_param_group` away, too
         self._gradients = None
-        if self._nodes is not None and not self._closed:
-            self._average_gradients(self._inside, self._nodes.inside)
+        if not self._closed:
+            self._average_inside()
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
 
