@@ -58,7 +58,7 @@ class DeMo(Compressor):
     Example:
         >>> import torch
         >>> from stenograd.simulate import exchange
-        >>> g = torch.tensor([[3.0, 1.0], [1.0, -1.0]])  # its mean is the strongest coefficient
+        >>> g = torch.tensor([[4.0, 1.0], [2.0, 1.0]])  # its mean is the strongest coefficient
         >>> (out,) = exchange(DeMo(chunk=2, keep=1), [g], shapes=[torch.Size((2, 2))])
         >>> out.average
         tensor([1., 1., 1., 1.])
