@@ -10,7 +10,7 @@ from torch import nn
 
 import stenograd
 from stenograd.errors import ConfigError, MethodError, PeerLost
-from stenograd.sync.outer_averaging import OuterAverager
+from stenograd.sync.outer_averaging import OuterPart
 from stenograd.testing.pool import RanksFailed
 
 EVERY, STEPS, DIES_IN = 3, 9, 1
@@ -38,7 +38,7 @@ def _rank(rank, folder, text, phase):
                 (folder / f"{rank}").write_bytes(pickle.dumps(error.ranks))
                 return
             if (step + 1) % EVERY == 0:
-                ends.append(sync._parts[0]._averager._flat.values()[0])
+                ends.append(_flat(sync))
     told = [str(w.message) for w in caught if "were lost" in str(w.message)]
     found = (brought, ends, sync.round, sync.events, told, sync.rank, sync.world_size)
     (folder / f"{rank}").write_bytes(pickle.dumps(found))
@@ -50,15 +50,19 @@ def _note(sync, brought):
     meet = sync._meet
 
     def noting(t):
-        averager = sync._parts[0]._averager
-        own = averager._flat.values()[0]
-        if isinstance(averager, OuterAverager):
-            brought.append((averager._outer[0].clone(), averager._momentum[0].clone(), own))
+        part, own = sync._parts[0], _flat(sync)
+        if isinstance(part, OuterPart):
+            brought.append((part._outer[0].clone(), part._momentum[0].clone(), own))
         else:
             brought.append((torch.zeros_like(own), torch.zeros_like(own), own))
         meet(t)
 
     sync._meet = noting
+
+
+def _flat(sync):
+    """Return this rank's parameters in a row."""
+    return torch.cat([p.detach().reshape(-1) for p in sync._parts[0].parameters.values()])
 
 
 def _die(sync, phase):

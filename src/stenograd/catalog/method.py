@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from stenograd.catalog.presets import PRESETS
+from stenograd.catalog.presets import PRESETS, spelled_out
 from stenograd.catalog.registry import Entry, entries, schedules
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Compressor, Feedback, Site, Transport
@@ -264,7 +264,7 @@ def method(text: str | Method | Compressor) -> Method:
         raise MethodError(
             f"a method is text, a Method or a Compressor, got {text!r}: write 'topk:ratio=0.01'"
         )
-    text = _spelled_out(text)
+    text = spelled_out(text)
     first, slash, codec_text = text.partition("/")
     schedule_name = first.partition(":")[0].strip()
     if slash or schedule_name in schedules():
@@ -296,31 +296,6 @@ def _plain(text: str, pseudo: bool) -> Method:
     around = {"dense_below": codec.default_dense_below, **given}
     kept = {key: around[key] for key in METHOD_KEYS if key in around and not key.startswith("feedback")}
     return Method(compressor=fed, text=_canonical(entry, codec, given, feeds), **kept)
-
-
-def _spelled_out(text: str) -> str:
-    """Put a preset's long form in its place; keys given with its name replace the preset's."""
-    first, slash, codec = text.partition("/")
-    name, _, rest = (part.strip() for part in first.partition(":"))
-    if name not in PRESETS:
-        return text
-    schedule, _, usual = PRESETS[name].partition("/")
-    kind, _, keys = schedule.partition(":")
-    cls, _ = schedules()[kind]
-    own = {f.name for f in fields(cls)}
-    before, after = dict(_items(keys)), dict(_items(usual.partition(":")[2]))
-    for key, value in _items(rest):
-        (before if key in own or not after else after)[key] = value
-    written = ",".join(f"{key}={value}" if value else key for key, value in before.items())
-    if not slash and after:
-        codec = f"{usual.partition(':')[0]}:" + ",".join(f"{key}={value}" for key, value in after.items())
-    return f"{kind}:{written}/{codec}" if codec else f"{kind}:{written}"
-
-
-def _items(keys: str) -> list[tuple[str, str]]:
-    """Split "a=1,b=2" into keys and values."""
-    split = (item.partition("=") for item in keys.split(",") if item.strip())
-    return [(key.strip(), value.strip()) for key, _, value in split]
 
 
 def _with_feedback(codec: Compressor, given: Mapping[str, Any], feeds: bool) -> Compressor:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["PRESETS"]
+from dataclasses import fields
+
+from stenograd.catalog.registry import schedules
+from stenograd.errors import MethodError
+
+__all__ = ["PRESETS", "spelled_out"]
 
 # Keys given with the name replace the ones here; a compressor after the slash replaces the one here.
 PRESETS = {
@@ -15,3 +20,36 @@ PRESETS = {
     # Wang et al., "SlowMo", ICLR 2020; with a slow learning rate of 1.
     "slowmo": "diloco:outer_lr=1,momentum=0.5,nesterov=false",
 }
+
+
+def spelled_out(text: str) -> str:
+    """Put a preset's long form in its place; keys given with its name replace the preset's.
+
+    Example:
+        >>> spelled_out("slowmo:every=20/topk")
+        'diloco:outer_lr=1,momentum=0.5,nesterov=false,every=20/topk'
+    """
+    first, slash, codec = text.partition("/")
+    name, _, rest = (part.strip() for part in first.partition(":"))
+    if name not in PRESETS:
+        return text
+    schedule, _, usual = PRESETS[name].partition("/")
+    kind, _, keys = schedule.partition(":")
+    cls, _ = schedules()[kind]
+    own = {f.name for f in fields(cls)}
+    before, after = dict(_items(keys)), dict(_items(usual.partition(":")[2]))
+    for key, value in (given := _items(rest)):
+        if [k for k, _ in given].count(key) > 1:
+            raise MethodError(f"{name}: key {key!r} is given twice: keep one")
+        # After a slash the preset's compressor is not used, so its keys are unknown to the schedule.
+        (after if after and not slash and key not in own else before)[key] = value
+    written = ",".join(f"{key}={value}" if value else key for key, value in before.items())
+    if not slash and after:
+        codec = f"{usual.partition(':')[0]}:" + ",".join(f"{key}={value}" for key, value in after.items())
+    return f"{kind}:{written}/{codec}" if codec else f"{kind}:{written}"
+
+
+def _items(keys: str) -> list[tuple[str, str]]:
+    """Split "a=1,b=2" into keys and values."""
+    split = (item.partition("=") for item in keys.split(",") if item.strip())
+    return [(key.strip(), value.strip()) for key, _, value in split]

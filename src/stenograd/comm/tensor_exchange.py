@@ -167,8 +167,7 @@ class TensorExchange:
     def lend(self, index: int, x: Tensor) -> bool:
         """Exchange a flat and filled tensor in place; it then belongs to the exchange, as `flat` does.
 
-        Returns:
-            False where it cannot be taken, since the bucket's average will be written to the same memory.
+        False where it cannot be taken, since the bucket's average will be written to the same memory.
         """
         slot = self._slots[index]
         if slot.average is not None and same_memory(slot.average, x):

@@ -41,6 +41,10 @@ class Attached:
     _wrapping: Wrapping
     _enabled: bool = True
 
+    def _drivers(self) -> list[AnyDriver]:
+        """Return all ways to other ranks, the one to all of them first."""
+        return [self._driver]
+
     @property
     def traffic(self) -> Traffic:
         """Bytes, collectives and seconds waited of this rank since attaching."""
@@ -93,7 +97,7 @@ class Attached:
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
-        return Tracing(path, self._driver, self._model, self._optimizers, max_events=max_events)
+        return Tracing(path, self._drivers(), self._model, self._optimizers, max_events=max_events)
 
     def flush(self) -> None:
         """Finish what is under way or due. Gradient methods leave nothing under way between steps."""

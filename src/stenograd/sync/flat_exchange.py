@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,6 +20,7 @@ from stenograd.compression.contract import Site, Transport
 from stenograd.compression.transports import InOrder
 from stenograd.compressors.identity import Identity
 from stenograd.data.flat_parameters import Stream, by_kind
+from stenograd.errors import StenogradError
 
 __all__ = ["IN_ORDER", "FlatExchange"]
 
@@ -92,23 +93,35 @@ class FlatExchange:
     @torch.no_grad()
     def send(self, fill: Callable[[int, slice, Tensor], Any], weight: float = 1.0) -> None:
         """Send what `fill(stream, part, out)` writes for each cut, times `weight`; returns at once."""
-        for index, (at, part) in enumerate(self.cuts):
-            flat = self.exchange.flat(index)
-            fill(at, part, flat)
-            if (factor := weight * self.exchange.scale(index)) != 1:
-                flat.mul_(factor)
-            self.exchange.submit(index)
-        self._future = self.exchange.finish()
+
+        def filled() -> Iterator[Tensor]:
+            for index, (at, part) in enumerate(self.cuts):
+                flat = self.exchange.flat(index)
+                fill(at, part, flat)
+                yield flat
+
+        self._submit(filled(), weight)
 
     @torch.no_grad()
     def lend(self, values: Sequence[Tensor], weight: float = 1.0) -> None:
         """Send flat tensors, one per stream, which belong to the exchange from then on."""
-        for index, (at, part) in enumerate(self.cuts):
-            mine = values[at][part]
+
+        def lent() -> Iterator[Tensor]:
+            for index, (at, part) in enumerate(self.cuts):
+                self.exchange.lend(index, values[at][part])
+                yield values[at][part]
+
+        self._submit(lent(), weight)
+
+    def _submit(self, flats: Iterator[Tensor], weight: float) -> None:
+        """Hand over all chunks, times `weight`."""
+        for index, flat in enumerate(flats):
             if (factor := weight * self.exchange.scale(index)) != 1:
-                mine.mul_(factor)
-            self.exchange.lend(index, mine)
-            self.exchange.submit(index)
+                flat.mul_(factor)
+            try:
+                self.exchange.submit(index)
+            except StenogradError:
+                break  # an earlier chunk failed meanwhile; `receive` raises what happened to it
         self._future = self.exchange.finish()
 
     def receive(self) -> Outcome | None:

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
+from stenograd.data.finite import is_finite
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.sync.flat_exchange import IN_ORDER, FlatExchange
+from stenograd.sync.round_parts import Part
 
-__all__ = ["OuterAverager"]
+__all__ = ["OuterPart"]
 
 
-class OuterAverager:
-    """Outer parameters of some of a model's parameters, and their optimizer; see `DiLoCo` for the equations.
+class OuterPart(Part):
+    """Pseudo-gradients of some parameters, and the outer optimizer's step; see `DiLoCo` for the equations.
 
     Everything is kept in float32, or float64 where the parameters have it, so that an outer step below a
     narrow weight's precision is not lost.
@@ -37,19 +39,19 @@ class OuterAverager:
         driver: AnyDriver,
         how: Method,
         schedule: DiLoCo,
-        *,
         chunk: int,
     ) -> None:
-        self._schedule, self.driver = schedule, driver
+        super().__init__(parameters, driver)
+        self._schedule = schedule
+        self._side: AnyDriver | None = None
         if schedule.eager or schedule.delay:
             # What is under way while training goes on must not mix with the averages of buffers.
-            (own,) = driver.split([range(driver.world_size)], "rounds")
-            own.traffic, own.tracer = driver.traffic, driver.tracer
-            self.driver = own
-        self._own_driver = self.driver if self.driver is not driver else None
+            (self._side,) = driver.split([range(driver.world_size)], "rounds")
+            assert self._side is not None  # every rank is in the one part
+            self._side.traffic = driver.traffic
         method = IN_ORDER if how.lossless else how
         self._make = partial(FlatExchange, parameters, how=method, chunk=chunk)
-        self._flat = self._make(driver=self.driver)
+        self._flat = self._make(driver=self._side or driver)
         self._before: dict[str, Any] = {}  # of the exchange, when it last sent
         self._heard = False
         self.anchor()
@@ -69,12 +71,12 @@ class OuterAverager:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Send `phi - theta`; returns at once. What was sent before must have been merged."""
+        """Send `phi - theta`; eager ranks send it when they merge what they sent before."""
+        if self._schedule.eager:
+            return
         own = self._flat.values()
         if self._schedule.lost == "drop":
             self._before = self._flat.exchange.state_dict()
-        if self._schedule.eager:
-            self._sent = [outer - mine for outer, mine in zip(self._outer, own, strict=True)]
         self._flat.send(lambda at, part, out: torch.sub(self._outer[at][part], own[at][part], out=out))
 
     @property
@@ -103,6 +105,8 @@ class OuterAverager:
         Returns:
             Whether all ranks' parameters were finite; if not, nothing changed.
         """
+        if self._schedule.eager:
+            return self._turn()
         self._heard = False
         if not self._await_arrival():
             return False
@@ -110,15 +114,17 @@ class OuterAverager:
         self._arrived = []
         return True
 
-    @torch.no_grad()
-    def turn(self) -> bool:
+    def _turn(self) -> bool:
         """Merge what was sent a round ago, with this rank's newest share in it, and send that."""
         own = [outer - mine for outer, mine in zip(self._outer, self._flat.values(), strict=True)]
+        self.lost_own = not all(map(is_finite, own))
+        if self.lost_own:  # this rank brings nothing, and goes on from its outer parameters
+            own = [torch.zeros_like(t) for t in own]
         share = 1.0 / self.driver.world_size
         if self._sent:
             old = self._sent
             if not self._await_arrival():
-                self.send()
+                self._sent = []
                 return False
             for total, new, before in zip(self._arrived, own, old, strict=True):
                 total.add_(new - before, alpha=share)
@@ -128,6 +134,22 @@ class OuterAverager:
         self._send_eagerly(own)
         self._step(applied)
         return True
+
+    @property
+    def side(self) -> AnyDriver | None:
+        """The driver of what is under way while training goes on."""
+        return self._side
+
+    def take_common(self) -> bool:
+        """Take the outer parameters, which are equal on all ranks unless updates are eager."""
+        self.wait()
+        self.take_outer()
+        return not self._schedule.eager
+
+    def restart(self, bad: set[int]) -> None:
+        """Take the outer parameters."""
+        if self.driver.rank in bad:
+            self.take_outer()
 
     @torch.no_grad()
     def take_outer(self, share: float = 1.0) -> None:
@@ -150,9 +172,7 @@ class OuterAverager:
     def state_dict(self, *, own: bool) -> dict[str, Any]:
         """Return what decides the next rounds, by parameter name; waits for what is under way."""
         self.wait()
-        mine = (
-            "own " if self._schedule.eager else ""
-        )  # what differs from rank to rank; see `stenograd.reshard`
+        mine = "own " if self._schedule.eager else ""  # differs from rank to rank: see `stenograd.reshard`
         named = {f"{mine}outer": self._outer, f"{mine}momentum": self._momentum}
         named |= {"own": self._flat.values()} if own else {}
         named |= {"arrived": self._arrived} if self._arrived else {}
@@ -173,7 +193,7 @@ class OuterAverager:
         self._flat.load(state["exchange"])
         found = {key: self._flat.flat(named) for key, named in state["tensors"].items()}
         mine = "own " if self._schedule.eager else ""
-        self._outer, self._momentum = found[f"{mine}outer"], found[f"{mine}momentum"]
+        self._outer, self._momentum = found.get(f"{mine}outer", []), found.get(f"{mine}momentum", [])
         self._arrived, self._sent = found.get("arrived", []), found.get("own share", [])
 
     @torch.no_grad()
@@ -201,8 +221,8 @@ class OuterAverager:
     def close(self) -> None:
         """Stop the thread that sends."""
         self._flat.close()
-        if self._own_driver is not None:
-            self._own_driver.close()
+        if self._side is not None:
+            self._side.close()
 
     def _send_eagerly(self, own: list[Tensor]) -> None:
         self._sent = own

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.data.requests import gather
 from stenograd.errors import ConfigError, NonFiniteError
 from stenograd.schedules.diloco import DiLoCo
@@ -19,8 +20,10 @@ from stenograd.schedules.rounds import Rounds
 from stenograd.sync.fragments import fragments_of
 from stenograd.sync.lost_ranks import Survivors
 from stenograd.sync.optimizer_states import average_states, forget_states
+from stenograd.sync.outer_averaging import OuterPart
 from stenograd.sync.parameter_averaging import average
-from stenograd.sync.round_parts import LocalPart, OuterPart, Part
+from stenograd.sync.round_parts import LocalPart, Part
+from stenograd.sync.round_state import check_shapes, joined, of_part
 from stenograd.sync.round_sync import RoundSync
 
 __all__ = ["ParameterSync"]
@@ -125,6 +128,10 @@ class ParameterSync(RoundSync):
         for fragment in list(self._flying):
             self._finish(fragment)
 
+    def _drivers(self) -> list[AnyDriver]:
+        found = [*super()._drivers(), *(part.side for part in self._parts)]
+        return [driver for driver in found if driver is not None]
+
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Put the parameters to evaluate or export in place for a `with` block, on all ranks.
@@ -159,16 +166,6 @@ class ParameterSync(RoundSync):
         state (see `stenograd.reshard`) ends the round under way by the mean of all ranks' parameters.
         """
         self._hold_if_due()
-        parameters: dict[str, dict[str, Tensor]] = {}
-        exchanges = []
-        for part in self._parts:
-            state = part.state_dict(own=not self._is_common)
-            exchanges.append({key: state["exchange"][key] for key in ("step", "skipped")})
-            for name, tensors in state["exchange"]["parameters"].items():
-                parameters[name] = dict(tensors)
-            for key, named in state["tensors"].items():
-                for name, tensor in named.items():
-                    parameters.setdefault(f"{name} in rounds", {})[key] = tensor
         counters = {
             "passes": self._passes,
             "round": self.round,
@@ -179,11 +176,10 @@ class ParameterSync(RoundSync):
         return {
             **self._identity(),
             **counters,
+            **joined(self._parts, own=not self._is_common),
             "flying": flying,
-            "exchanges": exchanges,
             "void": sorted(self._void),
             "own": {"skipped": self.skipped},
-            "parameters": parameters,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -193,7 +189,8 @@ class ParameterSync(RoundSync):
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
         self._check_identity(state)
-        parts = [self._part_state(part, i, state) for i, part in enumerate(self._parts)]
+        check_shapes(self._parts, state)
+        parts = [of_part(part, i, state) for i, part in enumerate(self._parts)]
         for part, mine in zip(self._parts, parts, strict=True):
             part.load_state_dict(mine)
         self._passes, self.round = int(state["passes"]), int(state["round"])
@@ -232,16 +229,6 @@ class ParameterSync(RoundSync):
     def _is_common(self) -> bool:
         """Whether all ranks' parameters are known to be equal now."""
         return self._common_at == max(self._passes - self._dense_passes, 0)
-
-    def _part_state(self, part: Part, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of one part, as it gave it."""
-        found = state["parameters"]
-        codec = {n: found[n] for n in part.exchanged() if n in found}
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for name in part.names:
-            for key, tensor in found.get(f"{name} in rounds", {}).items():
-                tensors.setdefault(key, {})[name] = tensor
-        return {"exchange": {**state["exchanges"][number], "parameters": codec}, "tensors": tensors}
 
     def _period(self) -> int:
         """Return the number of steps of a round of `local` that starts now."""
@@ -336,6 +323,8 @@ class ParameterSync(RoundSync):
             )
         if not sound:
             return False
+        if part.lost_own:
+            self._start_afresh(part)
         self._void = set()
         if self._schedule.states == "reset":
             forget_states(self._optimizers, part.parameters.values())
@@ -387,11 +376,15 @@ class ParameterSync(RoundSync):
             return True
         part.restart(bad)
         if not sound:
-            forget_states(self._optimizers, part.parameters.values())
-            warnings.warn(
-                f"rank {self.rank}: its parameters were not finite in round {self.round}, which changed "
-                "nothing; it goes on from the last common ones, with a new optimizer state",
-                RuntimeWarning,
-                stacklevel=8,
-            )
+            self._start_afresh(part)
         return False
+
+    def _start_afresh(self, part: Part) -> None:
+        """Say that this rank has lost its part of a round, and forget what led there."""
+        forget_states(self._optimizers, part.parameters.values())
+        warnings.warn(
+            f"rank {self.rank}: its parameters were not finite in round {self.round}, which took nothing "
+            "from it; it goes on from the last common ones, with a new optimizer state",
+            RuntimeWarning,
+            stacklevel=9,
+        )

@@ -1,4 +1,4 @@
-"""What one exchange of a round carries: a model's parameters, or a fragment's pseudo-gradients."""
+"""What one exchange of a round carries: the contract, and parameters that become their mean."""
 
 from __future__ import annotations
 
@@ -13,24 +13,32 @@ from torch import Tensor
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.data.finite import is_finite
-from stenograd.schedules.diloco import DiLoCo
 from stenograd.sync.handshake import broadcast_tensors
-from stenograd.sync.outer_averaging import OuterAverager
 from stenograd.sync.parameter_averaging import ParameterAverager
 
-__all__ = ["LocalPart", "OuterPart", "Part"]
+__all__ = ["LocalPart", "Part"]
 
 
 class Part(ABC):
-    """Some parameters that are exchanged together, again and again."""
+    """Some parameters that are exchanged together, again and again.
+
+    Attributes:
+        lost_own: whether this rank's parameters were not finite in a round that the others could hold.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor], driver: AnyDriver) -> None:
         self.parameters, self.driver = dict(parameters), driver
+        self.lost_own = False
 
     @property
     def names(self) -> list[str]:
         """Names of the parameters."""
         return list(self.parameters)
+
+    @property
+    def side(self) -> AnyDriver | None:
+        """A driver besides `driver` that it exchanges through, if there is one."""
+        return None
 
     @property
     def under_way(self) -> bool:
@@ -192,83 +200,4 @@ class LocalPart(Part):
 
     def close(self) -> None:
         """Stop the threads that send."""
-        self._averager.close()
-
-
-class OuterPart(Part):
-    """Pseudo-gradients, and the outer step; see `OuterAverager`."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        driver: AnyDriver,
-        how: Method,
-        schedule: DiLoCo,
-        chunk: int,
-    ) -> None:
-        super().__init__(parameters, driver)
-        self._eager = schedule.eager
-        self._averager = OuterAverager(parameters, driver, how, schedule, chunk=chunk)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether something was sent that is to be merged later."""
-        return self._averager.under_way
-
-    def anchor(self) -> None:
-        """Start from the present parameters, without momentum."""
-        self._averager.anchor()
-
-    def send(self) -> None:
-        """Send pseudo-gradients; eager ones are sent when the last ones are merged."""
-        if not self._eager:
-            self._averager.send()
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the averages are here."""
-        return self._averager.arrived
-
-    def arrive(self) -> None:
-        """Wait for the averages."""
-        self._averager.arrive()
-
-    def move(self, driver: AnyDriver, *, undo: bool) -> None:
-        """Keep outer parameters, momentum and what compression owes."""
-        self.driver = driver
-        self._averager.move(driver, undo=undo)
-
-    def merge(self) -> bool:
-        """Make the outer step."""
-        return self._averager.turn() if self._eager else self._averager.merge()
-
-    def take_common(self) -> bool:
-        """Take the outer parameters, which are equal on all ranks unless updates are eager."""
-        self._averager.wait()
-        self._averager.take_outer()
-        return not self._eager
-
-    def restart(self, bad: set[int]) -> None:
-        """Take the outer parameters."""
-        if self.driver.rank in bad:
-            self._averager.take_outer()
-
-    def settle(self, own: Mapping[str, Tensor] | None) -> bool:
-        """Make the due outer step, and start from its result."""
-        return self._averager.settle(own)
-
-    def exchanged(self) -> list[str]:
-        """Return the names of what travels."""
-        return self._averager.exchanged()
-
-    def state_dict(self, *, own: bool) -> dict[str, Any]:
-        """Return the exchange's state, outer parameters and momentum, and this rank's own parameters."""
-        return self._averager.state_dict(own=own)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved `state_dict()`."""
-        self._averager.load_state_dict(state)
-
-    def close(self) -> None:
-        """Stop the thread that sends."""
         self._averager.close()

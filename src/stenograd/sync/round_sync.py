@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, method
 from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
 from stenograd.data.finite import is_finite
@@ -54,6 +55,20 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _entries(child)
+
+
+class _BeforeForward:
+    """A forward pre-hook that holds what is due; in a copy of the module it does nothing."""
+
+    def __init__(self, sync: RoundSync | None = None) -> None:
+        self._hold = None if sync is None else torch.compiler.disable(sync._before_forward)
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if self._hold is not None:
+            self._hold(module)
 
 
 class RoundSync(Attached):
@@ -137,7 +152,7 @@ class RoundSync(Attached):
         after, before = torch.compiler.disable(self._after_step), torch.compiler.disable(self._before_step)
         self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
         self._watches += [o.register_step_post_hook(after) for o in self._optimizers]
-        forward = torch.compiler.disable(self._before_forward)
+        forward = _BeforeForward(self)
         self._watches += [module.register_forward_pre_hook(forward) for module in _entries(self._model)]
 
     @property
@@ -146,6 +161,11 @@ class RoundSync(Attached):
         if self._nodes is None:
             return self._driver.traffic
         return self._driver.traffic + self._nodes.inside.traffic + self._nodes.between.traffic
+
+    def _drivers(self) -> list[AnyDriver]:
+        levels = [] if self._nodes is None else [self._nodes.inside, self._nodes.between]
+        inner = [] if self._gradients is None else self._gradients._drivers()
+        return [self._driver, *levels, *inner]
 
     @property
     def step(self) -> int:
@@ -337,7 +357,7 @@ class RoundSync(Attached):
         if self._due and len(self._stepped) == len(self._optimizers):
             self._hold_if_due()
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def _before_forward(self, module: nn.Module) -> None:
         """Do what a skipped step left due, before the parameters are used again."""
         if module.training and torch.is_grad_enabled():
             self._hold_if_due()

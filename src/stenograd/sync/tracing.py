@@ -32,7 +32,7 @@ class Tracing:
 
     Args:
         path: file to write on rank 0.
-        driver: the way to the other ranks, whose exchanges are noted.
+        drivers: the ways to other ranks whose exchanges are noted, the one to all of them first.
         model: whose forward passes are noted.
         optimizers: whose steps are noted.
         max_events: a rank's events beyond it are left out, with one warning; at least 1.
@@ -44,7 +44,7 @@ class Tracing:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        driver: AnyDriver,
+        drivers: Sequence[AnyDriver],
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
@@ -52,7 +52,7 @@ class Tracing:
     ) -> None:
         if not isinstance(max_events, int) or isinstance(max_events, bool) or max_events < 1:
             raise bad_value("max_events", "must be a whole number of at least 1", max_events, "leave it out")
-        self.path, self.driver = os.fspath(path), driver
+        self.path, self.driver, self._drivers = os.fspath(path), drivers[0], drivers
         self._model, self._optimizers = model, list(optimizers)
         self._tracer = Tracer(max_events)
         self._handles: list[Any] = []
@@ -64,11 +64,13 @@ class Tracing:
         hooks: list[Callable[[Any], Any]] = [self._watch_model, *[self._watch] * len(self._optimizers)]
         for hook, target in zip(hooks, [self._model, *self._optimizers], strict=True):
             hook(target)
-        self.driver.tracer = self._tracer
+        for driver in self._drivers:
+            driver.tracer = self._tracer
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.driver.tracer = None
+        for driver in self._drivers:
+            driver.tracer = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
