@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Feedback, Payload, Site, Transport
+from stenograd.compression.scaled_codes import ScaledCodes
 from stenograd.compression.two_phase import TwoPhase, chunks_for
-from stenograd.data.finite import finite_of
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.reference.bits import block_views, pack_bits, unpack_bits
 from stenograd.kernels.reference.sign import block_count, check_scales
@@ -26,7 +25,7 @@ _HALF = 1 << 22  # half a float32's mantissa range: added to the bits, it carrie
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowBit(Codec):
+class LowBit(ScaledCodes):
     """Send the nearest level: `sent = m * argmin_l |x / m - l|`, `m = max|x|` of the block.
 
     The levels l are `0, +-2^-6, +-2^-5, ..., +-1` for e3m0 (sign, three exponent bits, no mantissa),
@@ -118,28 +117,6 @@ class LowBit(Codec):
             out.copy_(self._codes((rows / torch.where(scale == 0, 1.0, scale)).to(torch.float32)))
         return pack_bits(codes, self._bits), torch.cat(scales)
 
-    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
-        """Add, encode and leave the rest in x."""
-        x = x if residual is None else x.add_(residual)
-        payload = self.encode(x, site)
-        return payload, x.sub_(self._read(payload, site))
-
-    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
-        """Multiply each block's levels by its largest magnitude."""
-        return self.combine([payload], like, site)
-
-    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
-        """Average the messages in rank order, in float32 or wider."""
-        wide = torch.promote_types(like.dtype, torch.float32)
-        total = site.out(like).zero_() if like.dtype == wide else torch.zeros_like(like, dtype=wide)
-        for payload in payloads:
-            total += self._read(payload, site)
-        return total.div_(len(payloads)).to(like.dtype)
-
-    def finite(self, payloads: Sequence[Payload]) -> Tensor:
-        """Look at the scales: a block that is not finite has such a one."""
-        return finite_of(scales for _, scales in payloads)
-
     @property
     def _bits(self) -> int:
         return FORMATS[self.format]
@@ -167,7 +144,7 @@ class LowBit(Codec):
         half = [0.0, *(_SMALLEST * 2.0**k for k in range(7))]
         return torch.tensor([*half, 0.0, *(-level for level in half[1:])], device=device)
 
-    def _read(self, payload: Payload, site: Site) -> Tensor:
+    def read(self, payload: Payload, site: Site) -> Tensor:
         """Return what one message says, in float32."""
         codes, scales = payload
         check_scales([(codes, scales)], block_count(self.block, site.numels, site.numel))

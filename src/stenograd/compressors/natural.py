@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Payload, Site, Transport
+from stenograd.compression.scaled_codes import ScaledCodes
 from stenograd.compression.two_phase import TwoPhase, chunks_for
-from stenograd.data.finite import finite_of
 from stenograd.kernels.reference.bits import block_views, unpack_bits
 from stenograd.kernels.reference.quantize import uniforms
 from stenograd.kernels.reference.sign import block_count, check_scales
@@ -26,7 +25,7 @@ _ONE = 126  # the code of the scale itself; 127 is twice the scale
 
 
 @dataclass(frozen=True, kw_only=True)
-class Natural(Codec):
+class Natural(ScaledCodes):
     """Send a power of two: of `2^e <= |x| < 2^(e+1)` the upper with the chance `|x| / 2^e - 1`, or the lower.
 
     So it is right on average, `E[sent] = x`, with a variance of at most `x^2 / 8` per element, and every rank
@@ -76,29 +75,7 @@ class Natural(Codec):
             out.copy_(place.clamp_(0, 127) + _SIGN * (share < 0))
         return codes, torch.cat(scales)
 
-    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
-        """Add, encode and leave the rest in x."""
-        x = x if residual is None else x.add_(residual)
-        payload = self.encode(x, site)
-        return payload, x.sub_(self._read(payload, site))
-
-    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
-        """Multiply powers of two by their tensor's scale."""
-        return self.combine([payload], like, site)
-
-    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
-        """Average the messages in rank order, in float32 or wider."""
-        wide = torch.promote_types(like.dtype, torch.float32)
-        total = site.out(like).zero_() if like.dtype == wide else torch.zeros_like(like, dtype=wide)
-        for payload in payloads:
-            total += self._read(payload, site)
-        return total.div_(len(payloads)).to(like.dtype)
-
-    def finite(self, payloads: Sequence[Payload]) -> Tensor:
-        """Look at the scales: a tensor that is not finite has such a one."""
-        return finite_of(scales for _, scales in payloads)
-
-    def _read(self, payload: Payload, site: Site) -> Tensor:
+    def read(self, payload: Payload, site: Site) -> Tensor:
         """Return what one message says, in float32."""
         codes, scales = payload
         check_scales([(codes, scales)], block_count(_WHOLE, site.numels, site.numel))
