@@ -25,9 +25,9 @@ from stenograd.errors import ConfigError, LaunchError, PeerLost, StenogradError
 __all__ = ["Result", "default_methods", "run", "split_methods"]
 
 # With these keys each is within two points of dense training on digits, for seeds 0 to 2; methods without an
-# entry are so with their defaults. randomblock is the exception: it ends 6 points below for seed 0. The random
-# ones are without error feedback, which hands back about 1 / ratio steps at once and wants a lower learning
-# rate than the task's.
+# entry are so with their defaults. randomblock is the exception: it ends 6 points below for seed 0. The
+# random ones are without error feedback, which hands back about 1 / ratio steps at once and wants a lower
+# learning rate than the task's.
 _KEYS = {
     "dgc": "ratio=0.01,momentum=0",  # the tasks train with momentum in the optimizer
     "randomblock": "ratio=0.25,feedback=false",
