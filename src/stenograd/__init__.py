@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stenograd import ddp, heat, mlbench, singa
     from stenograd.catalog.method import Method, method, methods
     from stenograd.checkpoint.api import Loaded, PerRank, load_checkpoint, save_checkpoint
+    from stenograd.checkpoint.beside import load_state, save_state
     from stenograd.checkpoint.reshard import reshard
     from stenograd.comm.traffic import Traffic
     from stenograd.compression.codec import Codec
@@ -71,11 +72,13 @@ __all__ = [
     "heat",
     "init",
     "load_checkpoint",
+    "load_state",
     "method",
     "methods",
     "mlbench",
     "reshard",
     "save_checkpoint",
+    "save_state",
     "shutdown",
     "singa",
 ]
@@ -85,6 +88,7 @@ __all__ = [
 _HOMES = {
     "catalog.method": ["Method", "method", "methods"],
     "checkpoint.api": ["Loaded", "PerRank", "load_checkpoint", "save_checkpoint"],
+    "checkpoint.beside": ["load_state", "save_state"],
     "checkpoint.reshard": ["reshard"],
     "comm.traffic": ["Traffic"],
     "compression.codec": ["Codec"],

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from stenograd.checkpoint.collective import Found, read_set, write_set
-from stenograd.checkpoint.reshard import Joint, alike, reshard_rank
+from stenograd.checkpoint.collective import read_set, write_set
+from stenograd.checkpoint.reshard import reshard_rank
+from stenograd.checkpoint.restoring import Stateful, load_parts, share_of
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
 from stenograd.errors import CheckpointError, bad_value
 from stenograd.launch.process_group import join
 
 __all__ = ["Loaded", "PerRank", "Stateful", "load_checkpoint", "save_checkpoint"]
 
-_CUDA_STATE_BYTES = 16  # a CUDA generator's state: its seed and its offset, 8 bytes each
 _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
-
-class Stateful(Protocol):
-    """An object that can be saved and loaded: a scheduler, a sampler, a `GradientSync`."""
-
-    def state_dict(self) -> Any:
-        """Return the state: tensors and plain values."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Continue from a saved state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +108,15 @@ def save_checkpoint(
         raise bad_value("step", "must be a whole number from 0", step, "give the number of steps taken")
     if keep < 1:
         raise bad_value("keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged")
-    path, driver = Path(folder), _driver(group, timeout_s)
+    path, driver = Path(folder), connected(group, timeout_s)
     # Whatever may fail on one rank alone runs in agree(): the others would wait for it until the timeout.
-    agree(driver, lambda: _make_folder(path))
+    agree(driver, lambda: make_folder(path))
 
     def content() -> dict[str, Any]:
         cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return {
             "model": model.state_dict(),
-            "optimizer": [optimizer.state_dict() for optimizer in _as_list(optimizer)],
+            "optimizer": [optimizer.state_dict() for optimizer in as_list(optimizer)],
             **{name: part.state_dict() for name, part in _parts(sync, scheduler, sampler).items()},
             "random": {"cpu": torch.get_rng_state(), "cuda": cuda_states},
             "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
@@ -182,7 +170,7 @@ def load_checkpoint(
             Raised on every rank.
         PeerLost: a rank did not answer within timeout_s.
     """
-    driver = _driver(group, timeout_s)
+    driver = connected(group, timeout_s)
     found = read_set(driver, Path(folder), step=step)
     if found is None:
         return None
@@ -193,8 +181,8 @@ def load_checkpoint(
     parts = _parts(sync, scheduler, sampler)
 
     def take() -> dict[str, Any]:
-        content = _for_rank(found, driver) if resharded else found.content
-        _load(content, model, _as_list(optimizer), parts, generators or {})
+        content = share_of(found, driver) if resharded else found.content
+        load_parts(content, model, as_list(optimizer), parts, generators or {})
         return content
 
     content = agree(driver, take)
@@ -253,12 +241,18 @@ class PerRank:
         self.sync.load_state_dict(reshard_rank(states, rank, world_size))
 
 
-def _driver(group: Any, timeout_s: float) -> Driver:
+def connected(group: Any, timeout_s: float) -> Driver:
+    """Return the way to the other ranks of a group, after joining them where that has not happened yet."""
     join(timeout_s=timeout_s)
     return Driver(group, timeout_s=timeout_s)
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
@@ -272,92 +266,8 @@ def _parts(sync: Any, scheduler: Any, sampler: Any) -> dict[str, Stateful]:
     return {name: part for name, part in named.items() if part is not None}
 
 
-def _as_list(optimizer: _Optimizers) -> list[torch.optim.Optimizer]:
+def as_list(optimizer: _Optimizers) -> list[torch.optim.Optimizer]:
+    """Return none, one or several optimizers as a list."""
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-
-
-def _load(
-    content: Mapping[str, Any],
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    parts: Mapping[str, Stateful],
-    generators: Mapping[str, torch.Generator],
-) -> None:
-    """Load every part; sync first, because it checks before it changes anything."""
-    saved = {name for name in ("sync", "scheduler", "sampler") if name in content}
-    for name in sorted(saved ^ parts.keys()):
-        what = "was saved but is not given now" if name in saved else "is given now but was not saved"
-        raise CheckpointError(f"the checkpoint does not fit: {name} {what}: give what was saved")
-    counts = len(content["optimizer"]), len(optimizers)
-    if counts[0] != counts[1] or content["generators"].keys() != generators.keys():
-        names = sorted(content["generators"]), sorted(generators)
-        raise CheckpointError(
-            f"the checkpoint does not fit: it holds {counts[0]} optimizers and generators {names[0]}, "
-            f"but {counts[1]} and {names[1]} are given: give what was saved"
-        )
-    try:
-        if "sync" in parts:
-            parts["sync"].load_state_dict(content["sync"])
-        model.load_state_dict(content["model"])
-        for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
-            optimizer.load_state_dict(state)
-        if "sync" in parts:
-            getattr(parts["sync"], "after_load", bool)()
-        for name in parts.keys() - {"sync"}:
-            parts[name].load_state_dict(content[name])
-        torch.set_rng_state(content["random"]["cpu"])
-        # With another number of devices their states have no owner; the generators stay as they are then.
-        if content["random"]["cuda"] and torch.cuda.device_count() == len(content["random"]["cuda"]):
-            torch.cuda.set_rng_state_all(content["random"]["cuda"])
-        for name, generator in generators.items():
-            generator.set_state(content["generators"][name])
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as cause:
-        reason = " ".join(str(cause).split())[:200]
-        raise CheckpointError(f"the checkpoint does not fit: {reason}: give what was saved") from cause
-
-
-def _for_rank(found: Found, driver: AnyDriver) -> dict[str, Any]:
-    """Make this rank's content from what another number of ranks saved.
-
-    One rank's file is mapped at a time, and only what is needed of it is read: one rank that took over from
-    eight, with files of 61 MB each, needed 140 to 150 MB, and 570 to 640 MB when it read all files whole.
-    """
-    first, rank = found.content, driver.rank
-    new, joint, generators = dict(first), Joint(), list[dict[str, Tensor]]()
-    for content in found.each():
-        if "sync" in first:
-            joint.add(content["sync"])
-        if not alike(first.get("sampler"), content.get("sampler")):
-            raise CheckpointError(
-                f"the sampler's state differs from rank to rank, so it cannot be loaded on "
-                f"{driver.world_size} ranks: load it on {found.manifest.world_size}, or let it count the "
-                "samples of all ranks together"
-            )
-        generators.append({name: state.clone() for name, state in content["generators"].items()})
-    if "sync" in first:
-        new["sync"] = joint.share(rank, driver.world_size)
-    new["random"] = {"cpu": _derived(first["random"]["cpu"], rank), "cuda": []}
-    new["generators"] = {
-        name: _generator_state([states[name] for states in generators], rank) for name in generators[0]
-    }
-    return new
-
-
-def _generator_state(states: Sequence[Tensor], rank: int) -> Tensor:
-    """Return the state if all ranks had the same; otherwise the rank's own, or a new one for a new rank."""
-    if all(torch.equal(states[0], state) for state in states):
-        return states[0]
-    return states[rank] if rank < len(states) else _derived(states[0], rank)
-
-
-def _derived(state: Tensor, rank: int) -> Tensor:
-    """Derive a generator's state from another one and the rank; rank 0 keeps it as it is."""
-    if rank == 0:
-        return state
-    digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
-    if state.numel() == _CUDA_STATE_BYTES:
-        return torch.tensor([*digest[:8], *bytes(8)], dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return generator.get_state()

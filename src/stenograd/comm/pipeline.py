@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
+from stenograd.comm.trace_events import span
 from stenograd.comm.traffic import PLAIN, Label
 from stenograd.data.finite import Finite
 from stenograd.data.requests import Op, Reply, Rounds
@@ -72,7 +73,8 @@ class Pipeline(Generic[T]):
         self.committed = sound and bool(self._finite) and all(int(f) == Finite.BOUNDED for f in self._finite)
         for index in sorted(self._waiting):
             rounds, last, label = self._waiting[index]
-            self._send(index, rounds, last, label, self.committed)
+            with span("decode"):
+                self._send(index, rounds, last, label, self.committed)
         if self._running:
             raise WireError("a coroutine asked for a collective after Op.COMMIT, which ends communication")
         return [self._results[i] for i in range(self._count)]
@@ -82,7 +84,10 @@ class Pipeline(Generic[T]):
         self._step(index, rounds, pending, label)
 
     def _step(self, index: int, rounds: Rounds[T], last: AnyPending | None, label: Label) -> None:
-        self._send(index, rounds, last, label, None if last is None else last.wait())
+        with span("wait", last is not None):
+            reply = None if last is None else last.wait()
+        with span("encode" if last is None else "decode"):
+            self._send(index, rounds, last, label, reply)
 
     def _send(
         self, index: int, rounds: Rounds[T], last: AnyPending | None, label: Label, reply: Reply

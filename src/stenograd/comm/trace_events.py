@@ -6,9 +6,12 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
-__all__ = ["KINDS", "MAX_EVENTS", "Event", "Tracer", "as_json", "write"]
+from torch.autograd import profiler
+
+__all__ = ["KINDS", "MAX_EVENTS", "Event", "Tracer", "as_json", "span", "write"]
 
 MAX_EVENTS = 200_000
 KINDS = ("forward", "backward", "wait", "encode", "collective", "decode", "step")
@@ -16,6 +19,7 @@ KINDS = ("forward", "backward", "wait", "encode", "collective", "decode", "step"
 # Kind, start and end in seconds of the rank's own clock, and what else is known.
 Event: TypeAlias = tuple[str, float, float, Mapping[str, Any]]
 
+_NOTHING = nullcontext()
 _ROWS = {"forward": 0, "backward": 0, "wait": 0, "step": 0, "encode": 1, "decode": 1}
 _ROW_NAMES = {0: "training", 1: "encode and decode"}
 _FIRST_FREE = 2  # collectives overlap each other, so they take as many rows as they need
@@ -52,6 +56,21 @@ class Tracer:
         if self.dropped == 1:
             text = f"the trace is full with {self.max_events} events and leaves out later ones"
             warnings.warn(f"{text}: trace fewer steps, or raise max_events", stacklevel=2)
+
+
+def span(kind: str, needed: bool = True) -> AbstractContextManager[Any]:
+    """Return a context that shows as "stenograd::KIND" in a running `torch.profiler`, and costs nothing else.
+
+    The profiler records the threads of training and of autograd. Methods of several rounds run on a thread of
+    their own, which it records only if told to (`profile_all_threads` in its experimental settings).
+
+    Example:
+        >>> with span("encode"):
+        ...     pass
+    """
+    if not (needed and profiler._is_profiler_enabled):
+        return _NOTHING
+    return profiler.record_function(f"stenograd::{kind}")
 
 
 def as_json(ranks: Sequence[tuple[float, Sequence[Event]]]) -> dict[str, Any]:

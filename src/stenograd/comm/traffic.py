@@ -297,6 +297,23 @@ class Traffic:
         with os.fdopen(handle, "wb", buffering=0) as raw:  # O_APPEND: one write is not torn by another's
             raw.write(lines.encode())
 
+    def as_metrics(self, prefix: str = "traffic") -> dict[str, float]:
+        """Return the totals as plain numbers, for any logger that takes a dictionary.
+
+        `wandb.run.log(m)`, `mlflow.log_metrics(m, step)`, `accelerator.log(m, step)`, Lightning's
+        `self.log_dict(m)` and `logs.update(m)` in a Hugging Face callback all take it as it is.
+
+        Args:
+            prefix: begins every key, before a slash.
+
+        Example:
+            >>> traffic = Traffic()
+            >>> traffic.count(Op.MEAN, 300, 3)
+            >>> traffic.as_metrics()["traffic/moved_bytes"]
+            400.0
+        """
+        return {f"{prefix}/{name}": float(self._total(name)) for name in _SUMS}
+
     def to_tensorboard(self, writer: Any, step: int, *, prefix: str = "traffic") -> None:
         """Write the totals, and each bucket's bytes and seconds, as scalars.
 
@@ -306,8 +323,8 @@ class Traffic:
             step: number of the training step.
             prefix: begins every tag.
         """
-        for name in _SUMS:
-            writer.add_scalar(f"{prefix}/{name}", self._total(name), step)
+        for tag, value in self.as_metrics(prefix).items():
+            writer.add_scalar(tag, value, step)
         buckets: dict[int, Tally] = {}
         for (label, _), tally in list(self._tallies.items()):
             if label.bucket is not None and label.kind in _TOTALLED:

@@ -21,7 +21,9 @@ from stenograd.compression.contract import Compressor
 from stenograd.data.buckets import Bucket
 from stenograd.errors import StenogradError, TensorTypeError, first_line
 from stenograd.sync.backward_passes import at_end, next_order, warn_of_skip
-from stenograd.sync.handshake import compare, unwrapped
+from stenograd.sync.handshake import compare, named, unwrapped
+from stenograd.sync.replica_guard import ReplicaGuard, check_interval
+from stenograd.sync.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["DDPHook", "register"]
 
@@ -31,6 +33,9 @@ def register(
     how: str | Method | Compressor,
     *,
     timeout_s: float = 300.0,
+    check_every: int = 0,
+    repair: bool = False,
+    check_buffers: bool = False,
     skip_bad_steps: bool = True,
 ) -> DDPHook:
     """Make a DistributedDataParallel model exchange gradients by a Stenograd method.
@@ -43,18 +48,26 @@ def register(
         ddp_model: the `DistributedDataParallel` model; it may be compiled, or wrapped by Lightning Fabric.
         how: the method, as text such as "powersgd:rank=4".
         timeout_s: seconds after which a silent peer is an error.
+        check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
+        repair: overwrite parameters that differ by the majority's and warn, instead of raising.
+        check_buffers: compare and repair buffers too. DDP makes them equal before each forward pass, unless
+            told not to, so they differ after one that updates them.
         skip_bad_steps: after an exchange that was not finite on some rank, steps of the optimizers that hold
             the model's parameters change nothing on any rank.
 
     Returns:
-        The hook's state: `traffic`, `finite`, `skipped`, `state_dict()`, `load_state_dict(...)`, `join()`.
+        The hook's state, with the face of what `stenograd.distribute` returns: `traffic`, `step`, `finite`,
+        `skipped`, `trace(...)`, `no_sync()`, `join()`, `state_dict()`, `load_state_dict(...)`, `close()`.
 
     Raises:
         MethodError: unknown method or key, or a value outside its range.
         TypeError: the model is not wrapped in DistributedDataParallel.
         TensorTypeError: it has sparse gradients, which DDP does not give to hooks.
         StenogradError: it has a communication hook already, or DDP's Python reducer, which calls none.
-        MismatchError: the ranks' methods, versions or kernels differ.
+        ConfigError: check_every is out of range, or repair is asked for without checks.
+        MismatchError: the ranks' methods, settings, versions or kernels differ.
+
+    `backward()` raises ReplicaDivergence, on all ranks, where a check finds a difference; see `ReplicaGuard`.
 
     Example:
         hook = stenograd.ddp.register(ddp_model, "topk:ratio=0.01")
@@ -76,7 +89,9 @@ def register(
             "ddp_model must have dense gradients, got an embedding with sparse=True: use "
             "stenograd.distribute, which averages them exactly, or sparse=False"
         )
-    hook = DDPHook(ddp, chosen, timeout_s=timeout_s, skip_bad_steps=skip_bad_steps)
+    check_interval(check_every, repair)
+    checks: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
+    hook = DDPHook(ddp, chosen, timeout_s=timeout_s, skip_bad_steps=skip_bad_steps, **checks)
     try:
         # DDP compares annotations with its own classes; a lambda has none.
         ddp.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
@@ -101,17 +116,32 @@ class DDPHook:
         finite: whether the last exchange was, alike on all ranks.
     """
 
-    def __init__(self, ddp: Any, how: Method, *, timeout_s: float, skip_bad_steps: bool) -> None:
+    def __init__(
+        self,
+        ddp: Any,
+        how: Method,
+        *,
+        timeout_s: float,
+        skip_bad_steps: bool,
+        check_every: int = 0,
+        repair: bool = False,
+        check_buffers: bool = False,
+    ) -> None:
         self.method = how
         self.finite = True
         self._ddp = weakref.ref(ddp)  # which holds this hook where Python's garbage collector cannot look
         module: nn.Module = ddp.module
         self._driver = Driver.own(ddp.process_group, timeout_s=timeout_s)
-        load_kernels(how, self._driver.world_size, module.parameters())
-        settings = {"method": how.text, "skip_bad_steps": skip_bad_steps}
+        load_kernels(how, self._driver.world_size, module.parameters(), checks=check_every > 0)
+        checks = str((check_every, repair, check_buffers))
+        settings = {"method": how.text, "skip_bad_steps": skip_bad_steps, "checks": checks}
         device = next(module.parameters()).device
-        compare(self._driver, settings, dict(module.named_parameters()), device=device)
-        self._names = {id(p): name for name, p in module.named_parameters()}
+        parameters = named(module)
+        compare(self._driver, settings, parameters, device=device)
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._check_every = check_every
+        kept: Any = weakref.proxy(module)  # for the reason given above
+        self._guard = ReplicaGuard(kept, self._driver, repair=repair, check_buffers=check_buffers)
         self._exchange = TensorExchange(how, self._driver, waits=True)
         self._order = next_order()
         self._waiting: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
@@ -128,14 +158,31 @@ class DDPHook:
                 for p in module.parameters()
                 if p.requires_grad
             ]
-        if skip_bad_steps:
-            self._handles.append(_watch_steps(self))
-        self._warned = self._at_once = False
+        self._skips = skip_bad_steps
+        # Of the optimizers that were seen to step, whether they hold parameters of this model.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._handles.append(_watch_steps(self))
+        self._warned = self._at_once = self._shadows = self._closed = False
 
     @property
     def traffic(self) -> Traffic:
         """Bytes, collectives and seconds waited of this rank since registering."""
         return self._driver.traffic
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._driver.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self._driver.world_size
+
+    @property
+    def repaired(self) -> int:
+        """Number of checks that found the ranks' parameters unequal, and repaired them."""
+        return self._guard.repaired
 
     @property
     def step(self) -> int:
@@ -189,6 +236,19 @@ class DDPHook:
         """
         self._exchange.load_state_dict(state)
 
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Accumulate gradients locally: `ddp_model.no_sync()`."""
+        context: AbstractContextManager[Any] = self._model.no_sync()
+        return context
+
+    def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
+        """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `stenograd.sync.tracing`.
+
+        Steps are noted of the optimizers that have stepped before, since DDP does not know its optimizer.
+        """
+        mine = [optimizer for optimizer, holds in self._optimizers.items() if holds]
+        return Tracing(path, [self._driver], self._model, mine, max_events=max_events)
+
     def join(self, **options: Any) -> AbstractContextManager[Any]:
         """Let ranks have different numbers of batches: `ddp_model.join(**options)`.
 
@@ -220,8 +280,17 @@ class DDPHook:
     def _join_config(self, config: Any) -> None:
         self._model._join_config = config
 
+    def __enter__(self) -> DDPHook:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Stop the exchange; the model cannot be trained with this hook afterwards."""
+        """Stop the exchange; the model cannot be trained with this hook afterwards. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
         for handle in self._handles:
             handle.remove()
         self._exchange.close()
@@ -272,7 +341,8 @@ class DDPHook:
         self._members, self._sources, self._small = [], [], {}
         # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
         # graph DDP calls its hooks when all nodes are done, and waits before any other callback runs.
-        self._at_once = task == -1 or torch._C._current_autograd_node() is None
+        self._shadows = task == -1
+        self._at_once = self._shadows or torch._C._current_autograd_node() is None
         if not self._at_once:
             at_end(task, self._order, self._end)
 
@@ -280,7 +350,8 @@ class DDPHook:
     def _end(self) -> None:
         """Wait for the averages, and give them to DDP in its own memory."""
         used = [i in self._made for members in self._members for i in members] if self._tracks else []
-        outcome = self._exchange.finish(used).result()
+        flags = [self._shadows] if self._check_every else []
+        outcome = self._exchange.finish(used, flags).result()
         self._exchange.join_streams()
         self._made.clear()
         self.finite = outcome.applied
@@ -289,10 +360,17 @@ class DDPHook:
         waiting, self._waiting = self._waiting, []
         for buffer, future in waiting:
             future.set_result(buffer)
+        # A rank that ran out of inputs keeps its parameters until DDP's join ends: no comparing then.
+        due = self._check_every and (self.step + self.skipped) % self._check_every == 0
+        if due and not any(outcome.any_flags):
+            self._guard.check(self.step)
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the step after a bad exchange find no gradients, so that it changes nothing."""
-        if self.finite:
+        if optimizer not in self._optimizers:
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            self._optimizers[optimizer] = any(id(p) in self._names for p in held)
+        if self.finite or not self._skips:
             return
         for group in optimizer.param_groups:
             for p in group["params"]:

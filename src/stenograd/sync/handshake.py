@@ -27,6 +27,7 @@ __all__ = [
     "broadcast_tensors",
     "compare",
     "describe",
+    "named",
     "refuse_second_momentum",
     "refuse_taken",
     "synced_parameters",
@@ -34,6 +35,7 @@ __all__ = [
     "versions",
 ]
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BROADCAST_BYTES = 25 << 20  # per message, DDP's size: 10,000 small tensors one by one took a minute
 
@@ -51,6 +53,22 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if isinstance(inner, nn.Module):
             return unwrapped(inner)
     return model
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by names that do not depend on what layers are wrapped in.
+
+    `torch.compile` and activation checkpointing put a part of their own into the names of what they wrap. A
+    state saved with such names would not load into the plain model. Where leaving these parts out would make
+    two names equal, they stay.
+
+    Example:
+        >>> list(named(nn.Sequential(torch.compile(nn.Linear(1, 1, bias=False)))))
+        ['0.weight']
+    """
+    full = dict(model.named_parameters())
+    short = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in full]
+    return dict(zip(short, full.values(), strict=True)) if len(set(short)) == len(full) else full
 
 
 def as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
@@ -187,8 +205,8 @@ def synced_parameters(
         TensorTypeError: a parameter is complex.
     """
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not named:
+    trainable = {name: p for name, p in named(model).items() if p.requires_grad}
+    if not trainable:
         raise ConfigError(
             "model must have trainable parameters, got none: call requires_grad_() on some of them"
         )
@@ -198,7 +216,7 @@ def synced_parameters(
             f"optimizer must hold the model's parameters, got {len(strangers)} of {len(held)} not in it: "
             "create the optimizer from model.parameters(), after moving or replacing layers"
         )
-    synced = {name: p for name, p in named.items() if id(p) in held}
+    synced = {name: p for name, p in trainable.items() if id(p) in held}
     if not synced:
         raise ConfigError(
             "optimizer must hold the model's parameters, got none of them: pass model.parameters()"

@@ -1,0 +1,130 @@
+"""`save_state` and `load_state`: what each rank keeps, beside a checkpoint that a framework writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stenograd.checkpoint.api import as_list, connected, make_folder
+from stenograd.checkpoint.collective import read_set, write_set
+from stenograd.checkpoint.restoring import load_parts, share_of
+from stenograd.comm.agreement import agree
+from stenograd.errors import CheckpointError, ConfigError
+from stenograd.schedules.schedule import What
+
+__all__ = ["load_state", "save_state"]
+
+_Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def save_state(
+    folder: str | Path,
+    sync: Any,
+    *,
+    model: nn.Module | None = None,
+    optimizer: _Optimizers = None,
+    name: str = "stenograd",
+    group: Any = None,
+    timeout_s: float = 300.0,
+) -> Path:
+    """Save what each rank keeps for itself, beside a checkpoint that a framework writes. All ranks call it.
+
+    Frameworks write user state on rank 0 only, but every rank has residuals of its own. This writes one file
+    per rank and a manifest to the folder `name` inside `folder`, where a state saved before is replaced once
+    the new one is whole.
+
+    Args:
+        folder: the framework's; made where it does not exist.
+        sync: from `stenograd.distribute` or `stenograd.ddp.register`.
+        model: needed where ranks' parameters differ between rounds ("local", "diloco", "gossip"), because the
+            framework would keep rank 0's only.
+        optimizer: likewise, one or several.
+        name: of the folder inside; a second sync needs another.
+        group: process group; None for all ranks.
+        timeout_s: seconds after which a silent peer is an error.
+
+    Returns:
+        The manifest's path.
+
+    Raises:
+        ConfigError: model or optimizer is missing where ranks' parameters differ.
+        CheckpointError: on every rank, if one cannot write; an earlier state is unchanged.
+        PeerLost: a rank did not answer within timeout_s.
+
+    Example:
+        >>> import tempfile, stenograd
+        >>> model = torch.nn.Linear(4, 2)
+        >>> sync = stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "topk:ratio=0.5")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = save_state(folder, sync)
+        ...     load_state(folder, sync)
+        >>> path.parent.name, path.name
+        ('stenograd', 'checkpoint-step0.json')
+        >>> sync.close(); stenograd.shutdown()
+    """
+    if sync.method.schedule.what is not What.GRADIENTS and (model is None or optimizer is None):
+        raise ConfigError(
+            f"save_state needs the model and the optimizer with {sync.method}, whose ranks have parameters "
+            "of their own between rounds: pass model=model, optimizer=optimizer"
+        )
+    path, driver = Path(folder) / name, connected(group, timeout_s)
+    agree(driver, lambda: make_folder(path))
+
+    def content() -> dict[str, Any]:
+        return {
+            "model": None if model is None else model.state_dict(),
+            "optimizer": [o.state_dict() for o in as_list(optimizer)],
+            "sync": sync.state_dict(),
+            "random": None,
+            "generators": {},
+        }
+
+    return write_set(driver, path, sync.step, agree(driver, content), method=str(sync.method), keep=1)
+
+
+def load_state(
+    folder: str | Path,
+    sync: Any,
+    *,
+    model: nn.Module | None = None,
+    optimizer: _Optimizers = None,
+    name: str = "stenograd",
+    group: Any = None,
+    timeout_s: float = 300.0,
+) -> None:
+    """Continue from what `save_state` wrote; all ranks call it, after the framework has loaded its own part.
+
+    With another number of ranks, residuals are re-sharded as in `stenograd.reshard`, and model and optimizer,
+    where they were saved, are those of the last round.
+
+    Args:
+        folder: see `save_state`.
+        sync: see `save_state`.
+        model: given if it was given to `save_state`.
+        optimizer: see model.
+        name: see `save_state`.
+        group: process group; None for all ranks.
+        timeout_s: seconds after which a silent peer is an error.
+
+    Raises:
+        CheckpointError: the folder holds no state, or one that is not whole or does not fit; on every rank.
+        PeerLost: a rank did not answer within timeout_s.
+    """
+    driver, path = connected(group, timeout_s), Path(folder) / name
+    found = read_set(driver, path)
+    if found is None:
+        raise CheckpointError(
+            f"{path}: holds no state of a method: it was saved without save_state, or on another disk"
+        )
+    whole = found
+
+    def take() -> None:
+        same = whole.manifest.world_size == driver.world_size
+        content = whole.content if same else share_of(whole, driver)
+        load_parts(content, model, as_list(optimizer), {"sync": sync}, {})
+
+    agree(driver, take)
