@@ -115,11 +115,14 @@ def test_checks_rest_while_a_rank_has_run_out_of_inputs(pool):
 
 @pytest.mark.parametrize("face", FACES)
 def test_checks_without_interval_are_refused(face):
+    model = _LooksLikeDDP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach = {
+        "distribute": lambda: stenograd.distribute(model, optimizer, "dense", repair=True),
+        "ddp": lambda: stenograd.ddp.register(model, "dense", repair=True),
+    }[face]
     with pytest.raises(stenograd.ConfigError, match="check_every"):
-        if face == "distribute":
-            _attach(face, "dense", repair=True)
-        else:
-            stenograd.ddp.register(_LooksLikeDDP(), "dense", repair=True)
+        attach()
 
 
 class _LooksLikeDDP(torch.nn.Module):
