@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from stenograd.errors import ConfigError
 
-__all__ = ["as_group", "is_group", "joined"]
+__all__ = ["as_group", "is_group", "joined", "ranks_of"]
 
 
 def joined() -> bool:
@@ -40,3 +40,8 @@ def as_group(group: Any) -> Any:
             f'"{(group.mesh_dim_names or ("replicate",))[0]}"]'
         )
     return group.get_group()
+
+
+def ranks_of(group: Any) -> list[int]:
+    """Return the ranks of the whole world that are in a group, or in a `DeviceMesh` of one dimension."""
+    return list(dist.get_process_group_ranks(as_group(group)))

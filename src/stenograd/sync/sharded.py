@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, method
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.groups import as_group
+from stenograd.comm.groups import ranks_of
 from stenograd.comm.step_end import Outcome
 from stenograd.compression.contract import Compressor
 from stenograd.data.requests import Rounds, gather
@@ -263,9 +262,7 @@ def _local(tensor: Any) -> Any:
 
 def _like(owner: Any, part: Tensor) -> Tensor:
     """Return a distributed tensor like another one, of this rank's part."""
-    from torch.distributed.tensor import DTensor
-
-    out: Tensor = DTensor.from_local(
+    out: Tensor = type(owner).from_local(
         part, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
     )
     return out
@@ -308,10 +305,8 @@ def _check_crossing(group: Any, mesh: Any) -> None:
     Raises:
         ConfigError: it does not.
     """
-    both = set(dist.get_process_group_ranks(as_group(group))) & set(
-        dist.get_process_group_ranks(mesh.get_group())
-    )
-    if both != {dist.get_rank()}:
+    both = set(ranks_of(group)) & set(ranks_of(mesh))
+    if len(both) != 1:
         raise ConfigError(
             "group must be ranks that hold the same shards in different replicas, got one that shares ranks "
             f"{sorted(both)} with the mesh that the model is sharded on: pass the mesh's other dimension"
