@@ -31,6 +31,13 @@ def result(folder):
     return json.loads((folder / "result.json").read_text())
 
 
+def slurm_runs():
+    """Whether `srun` is here and its controller answers."""
+    if shutil.which("srun") is None:
+        return False
+    return subprocess.run(["sinfo"], capture_output=True, check=False, timeout=30).returncode == 0
+
+
 def binary(package, name):
     """Find a program by its package: both packages install `bin/mpiexec`, and the later one wins."""
     return str(next(f.locate() for f in distribution(package).files or () if f.parts[-2:] == ("bin", name)))
@@ -124,7 +131,13 @@ def test_a_long_run_keeps_the_times_of_its_newest_steps(here, monkeypatch):
 
 
 @linux_only
-@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        *("torchrun", "openmpi", "mpich"),
+        pytest.param("slurm", marks=pytest.mark.skipif(not slurm_runs(), reason="no Slurm runs here")),
+    ],
+)
 def test_launchers_train_alike(launcher, trained, tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=2\n" if launcher == "openmpi" else "localhost:2\n")
     hosts = str(tmp_path / "hosts")
@@ -141,6 +154,7 @@ def test_launchers_train_alike(launcher, trained, tmp_path):
             *("--oversubscribe", "--hostfile", hosts, "-n", "2"),
         ],
         "mpich": lambda: [binary("mpich", "mpiexec.hydra"), "-f", hosts, "-n", "2"],
+        "slurm": lambda: ["srun", "--overlap", "-n", "2"],
     }[launcher]()
     arguments = stenograd_command("train", *QUICK, "--epochs", 2)
     if launcher == "torchrun":
