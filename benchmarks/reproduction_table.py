@@ -1,0 +1,390 @@
+"""What is reproduced from the papers: the runs of every reproduction, and the rules by which it passes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from report import number, table
+from reproduction_runs import Run
+
+__all__ = ["GROUPS", "Claim", "Family", "Group", "earlier"]
+
+_RAMP = "ratio_from=0.25,ramp_steps=234"
+_EF21 = "topk:ratio=0.01,feedback=ef21-sgdm"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Runs that differ in their seed.
+
+    Attributes:
+        run: the first of them.
+        seeds: how many.
+    """
+
+    run: Run
+    seeds: int = 3
+
+    @property
+    def runs(self) -> list[Run]:
+        """Every run."""
+        return [replace(self.run, seed=seed) for seed in range(self.seeds)]
+
+
+class Figures:
+    """What a reproduction's families came to, by label, from the results of their runs.
+
+    Args:
+        families: by label.
+        results: by a run's key.
+    """
+
+    def __init__(self, families: Mapping[str, Family], results: Mapping[str, Mapping[str, Any]]) -> None:
+        self._families = families
+        self._results = results
+
+    def of(self, label: str) -> list[Mapping[str, Any]]:
+        """Return the results of a family's runs, those that are there."""
+        keys = [run.key for run in self._families[label].runs]
+        return [self._results[key] for key in keys if key in self._results]
+
+    def done(self, label: str) -> bool:
+        """Whether all of a family's runs have been made and ended well."""
+        found = self.of(label)
+        good = all("failed" not in one for one in found)
+        return len(found) == self._families[label].seeds and good
+
+    def points(self, label: str) -> float:
+        """Return the mean accuracy over the seeds in percent."""
+        return 100 * statistics.mean(one["accuracy"] for one in self.of(label))
+
+    def spread(self, label: str) -> float:
+        """Return how far the seeds' accuracies lie apart, in points."""
+        found = [100 * one["accuracy"] for one in self.of(label)]
+        return max(found) - min(found)
+
+    def loss(self, label: str) -> float:
+        """Return the mean validation loss over the seeds at the end."""
+        return statistics.mean(one["loss"] for one in self.of(label))
+
+    def mean(self, label: str, name: str) -> float:
+        """Return the mean over the seeds of another figure."""
+        return statistics.mean(one[name] for one in self.of(label))
+
+    def handed_over(self, label: str) -> float:
+        """Return the bytes that a rank handed to collectives per step."""
+        return self.mean(label, "payload_bytes") / self.mean(label, "steps")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a reproduction must show.
+
+    Attributes:
+        text: the claim.
+        labels: families that it needs.
+        judge: returns what was measured, and whether the claim holds.
+    """
+
+    text: str
+    labels: tuple[str, ...]
+    judge: Callable[[Figures], tuple[str, bool]]
+
+    def told(self, figures: Figures) -> str:
+        """Return a line with claim, measurement and verdict."""
+        missing = [label for label in self.labels if not figures.done(label)]
+        if missing:
+            failed = [one["failed"] for label in missing for one in figures.of(label) if "failed" in one]
+            why = f"failed: {failed[0]}" if failed else f"not run: {', '.join(missing)}"
+            return f"- **{'fails' if failed else 'open'}**: {self.text} ({why})"
+        measured, holds = self.judge(figures)
+        return f"- **{'holds' if holds else 'does not hold'}**: {self.text} ({measured})"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One reproduction.
+
+    Attributes:
+        title: what it is about, with the setting.
+        families: by label.
+        claims: what must be seen.
+        losses: whether losses count, and not accuracies.
+    """
+
+    title: str
+    families: Mapping[str, Family]
+    claims: Sequence[Claim] = ()
+    losses: bool = False
+
+    def told(self, name: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+        """Return this reproduction's part of the document."""
+        figures = Figures(self.families, results)
+        head = ["", "validation loss" if self.losses else "accuracy by seed, %", "mean"]
+        lines = [self._line(label, figures) for label in self.families if figures.of(label)]
+        claims = "\n".join(claim.told(figures) for claim in self.claims)
+        return f"## {name}: {self.title}\n\n{table([*head, 'bytes per step'], lines)}\n\n{claims}".rstrip()
+
+    def _line(self, label: str, figures: Figures) -> list[str]:
+        found = figures.of(label)
+        bad = [one["failed"] for one in found if "failed" in one]
+        if bad:
+            return [f"`{label}`", bad[0][:60], "", ""]
+        if self.losses:
+            told = ", ".join(f"{one['loss']:.3f}" for one in found)
+            mean = figures.loss(label)
+        else:
+            told = ", ".join(f"{100 * one['accuracy']:.2f}" for one in found)
+            mean = figures.points(label)
+        sent = "" if "payload_bytes" not in found[0] else number(figures.handed_over(label), 0)
+        return [f"`{label}`", told, number(mean, 3 if self.losses else 2), sent]
+
+
+def earlier(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return runs of `time_to_accuracy.py` with the settings of R2, by the keys of the same runs here.
+
+    Both train 1,000 steps of two ranks with the task's recipe; the samples come in another order.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, rivals in _EARLIER.items():
+        told = json.loads((folder / f"{name}.json").read_text())["results"]
+        for rival, text in rivals.items():
+            run, points = replace(_TEXT, method=text), told[rival]
+            payload = points[-1]["counted_bytes"] or points[-1]["host_bytes"]
+            found[run.key] = {
+                "loss": points[-1]["eval_loss"],
+                "accuracy": points[-1]["accuracy"],
+                "steps": 1000,
+                "payload_bytes": payload,
+                "moved_bytes": payload,
+                "from": f"{name}.json",
+            }
+    return found
+
+
+def _accuracy(base: str, label: str, points: float) -> Claim:
+    def judge(figures: Figures) -> tuple[str, bool]:
+        below = figures.points(base) - figures.points(label)
+        told = f"{below:+.2f} points below, seeds of {base} {figures.spread(base):.2f} apart"
+        return told, below <= points
+
+    return Claim(f"`{label}` at most {points:g} points below `{base}`", (base, label), judge)
+
+
+def _higher(high: str, low: str) -> Claim:
+    def judge(figures: Figures) -> tuple[str, bool]:
+        above = figures.points(high) - figures.points(low)
+        return f"{above:+.2f} points", above >= 0
+
+    return Claim(f"`{high}` not below `{low}`", (high, low), judge)
+
+
+def _near(base: str, label: str, percent: float) -> Claim:
+    def judge(figures: Figures) -> tuple[str, bool]:
+        more = 100 * (figures.loss(label) / figures.loss(base) - 1)
+        return f"{more:+.2f} %", more <= percent
+
+    return Claim(f"loss of `{label}` at most {percent:g} % above `{base}`", (base, label), judge)
+
+
+def _lower(low: str, high: str) -> Claim:
+    def judge(figures: Figures) -> tuple[str, bool]:
+        told = f"{figures.loss(low):.3f} and {figures.loss(high):.3f}"
+        return told, figures.loss(low) < figures.loss(high)
+
+    return Claim(f"loss of `{low}` below that of `{high}`", (low, high), judge)
+
+
+def _inside(every: int) -> Claim:
+    labels = tuple(f"diloco:every={every},outer_lr={eta}" for eta in (0.4, 0.7, 1))
+
+    def judge(figures: Figures) -> tuple[str, bool]:
+        losses = [figures.loss(label) for label in labels]
+        return ", ".join(f"{loss:.3f}" for loss in losses), losses[1] == min(losses)
+
+    return Claim(f"of outer_lr 0.4, 0.7 and 1 the middle one is best, every={every}", labels, judge)
+
+
+def _fewer(base: str, label: str, factor: float) -> Claim:
+    def judge(figures: Figures) -> tuple[str, bool]:
+        fewer = figures.handed_over(base) / figures.handed_over(label)
+        return f"{fewer:,.0f}x", fewer >= factor
+
+    return Claim(f"`{label}` hands over at least {factor:g}x less than `{base}`", (base, label), judge)
+
+
+def _drift(label: str, stays: bool) -> Claim:
+    wanted = "stays" if stays else "moves without push-sum weights"
+
+    def judge(figures: Figures) -> tuple[str, bool]:
+        moved = figures.mean(label, "drift")
+        return f"moved by {moved:.1e} of the ranks' spread", (moved < 1e-4) == stays
+
+    return Claim(f"`{label}`: the survivors' mean {wanted} in 24 mixings", (label,), judge)
+
+
+def _by_ranks(task: str, ranks: int, epochs: int, half: int) -> dict[str, Family]:
+    """Return dense, local and post-local training on so many ranks."""
+    run = Run(task=task, ranks=ranks, epochs=epochs)
+    texts = {"dense": "dense", "local": "local:every=8", "post-local": f"local:every=8,after={half}"}
+    return {f"{task}, N={ranks}: {name}": Family(replace(run, method=t)) for name, t in texts.items()}
+
+
+def _gossip(ranks: int) -> dict[str, Family]:
+    texts = {"dense": "dense"} | {g: f"gossip:graph={g}" for g in ("ring", "exponential", "onepeer")}
+    return {f"N={ranks}: {name}": Family(Run(ranks=ranks, method=t)) for name, t in texts.items()}
+
+
+def _class_split(lr: float, momentum: float, *texts: str) -> dict[str, Family]:
+    run = Run(ranks=4, by_class=True, lr=lr, momentum=momentum)
+    return {f"{t}, lr={lr:g}, momentum={momentum:g}": Family(replace(run, method=t)) for t in texts}
+
+
+def _texts(run: Run, *methods: str) -> dict[str, Family]:
+    """Return a family of one seed for each method, labelled by it."""
+    return {text: Family(replace(run, method=text), 1) for text in methods}
+
+
+_MNIST = Run(task="mnist", epochs=2)
+_DGC = replace(_MNIST, momentum=0.0)
+_TEXT = Run(task="text", epochs=5)
+_TEXT_1 = replace(_TEXT, ranks=1)
+_TEXT_4 = Run(task="text", ranks=4, epochs=10, steps=100)
+_PLAIN = "diloco:every=30,outer_lr=1,momentum=0"
+# The preset sparseloco, written out, and the same with the mean over all ranks.
+_SENDERS = f"{_PLAIN}/topk:ratio=0.015625,chunk=4096,values=int2,feedback_decay=0.95,divide=senders"
+_RANKS = _SENDERS.replace("divide=senders", "divide=ranks")
+_EARLIER = {
+    "text_ddp_unshaped": {"ddp": "dense"},
+    "text_20mbit": {
+        "topk:ratio=0.01": "topk:ratio=0.01",
+        "diloco:every=30": "diloco:every=30,outer_lr=0.7",
+    },
+}
+_ETAS = [f"diloco:every={every},outer_lr={eta}" for every in (30, 10) for eta in (0.7, 0.4, 1)]
+_R4 = "diloco:every=30,outer_lr=0.7"
+
+GROUPS = {
+    "R1": Group(
+        "local SGD and post-local SGD; digits (20 epochs) and MNIST (2 epochs), 3 seeds",
+        _by_ranks("digits", 2, 0, 230)
+        | _by_ranks("digits", 4, 0, 120)
+        | _by_ranks("mnist", 2, 2, 469)
+        | _by_ranks("mnist", 4, 2, 235),
+        [
+            claim
+            for at in ("digits, N=2", "digits, N=4", "mnist, N=2", "mnist, N=4")
+            for claim in (
+                _accuracy(f"{at}: dense", f"{at}: local", 1),
+                _fewer(f"{at}: dense", f"{at}: local", 7.9),
+                _higher(f"{at}: post-local", f"{at}: local"),
+            )
+        ],
+    ),
+    "R7": Group(
+        "gossip on three graphs, and one rank killed at step 60; digits, 3 seeds",
+        _gossip(4)
+        | _gossip(5)
+        | _gossip(8)
+        | {
+            f"N=5, one killed: {name}": Family(Run(ranks=5, method=text, dies=60))
+            for name, text in {
+                "onepeer": "gossip:lost=drop",
+                "onepeer, pushsum=off": "gossip:lost=drop,pushsum=off",
+                "ring": "gossip:graph=ring,lost=drop",
+            }.items()
+        },
+        [
+            *(
+                _accuracy(f"N={n}: dense", f"N={n}: {graph}", 1)
+                for n in (4, 5, 8)
+                for graph in ("ring", "exponential", "onepeer")
+            ),
+            _accuracy("N=5: dense", "N=5, one killed: onepeer", 1),
+            _drift("N=5, one killed: onepeer", True),
+            _drift("N=5, one killed: ring", True),
+            _drift("N=5, one killed: onepeer, pushsum=off", False),
+        ],
+    ),
+    "R10": Group(
+        "error feedback where every rank has other classes; digits, N=4, 3 seeds",
+        _class_split(0.05, 0.9, "dense", "topk:ratio=0.01")
+        | _class_split(0.05, 0.5, "dense", "diloco:every=10", "local:every=8")
+        | _class_split(0.5, 0, "dense", "topk:ratio=0.01", _EF21, "topk:ratio=0.01,feedback=ef21")
+        | _class_split(0.1, 0, "topk:ratio=0.01", _EF21),
+        [
+            _higher(f"{_EF21}, lr={lr}, momentum=0", f"topk:ratio=0.01, lr={lr}, momentum=0")
+            for lr in ("0.5", "0.1")
+        ],
+    ),
+    "R8": Group(
+        "deep gradient compression, 0.1 %; MNIST, N=2, 2 epochs, 3 seeds; a ramp of half an epoch",
+        {
+            "dense": Family(_MNIST),
+            "full": Family(replace(_DGC, method=f"dgc:{_RAMP}")),
+            "no ramp": Family(replace(_DGC, method="dgc")),
+            "no masking": Family(replace(_DGC, method=f"dgc:masking=false,{_RAMP}")),
+        },
+        [_accuracy("dense", "full", 0.5), _higher("full", "no ramp"), _higher("no ramp", "no masking")],
+    ),
+    "R2": Group(
+        "DiLoCo and its outer learning rate; character GPT, N=2, 1,000 steps, one seed",
+        _texts(_TEXT, "dense", *_ETAS),
+        [_near("dense", _R4, 1), _near("dense", "diloco:every=10,outer_lr=0.7", 1), _inside(30), _inside(10)],
+        losses=True,
+    ),
+    "R3": Group(
+        "DiLoCo on one rank (1,000 steps) and on four (1,000 steps); character GPT, one seed",
+        {f"N=1: {text}": f for text, f in _texts(_TEXT_1, "dense", _R4).items()}
+        | {f"N=4: {text}": f for text, f in _texts(_TEXT_4, "dense", "diloco:every=30").items()},
+        [_near("N=1: dense", f"N=1: {_R4}", 0.5), _near("N=4: dense", "N=4: diloco:every=30", 3)],
+        losses=True,
+    ),
+    "R4": Group(
+        "DiLoCo's pseudo-gradients in few bits; character GPT, N=2, 1,000 steps, one seed",
+        _texts(
+            _TEXT,
+            _R4,
+            f"{_R4}/lowbit:format=e3m0",
+            f"{_R4}/topk:ratio=0.01",
+            f"{_R4}/topk:ratio=0.01,feedback=false",
+            f"{_R4}/lowbit:format=int2",
+        ),
+        [
+            _near(_R4, f"{_R4}/lowbit:format=e3m0", 0.5),
+            _lower(f"{_R4}/topk:ratio=0.01", f"{_R4}/topk:ratio=0.01,feedback=false"),
+            _lower(f"{_R4}/lowbit:format=int2", f"{_R4}/topk:ratio=0.01,feedback=false"),
+        ],
+        losses=True,
+    ),
+    "R5": Group(
+        "SparseLoCo and what it divides by; character GPT, N=4, one seed",
+        {
+            "diloco without momentum": Family(replace(_TEXT_4, method=_PLAIN), 1),
+            "divide=senders": Family(replace(_TEXT_4, method=_SENDERS), 1),
+            "divide=ranks": Family(replace(_TEXT_4, method=_RANKS), 1),
+        },
+        [
+            _lower("divide=senders", "divide=ranks"),
+            _fewer("diloco without momentum", "divide=senders", 100),
+            _near("diloco without momentum", "divide=senders", 0),
+        ],
+        losses=True,
+    ),
+    "R9": Group(
+        "about 40 kB per step each; character GPT, N=2, 1,000 steps, one seed",
+        _texts(_TEXT, "topk:ratio=0.01", "powersgd:rank=4", "diloco:every=10/lowbit:format=e3m0")
+        | {"demo, SGD lr=0.0003": Family(replace(_TEXT, method="demo", sgd=True, lr=3e-4), 1)},
+        losses=True,
+    ),
+    "curves": Group(
+        "loss curves of four ranks for the times on slow links; character GPT, one seed",
+        _texts(_TEXT_4, "dense", "diloco:every=30", "local:every=8", "powersgd:rank=4", "topk:ratio=0.01"),
+        losses=True,
+    ),
+}
