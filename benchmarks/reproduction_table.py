@@ -14,7 +14,6 @@ from reproduction_runs import Run
 
 __all__ = ["GROUPS", "Claim", "Family", "Group", "earlier"]
 
-_RAMP = "ratio_from=0.25,ramp_steps=234"
 _EF21 = "topk:ratio=0.01,feedback=ef21-sgdm"
 
 
@@ -240,6 +239,14 @@ def _gossip(ranks: int) -> dict[str, Family]:
     return {f"N={ranks}: {name}": Family(Run(ranks=ranks, method=t)) for name, t in texts.items()}
 
 
+def _dgc(run: Run, ramp_steps: int) -> dict[str, Family]:
+    """Return dense training, and DGC with and without its parts; the momentum is then DGC's."""
+    ramp = f"ratio_from=0.25,ramp_steps={ramp_steps}"
+    texts = {"full": f"dgc:{ramp}", "no ramp": "dgc", "no masking": f"dgc:masking=false,{ramp}"}
+    runs = {"dense": run} | {n: replace(run, method=t, momentum=0.0) for n, t in texts.items()}
+    return {f"{run.task}: {name}": Family(one) for name, one in runs.items()}
+
+
 def _class_split(lr: float, momentum: float, *texts: str) -> dict[str, Family]:
     run = Run(ranks=4, by_class=True, lr=lr, momentum=momentum)
     return {f"{t}, lr={lr:g}, momentum={momentum:g}": Family(replace(run, method=t)) for t in texts}
@@ -250,11 +257,10 @@ def _texts(run: Run, *methods: str) -> dict[str, Family]:
     return {text: Family(replace(run, method=text), 1) for text in methods}
 
 
-_MNIST = Run(task="mnist", epochs=2)
-_DGC = replace(_MNIST, momentum=0.0)
+_MNIST = Run(task="mnist", epochs=1)
 _TEXT = Run(task="text", epochs=5)
 _TEXT_1 = replace(_TEXT, ranks=1)
-_TEXT_4 = Run(task="text", ranks=4, epochs=10, steps=100)
+_TEXT_4 = Run(task="text", ranks=4, epochs=6, steps=100)
 _PLAIN = "diloco:every=30,outer_lr=1,momentum=0"
 # The preset sparseloco, written out, and the same with the mean over all ranks.
 _SENDERS = f"{_PLAIN}/topk:ratio=0.015625,chunk=4096,values=int2,feedback_decay=0.95,divide=senders"
@@ -271,11 +277,11 @@ _R4 = "diloco:every=30,outer_lr=0.7"
 
 GROUPS = {
     "R1": Group(
-        "local SGD and post-local SGD; digits (20 epochs) and MNIST (2 epochs), 3 seeds",
+        "local SGD and post-local SGD; digits (20 epochs) and MNIST (1 epoch), 3 seeds",
         _by_ranks("digits", 2, 0, 230)
         | _by_ranks("digits", 4, 0, 120)
-        | _by_ranks("mnist", 2, 2, 469)
-        | _by_ranks("mnist", 4, 2, 235),
+        | _by_ranks("mnist", 2, 1, 234)
+        | _by_ranks("mnist", 4, 1, 117),
         [
             claim
             for at in ("digits, N=2", "digits, N=4", "mnist, N=2", "mnist, N=4")
@@ -323,14 +329,17 @@ GROUPS = {
         ],
     ),
     "R8": Group(
-        "deep gradient compression, 0.1 %; MNIST, N=2, 2 epochs, 3 seeds; a ramp of half an epoch",
-        {
-            "dense": Family(_MNIST),
-            "full": Family(replace(_DGC, method=f"dgc:{_RAMP}")),
-            "no ramp": Family(replace(_DGC, method="dgc")),
-            "no masking": Family(replace(_DGC, method=f"dgc:masking=false,{_RAMP}")),
-        },
-        [_accuracy("dense", "full", 0.5), _higher("full", "no ramp"), _higher("no ramp", "no masking")],
+        "deep gradient compression, 0.1 %, a ramp of half the run; digits and MNIST as in R1, N=2, 3 seeds",
+        _dgc(Run(), 230) | _dgc(_MNIST, 234),
+        [
+            claim
+            for task in ("digits", "mnist")
+            for claim in (
+                _accuracy(f"{task}: dense", f"{task}: full", 0.5),
+                _higher(f"{task}: full", f"{task}: no ramp"),
+                _higher(f"{task}: no ramp", f"{task}: no masking"),
+            )
+        ],
     ),
     "R2": Group(
         "DiLoCo and its outer learning rate; character GPT, N=2, 1,000 steps, one seed",
@@ -339,7 +348,7 @@ GROUPS = {
         losses=True,
     ),
     "R3": Group(
-        "DiLoCo on one rank (1,000 steps) and on four (1,000 steps); character GPT, one seed",
+        "DiLoCo on one rank (1,000 steps) and on four (600 steps); character GPT, one seed",
         {f"N=1: {text}": f for text, f in _texts(_TEXT_1, "dense", _R4).items()}
         | {f"N=4: {text}": f for text, f in _texts(_TEXT_4, "dense", "diloco:every=30").items()},
         [_near("N=1: dense", f"N=1: {_R4}", 0.5), _near("N=4: dense", "N=4: diloco:every=30", 3)],
@@ -363,7 +372,7 @@ GROUPS = {
         losses=True,
     ),
     "R5": Group(
-        "SparseLoCo and what it divides by; character GPT, N=4, one seed",
+        "SparseLoCo and what it divides by; character GPT, N=4, 600 steps, one seed",
         {
             "diloco without momentum": Family(replace(_TEXT_4, method=_PLAIN), 1),
             "divide=senders": Family(replace(_TEXT_4, method=_SENDERS), 1),
@@ -383,7 +392,7 @@ GROUPS = {
         losses=True,
     ),
     "curves": Group(
-        "loss curves of four ranks for the times on slow links; character GPT, one seed",
+        "loss curves for the times on slow links; character GPT, N=4, 600 steps, one seed",
         _texts(_TEXT_4, "dense", "diloco:every=30", "local:every=8", "powersgd:rank=4", "topk:ratio=0.01"),
         losses=True,
     ),

@@ -1,8 +1,8 @@
 """Kill a rank in any phase of a round, a hundred times: what the others make of it.
 
-Number of ranks, victim, method, round and phase follow from the drill's number. With `lost=drop` survivors must
-hold the round, be equal bit for bit, and have taken the outer step along the mean of those left (or of all, if
-the lost rank's share had arrived everywhere); without it every survivor must get a `PeerLost` that names it:
+Number of ranks, victim, method, round and phase follow from the drill's number. With `lost=drop` survivors
+must hold the round, be equal bit for bit, and have taken the outer step along the mean of those left (or of
+all, if the lost rank's share had come); without it every survivor must get a `PeerLost` that names it:
 
     python drills/killed_rounds.py                # 100 drills, some minutes
     python drills/killed_rounds.py --drills 5 --first 40
@@ -162,6 +162,7 @@ def _means(one: Case, told: list[Any], survivors: list[Any]) -> str:
         if number == one.round:
             outcome = "mean of those left" if is_left else "mean of all, the lost rank's share had come"
             _demand(is_left or one.phase not in ("training", "before"), "a dead rank's share was used")
+            _demand(is_all or one.phase != "after", "a round that had ended was held again")
     return outcome
 
 
