@@ -3,145 +3,16 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from report import number, table
+from reproduction_rules import Claim, Family, Figures, Group
 from reproduction_runs import Run
 
-__all__ = ["GROUPS", "Claim", "Family", "Group", "earlier"]
+__all__ = ["GROUPS", "earlier"]
 
 _EF21 = "topk:ratio=0.01,feedback=ef21-sgdm"
-
-
-@dataclass(frozen=True)
-class Family:
-    """Runs that differ in their seed.
-
-    Attributes:
-        run: the first of them.
-        seeds: how many.
-    """
-
-    run: Run
-    seeds: int = 3
-
-    @property
-    def runs(self) -> list[Run]:
-        """Every run."""
-        return [replace(self.run, seed=seed) for seed in range(self.seeds)]
-
-
-class Figures:
-    """What a reproduction's families came to, by label, from the results of their runs.
-
-    Args:
-        families: by label.
-        results: by a run's key.
-    """
-
-    def __init__(self, families: Mapping[str, Family], results: Mapping[str, Mapping[str, Any]]) -> None:
-        self._families = families
-        self._results = results
-
-    def of(self, label: str) -> list[Mapping[str, Any]]:
-        """Return the results of a family's runs, those that are there."""
-        keys = [run.key for run in self._families[label].runs]
-        return [self._results[key] for key in keys if key in self._results]
-
-    def done(self, label: str) -> bool:
-        """Whether all of a family's runs have been made and ended well."""
-        found = self.of(label)
-        good = all("failed" not in one for one in found)
-        return len(found) == self._families[label].seeds and good
-
-    def points(self, label: str) -> float:
-        """Return the mean accuracy over the seeds in percent."""
-        return 100 * statistics.mean(one["accuracy"] for one in self.of(label))
-
-    def spread(self, label: str) -> float:
-        """Return how far the seeds' accuracies lie apart, in points."""
-        found = [100 * one["accuracy"] for one in self.of(label)]
-        return max(found) - min(found)
-
-    def loss(self, label: str) -> float:
-        """Return the mean validation loss over the seeds at the end."""
-        return statistics.mean(one["loss"] for one in self.of(label))
-
-    def mean(self, label: str, name: str) -> float:
-        """Return the mean over the seeds of another figure."""
-        return statistics.mean(one[name] for one in self.of(label))
-
-    def handed_over(self, label: str) -> float:
-        """Return the bytes that a rank handed to collectives per step."""
-        return self.mean(label, "payload_bytes") / self.mean(label, "steps")
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a reproduction must show.
-
-    Attributes:
-        text: the claim.
-        labels: families that it needs.
-        judge: returns what was measured, and whether the claim holds.
-    """
-
-    text: str
-    labels: tuple[str, ...]
-    judge: Callable[[Figures], tuple[str, bool]]
-
-    def told(self, figures: Figures) -> str:
-        """Return a line with claim, measurement and verdict."""
-        missing = [label for label in self.labels if not figures.done(label)]
-        if missing:
-            failed = [one["failed"] for label in missing for one in figures.of(label) if "failed" in one]
-            why = f"failed: {failed[0]}" if failed else f"not run: {', '.join(missing)}"
-            return f"- **{'fails' if failed else 'open'}**: {self.text} ({why})"
-        measured, holds = self.judge(figures)
-        return f"- **{'holds' if holds else 'does not hold'}**: {self.text} ({measured})"
-
-
-@dataclass(frozen=True)
-class Group:
-    """One reproduction.
-
-    Attributes:
-        title: what it is about, with the setting.
-        families: by label.
-        claims: what must be seen.
-        losses: whether losses count, and not accuracies.
-    """
-
-    title: str
-    families: Mapping[str, Family]
-    claims: Sequence[Claim] = ()
-    losses: bool = False
-
-    def told(self, name: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-        """Return this reproduction's part of the document."""
-        figures = Figures(self.families, results)
-        head = ["", "validation loss" if self.losses else "accuracy by seed, %", "mean"]
-        lines = [self._line(label, figures) for label in self.families if figures.of(label)]
-        claims = "\n".join(claim.told(figures) for claim in self.claims)
-        return f"## {name}: {self.title}\n\n{table([*head, 'bytes per step'], lines)}\n\n{claims}".rstrip()
-
-    def _line(self, label: str, figures: Figures) -> list[str]:
-        found = figures.of(label)
-        bad = [one["failed"] for one in found if "failed" in one]
-        if bad:
-            return [f"`{label}`", bad[0][:60], "", ""]
-        if self.losses:
-            told = ", ".join(f"{one['loss']:.3f}" for one in found)
-            mean = figures.loss(label)
-        else:
-            told = ", ".join(f"{100 * one['accuracy']:.2f}" for one in found)
-            mean = figures.points(label)
-        sent = "" if "payload_bytes" not in found[0] else number(figures.handed_over(label), 0)
-        return [f"`{label}`", told, number(mean, 3 if self.losses else 2), sent]
 
 
 def earlier(folder: Path) -> dict[str, dict[str, Any]]:
@@ -211,10 +82,10 @@ def _inside(every: int) -> Claim:
 
 def _fewer(base: str, label: str, factor: float) -> Claim:
     def judge(figures: Figures) -> tuple[str, bool]:
-        fewer = figures.handed_over(base) / figures.handed_over(label)
-        return f"{fewer:,.0f}x", fewer >= factor
+        fewer = figures.sent(base) / figures.sent(label)
+        return f"{fewer:,.1f}x", fewer >= factor
 
-    return Claim(f"`{label}` hands over at least {factor:g}x less than `{base}`", (base, label), judge)
+    return Claim(f"`{label}` sends at least {factor:g}x less than `{base}`", (base, label), judge)
 
 
 def _drift(label: str, stays: bool) -> Claim:
@@ -277,7 +148,7 @@ _R4 = "diloco:every=30,outer_lr=0.7"
 
 GROUPS = {
     "R1": Group(
-        "local SGD and post-local SGD; digits (20 epochs) and MNIST (1 epoch), 3 seeds",
+        "local SGD and post-local SGD; digits (20 epochs) and MNIST (1 epoch)",
         _by_ranks("digits", 2, 0, 230)
         | _by_ranks("digits", 4, 0, 120)
         | _by_ranks("mnist", 2, 1, 234)
@@ -293,7 +164,7 @@ GROUPS = {
         ],
     ),
     "R7": Group(
-        "gossip on three graphs, and one rank killed at step 60; digits, 3 seeds",
+        "gossip on three graphs, and one rank killed at step 60; digits",
         _gossip(4)
         | _gossip(5)
         | _gossip(8)
@@ -318,18 +189,17 @@ GROUPS = {
         ],
     ),
     "R10": Group(
-        "error feedback where every rank has other classes; digits, N=4, 3 seeds",
-        _class_split(0.05, 0.9, "dense", "topk:ratio=0.01")
-        | _class_split(0.05, 0.5, "dense", "diloco:every=10", "local:every=8")
-        | _class_split(0.5, 0, "dense", "topk:ratio=0.01", _EF21, "topk:ratio=0.01,feedback=ef21")
-        | _class_split(0.1, 0, "topk:ratio=0.01", _EF21),
+        "error feedback where every rank has other classes; digits, N=4",
+        _class_split(0.5, 0, "dense", "topk:ratio=0.01", _EF21, "topk:ratio=0.01,feedback=ef21")
+        | _class_split(0.1, 0, "topk:ratio=0.01", _EF21)
+        | _class_split(0.05, 0.5, "diloco:every=10"),
         [
             _higher(f"{_EF21}, lr={lr}, momentum=0", f"topk:ratio=0.01, lr={lr}, momentum=0")
             for lr in ("0.5", "0.1")
         ],
     ),
     "R8": Group(
-        "deep gradient compression, 0.1 %, a ramp of half the run; digits and MNIST as in R1, N=2, 3 seeds",
+        "deep gradient compression, 0.1 %, a ramp of half the run; digits and MNIST as in R1, N=2",
         _dgc(Run(), 230) | _dgc(_MNIST, 234),
         [
             claim
@@ -342,20 +212,20 @@ GROUPS = {
         ],
     ),
     "R2": Group(
-        "DiLoCo and its outer learning rate; character GPT, N=2, 1,000 steps, one seed",
+        "DiLoCo and its outer learning rate; character GPT, N=2, 1,000 steps",
         _texts(_TEXT, "dense", *_ETAS),
         [_near("dense", _R4, 1), _near("dense", "diloco:every=10,outer_lr=0.7", 1), _inside(30), _inside(10)],
         losses=True,
     ),
     "R3": Group(
-        "DiLoCo on one rank (1,000 steps) and on four (600 steps); character GPT, one seed",
+        "DiLoCo on one rank (1,000 steps) and on four (600 steps); character GPT",
         {f"N=1: {text}": f for text, f in _texts(_TEXT_1, "dense", _R4).items()}
         | {f"N=4: {text}": f for text, f in _texts(_TEXT_4, "dense", "diloco:every=30").items()},
         [_near("N=1: dense", f"N=1: {_R4}", 0.5), _near("N=4: dense", "N=4: diloco:every=30", 3)],
         losses=True,
     ),
     "R4": Group(
-        "DiLoCo's pseudo-gradients in few bits; character GPT, N=2, 1,000 steps, one seed",
+        "DiLoCo's pseudo-gradients in few bits; character GPT, N=2, 1,000 steps",
         _texts(
             _TEXT,
             _R4,
@@ -372,7 +242,7 @@ GROUPS = {
         losses=True,
     ),
     "R5": Group(
-        "SparseLoCo and what it divides by; character GPT, N=4, 600 steps, one seed",
+        "SparseLoCo and what it divides by; character GPT, N=4, 600 steps",
         {
             "diloco without momentum": Family(replace(_TEXT_4, method=_PLAIN), 1),
             "divide=senders": Family(replace(_TEXT_4, method=_SENDERS), 1),
@@ -386,13 +256,13 @@ GROUPS = {
         losses=True,
     ),
     "R9": Group(
-        "about 40 kB per step each; character GPT, N=2, 1,000 steps, one seed",
+        "about 40 kB per step each; character GPT, N=2, 1,000 steps",
         _texts(_TEXT, "topk:ratio=0.01", "powersgd:rank=4", "diloco:every=10/lowbit:format=e3m0")
         | {"demo, SGD lr=0.0003": Family(replace(_TEXT, method="demo", sgd=True, lr=3e-4), 1)},
         losses=True,
     ),
     "curves": Group(
-        "loss curves for the times on slow links; character GPT, N=4, 600 steps, one seed",
+        "loss curves for the times on slow links; character GPT, N=4, 600 steps",
         _texts(_TEXT_4, "dense", "diloco:every=30", "local:every=8", "powersgd:rank=4", "topk:ratio=0.01"),
         losses=True,
     ),

@@ -43,7 +43,7 @@ def options() -> argparse.Namespace:
 
 
 def wanted(only: str, match: str) -> list[Run]:
-    """Return the runs of the named reproductions, each once.
+    """Return the runs of the named reproductions, each once, all with the first seed before the second.
 
     Raises:
         SystemExit: a name is unknown.
@@ -53,7 +53,7 @@ def wanted(only: str, match: str) -> list[Run]:
     if unknown:
         raise SystemExit(f"--only must name some of {', '.join(GROUPS)}, got {unknown[0]}")
     runs = [run for name in names for family in GROUPS[name].families.values() for run in family.runs]
-    return [run for run in dict.fromkeys(runs) if match in run.key]
+    return sorted((run for run in dict.fromkeys(runs) if match in run.key), key=lambda run: run.seed)
 
 
 def told(results: dict[str, Any]) -> str:
