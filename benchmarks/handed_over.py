@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +32,14 @@ class Row:
 
     Attributes:
         method: its text.
-        kilobytes: expected per step, from formulas in the papers; None where there is none.
+        kilobytes: expected per step, from formulas in the papers.
         ranks: number of ranks; a ring has two neighbours from three on.
         passes: number of steps, a multiple of the period in which bytes repeat.
         adam: whether the optimizer keeps moments.
     """
 
     method: str
-    kilobytes: float | None
+    kilobytes: float
     ranks: int = 2
     passes: int = 4
     adam: bool = False
@@ -71,18 +72,23 @@ def main() -> None:
     args = parser.parse_args()
     with RankPool(3) as pool:
         counted = {row.method: pool.run(row.ranks, _count, row, timeout_s=600)[0] for row in ROWS}
-    dense = counted["dense"][0]
-    lines = []
-    for row in ROWS:
-        got, moved = counted[row.method]
-        off = "" if row.kilobytes is None else f"{100 * (got / 1e3 / row.kilobytes - 1):+.1f} %"
-        expected = "" if row.kilobytes is None else f"{row.kilobytes:,g}"
-        told = [number(got / 1e3, 2), expected, off, f"{dense / got:,.1f}x", number(moved / 1e3, 2)]
-        lines.append([f"`{row.method}`", *told])
-    body = table(["method", "kB handed over", "expected", "difference", "less than dense", "kB sent"], lines)
+    body = summary(counted)
     print(body)
     text = document("Bytes per step handed over", args.date, sys.argv, body)
     write(args.out / args.name, args.date, {row.method: row.passes for row in ROWS}, counted, text)
+
+
+def summary(counted: Mapping[str, Sequence[float]]) -> str:
+    """Format a line per method: what a rank handed over and sent per step, each against the forecast."""
+    dense = counted["dense"][0]
+    lines = []
+    for row in ROWS:
+        line = [f"`{row.method}`", f"{row.kilobytes:,g}"]
+        for told in counted[row.method]:
+            line += [number(told / 1e3, 2), f"{100 * (told / 1e3 / row.kilobytes - 1):+.1f} %"]
+        lines.append([*line, f"{dense / counted[row.method][0]:,.1f}x"])
+    head = ["method", "expected kB", "handed over", "", "sent", "", "handed over, less than dense"]
+    return table(head, lines)
 
 
 def _count(rank: int, row: Row) -> tuple[float, float]:
