@@ -31,6 +31,7 @@ from stenograd.testing.pool import RankPool, RanksFailed
 __all__ = ["Run", "measure"]
 
 _TIMEOUT_S = 120.0
+_LOSS_TIMEOUT_S = 20.0  # where a rank dies: those that are not its neighbours notice only after that
 _STILL = 24  # mixings at learning rate 0 after a loss, in which the mean of the ranks should stay
 
 
@@ -169,7 +170,7 @@ def _enter(run: Run, data: Path | None) -> Trainer:
         lr=run.lr,
         momentum=None if run.sgd else run.momentum,
         shards=shards,
-        timeout_s=_TIMEOUT_S,
+        timeout_s=_LOSS_TIMEOUT_S if run.dies else _TIMEOUT_S,
     )
     return Trainer(_changed(make_plan(options, dist.get_world_size()), run), method(run.method), Driver())
 
