@@ -32,6 +32,7 @@ def earlier(folder: Path) -> dict[str, dict[str, Any]]:
                 "steps": 1000,
                 "payload_bytes": payload,
                 "moved_bytes": payload,
+                "curve": [[1000 * p["epoch"] / 5, p["eval_loss"], p["accuracy"]] for p in points],
                 "from": f"{name}.json",
             }
     return found
@@ -132,6 +133,7 @@ _MNIST = Run(task="mnist", epochs=1)
 _TEXT = Run(task="text", epochs=5)
 _TEXT_1 = replace(_TEXT, ranks=1)
 _TEXT_4 = Run(task="text", ranks=4, epochs=6, steps=100)
+_R4 = "diloco:every=30,outer_lr=0.7"
 _PLAIN = "diloco:every=30,outer_lr=1,momentum=0"
 # The preset sparseloco, written out, and the same with the mean over all ranks.
 _SENDERS = f"{_PLAIN}/topk:ratio=0.015625,chunk=4096,values=int2,feedback_decay=0.95,divide=senders"
@@ -140,11 +142,12 @@ _EARLIER = {
     "text_ddp_unshaped": {"ddp": "dense"},
     "text_20mbit": {
         "topk:ratio=0.01": "topk:ratio=0.01",
-        "diloco:every=30": "diloco:every=30,outer_lr=0.7",
+        "diloco:every=30": _R4,
+        "sparseloco:every=30": _SENDERS,
     },
 }
+_CURVES = ["dense", _R4, "local:every=8", "powersgd:rank=4", "topk:ratio=0.01", _SENDERS]
 _ETAS = [f"diloco:every={every},outer_lr={eta}" for every in (30, 10) for eta in (0.7, 0.4, 1)]
-_R4 = "diloco:every=30,outer_lr=0.7"
 
 GROUPS = {
     "R1": Group(
@@ -220,8 +223,8 @@ GROUPS = {
     "R3": Group(
         "DiLoCo on one rank (1,000 steps) and on four (600 steps); character GPT",
         {f"N=1: {text}": f for text, f in _texts(_TEXT_1, "dense", _R4).items()}
-        | {f"N=4: {text}": f for text, f in _texts(_TEXT_4, "dense", "diloco:every=30").items()},
-        [_near("N=1: dense", f"N=1: {_R4}", 0.5), _near("N=4: dense", "N=4: diloco:every=30", 3)],
+        | {f"N=4: {text}": f for text, f in _texts(_TEXT_4, "dense", _R4).items()},
+        [_near("N=1: dense", f"N=1: {_R4}", 0.5), _near("N=4: dense", f"N=4: {_R4}", 3)],
         losses=True,
     ),
     "R4": Group(
@@ -262,8 +265,12 @@ GROUPS = {
         losses=True,
     ),
     "curves": Group(
-        "loss curves for the times on slow links; character GPT, N=4, 600 steps",
-        _texts(_TEXT_4, "dense", "diloco:every=30", "local:every=8", "powersgd:rank=4", "topk:ratio=0.01"),
+        "loss curves for the times on slow links; character GPT, N=2, 1,000 steps, and N=4, 600 steps",
+        {
+            f"N={run.ranks}: {text}": family
+            for run in (_TEXT, _TEXT_4)
+            for text, family in _texts(run, *_CURVES).items()
+        },
         losses=True,
     ),
 }

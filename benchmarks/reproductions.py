@@ -71,9 +71,8 @@ def main() -> None:
     args = options()
     stem = args.out / args.name
     file = stem.with_suffix(".json")
-    results = earlier(HERE / "results")
-    if file.exists():
-        results |= json.loads(file.read_text())["results"]
+    results = json.loads(file.read_text())["results"] if file.exists() else {}
+    results |= earlier(HERE / "results")
     data = {task: path for task, path in (("mnist", args.mnist), ("text", args.text)) if path is not None}
     missing = [run for run in wanted(args.only, args.match) if run.key not in results]
     settings = {"runs": len(results), "threads per rank": 1}

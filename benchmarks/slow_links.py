@@ -1,13 +1,13 @@
 """Time to a loss on slow links, put together from loss curves and from step times.
 
 A loss curve does not depend on the link, so it comes from one training without a limit (`reproductions.py
---only curves,R5`, four ranks); the time of a step comes from a short training on emulated hosts, for every
+--only curves`); the time of a step comes from a short training on emulated hosts, for every
 rate two of `time_to_accuracy.py`. Writes NAME.json, NAME.md and NAME.png into --out:
 
     for rate in 100mbit 20mbit; do
-        on="--task text --data FILE --hosts 4 --rate $rate --epochs 1 --parts 1"
-        python benchmarks/time_to_accuracy.py $on --steps 60 --name text4_$rate --rivals none ...
-        python benchmarks/time_to_accuracy.py $on --steps 16 --name text4_ddp_$rate --rivals ddp
+        on="--task text --data FILE --hosts 2 --rate $rate --epochs 1 --parts 1"
+        python benchmarks/time_to_accuracy.py $on --steps 60 --name text2_$rate --rivals none ...
+        python benchmarks/time_to_accuracy.py $on --steps 16 --name text2_ddp_$rate --rivals ddp
     done
     python benchmarks/slow_links.py
 """
@@ -39,19 +39,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--hosts", type=int, choices=[2, 4], default=2)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "20mbit"])
     parser.add_argument("--target", type=float, default=1.9)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--name", default="slow_links", help="name of the files, without an ending")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     args = parser.parse_args()
-    found = loss_curves(args.out)
-    links = {rate: steps_of(args.out, rate) for rate in args.rates}
+    found = loss_curves(args.out, args.hosts)
+    links = {rate: steps_of(args.out, args.hosts, rate) for rate in args.rates}
     targets = sorted({common(found), 2.0, args.target}, reverse=True)
     parts = [f"### {rate}\n\n{summary(found, steps, targets)}" for rate, steps in links.items()]
     body = "\n\n".join(parts)
     print(body)
-    text = document("Time to a validation loss on four hosts", args.date, sys.argv, body)
+    text = document(f"Time to a validation loss on {args.hosts} hosts", args.date, sys.argv, body)
     results = {"curves": found, "steps": links}
     write(args.out / args.name, args.date, {"target": args.target}, results, text)
     slowest = links[args.rates[-1]]
@@ -59,18 +60,18 @@ def main() -> None:
     print(curves(args.out / f"{args.name}.png", drawn, args.target, losses=True))
 
 
-def loss_curves(folder: Path) -> dict[str, Curve]:
-    """Return the loss curves of four ranks' trainings by rival; DDP's is that of `dense`."""
+def loss_curves(folder: Path, hosts: int) -> dict[str, Curve]:
+    """Return the loss curves of trainings of so many ranks by rival; DDP's is that of `dense`."""
     results = json.loads((folder / "reproductions.json").read_text())["results"]
-    runs = [family.run for name in ("curves", "R5") for family in GROUPS[name].families.values()]
+    runs = [family.run for family in GROUPS["curves"].families.values() if family.run.ranks == hosts]
     done = {method(run.method).text: results.get(run.key, {}) for run in runs}
     return {(DDP if text == "dense" else text): r["curve"] for text, r in done.items() if "curve" in r}
 
 
-def steps_of(folder: Path, rate: str) -> dict[str, dict[str, float]]:
+def steps_of(folder: Path, hosts: int, rate: str) -> dict[str, dict[str, float]]:
     """Return seconds and bytes of a host's interface per step on a link, by rival."""
     per_step = {}
-    for name in (f"text4_{rate}", f"text4_ddp_{rate}"):
+    for name in (f"text{hosts}_{rate}", f"text2_ddp_{rate}"):
         told = json.loads((folder / f"{name}.json").read_text())
         taken = told["settings"]["steps"] * told["settings"]["epochs"]
         for rival, seen in told["results"].items():
