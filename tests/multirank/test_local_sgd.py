@@ -338,15 +338,25 @@ def test_consensus_is_the_mean_and_is_taken_back():
 
 def test_bytes_are_a_round_every_h_steps(pool):
     """8 steps with H = 4 and without buffers: two rounds, each of the model once in and once out."""
-    (first, _) = pool.run(2, _bytes)
+    (first, _) = pool.run(2, _bytes, "local:every=4")
     model_bytes, moved = first
     assert moved == 2 * model_bytes  # 2 (N-1)/N = 1 of the model a round
 
 
-def _bytes(rank):
+def test_bytes_of_gradients_before_the_rounds_count(pool):
+    """Three steps with gradients, then H = 4 local ones and a round, and one more: four times the model.
+
+    Gradients travel with a few words that tell whether they are finite.
+    """
+    (first, _) = pool.run(2, _bytes, "local:every=4,after=3")
+    model_bytes, moved = first
+    assert 4 * model_bytes <= moved < 4.01 * model_bytes
+
+
+def _bytes(rank, text):
     model = nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = stenograd.distribute(model, optimizer, "local:every=4", timeout_s=30)
+    sync = stenograd.distribute(model, optimizer, text, timeout_s=30)
     before = sync.traffic.moved_bytes
     for _ in range(8):
         optimizer.zero_grad()

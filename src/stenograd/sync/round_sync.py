@@ -127,6 +127,7 @@ class RoundSync(Attached):
         if self._dense_passes:
             (everyone,) = self._driver.split([range(self.world_size)], "gradients")
             assert everyone is not None  # every rank is in the one part
+            everyone.traffic = self._driver.traffic  # one ledger for gradients and rounds
             self._average_gradients("dense", everyone)
         else:
             self._average_inside()
