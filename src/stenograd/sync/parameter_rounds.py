@@ -157,8 +157,9 @@ class ParameterSync(RoundSync):
         tensors = [*self._parameters.values(), *self._buffers()]
         own = [t.detach().clone() for t in tensors]
         alone = [part.take_common() for part in self._parts]
-        for whole in self._whole if self._nodes is not None else []:
-            self._nodes.spread(whole)  # by fragments: that is how a node's ranks share them out
+        if self._nodes is not None:
+            for whole in self._whole:  # by fragments: that is how a node's ranks share them out
+                self._nodes.spread(whole)
         if apart := self._buffers() if all(alone) else tensors:
             average([t.detach() for t in apart], self._driver, in_order=True)
         try:
