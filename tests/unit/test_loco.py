@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused():
         "sign:majority=true,feedback=loco": "whose average is a mean",
         "lowbit:feedback=loco,feedback_decay=0.5": "feedback_decay needs error feedback",
         "diloco/lowbit:feedback=loco": "it accumulates gradients by itself",
-        "lowbit:feedback=locomotive": "must be true or false, or ef21, ef21-sgdm, loco",
+        "lowbit:feedback=locomotive": "must be true or false, or ef21 or ef21-sgdm or loco",
     }.items():
         with pytest.raises(MethodError, match=message):
             stenograd.method(text)

@@ -355,7 +355,7 @@ def _value(name: str, key: str, kind: type, value: str) -> Any:
     try:
         parsed = _TRUTH[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError) as cause:
-        words = f"true or false, or {', '.join(_FEEDBACKS)}" if key == "feedback" else "true or false"
+        words = f"true or false, or {' or '.join(_FEEDBACKS)}" if key == "feedback" else "true or false"
         wanted = words if kind is bool else f"of type {kind.__name__}"
         raise MethodError(f"{name}: {key} must be {wanted}, got {value!r}: correct the value") from cause
     if kind is int and not -_WORD <= parsed < _WORD:
