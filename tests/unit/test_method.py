@@ -54,7 +54,7 @@ def test_text_is_canonical_and_makes_itself_again(text, canonical):
         ("topk:ratio=1.5", r"ratio must be in \(0, 1\], got 1.5"),
         ("topk:ratio=nan", r"ratio must be in \(0, 1\], got nan"),
         ("topk:ratio=0.1,ratio=0.2", "given twice"),
-        ("topk:feedback=maybe", "must be true or false, or ef21 or ef21-sgdm, got 'maybe'"),
+        ("topk:feedback=maybe", "must be true or false, or ef21 or ef21-sgdm or loco, got 'maybe'"),
         ("powersgd:warm_start=maybe", "must be true or false, got 'maybe'"),
         ("qsgd:feedback=ef21", "EF21 needs a biased compressor"),
         ("dense:feedback=ef21", "EF21 needs a biased compressor"),

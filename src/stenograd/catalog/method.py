@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, get_type_hints
@@ -18,6 +18,7 @@ from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Compressor, Feedback, Site, Transport
 from stenograd.compression.ef21 import EF21
 from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.loco import LoCo
 from stenograd.compression.small_all_reduce import small_rounds
 from stenograd.compression.transports import AllGather, SmallAllReduce
 from stenograd.compressors.identity import Identity
@@ -36,7 +37,12 @@ METHOD_KEYS: dict[str, type] = {
     "clip_value": float,
     "clip_norm": float,
 }
-_EF21 = {"ef21": 1.0, "ef21-sgdm": 0.1}  # other words for feedback, each with its eta
+# Other words for feedback, each with what it puts around a compressor.
+_FEEDBACKS: dict[str, Callable[[Compressor], Compressor]] = {
+    "ef21": lambda codec: EF21(inner=codec),
+    "ef21-sgdm": lambda codec: EF21(inner=codec, eta=0.1),
+    "loco": lambda codec: LoCo(inner=codec),
+}
 _EVERY_STEP = EveryStep()
 _WORD = 1 << 63  # a seed may have 64 bits; counts have narrower bounds of their own
 _TRUTH = {
@@ -238,10 +244,10 @@ def method(text: str | Method | Compressor) -> Method:
     with certain values, and print as what they stand for.
 
     Besides a compressor's own keys (its fields) every method takes `feedback` (error feedback; on for
-    biased compressors; `ef21` or `ef21-sgdm` for what `compression.ef21` does instead), `feedback_decay`
-    (what is owed is multiplied by it at every step; 1), `dense_below` (tensors with fewer elements travel
-    densely; 1024 for sign, else 0), `warmup_steps` (dense exchanges before compression starts), `clip_value`
-    and `clip_norm` (applied to the local gradient).
+    biased compressors; `ef21`, `ef21-sgdm` or `loco` for what `compression.ef21` and `compression.loco` do
+    instead), `feedback_decay` (what is owed is multiplied by it at every step; 1), `dense_below` (tensors
+    with fewer elements travel densely; 1024 for sign, else 0), `warmup_steps` (dense exchanges before
+    compression starts), `clip_value` and `clip_norm` (applied to the local gradient).
 
     Args:
         text: the text; a Method is returned as it is, and a Compressor is taken as given, without feedback.
@@ -306,7 +312,7 @@ def _with_feedback(codec: Compressor, given: Mapping[str, Any], feeds: bool) -> 
     if "feedback_decay" in given:
         decay = given["feedback_decay"]
         raise bad_value("feedback_decay", "needs error feedback", decay, "add feedback=true", MethodError)
-    return EF21(inner=codec, eta=_EF21[chosen]) if chosen else codec
+    return _FEEDBACKS[chosen](codec) if chosen else codec
 
 
 def _schedule(text: str) -> tuple[Schedule, str]:
@@ -344,12 +350,12 @@ def _parse(
 
 
 def _value(name: str, key: str, kind: type, value: str) -> Any:
-    if key == "feedback" and value in _EF21:
+    if key == "feedback" and value in _FEEDBACKS:
         return value
     try:
         parsed = _TRUTH[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError) as cause:
-        words = f"true or false, or {' or '.join(_EF21)}" if key == "feedback" else "true or false"
+        words = f"true or false, or {' or '.join(_FEEDBACKS)}" if key == "feedback" else "true or false"
         wanted = words if kind is bool else f"of type {kind.__name__}"
         raise MethodError(f"{name}: {key} must be {wanted}, got {value!r}: correct the value") from cause
     if kind is int and not -_WORD <= parsed < _WORD:

@@ -17,6 +17,8 @@ PRESETS = {
     # decay of its production runs. The decayed residual takes the place of outer momentum.
     "sparseloco": "diloco:every=30,outer_lr=1,momentum=0/"
     "topk:ratio=0.015625,chunk=4096,values=int2,feedback_decay=0.95,divide=senders",
+    # Kolehmainen et al., "NoLoCo", arXiv 2506.10911, with its outer optimizer.
+    "noloco": "diloco:every=50,topology=pairs,outer_lr=0.7,momentum=0.5,nesterov=false",
     # Wang et al., "SlowMo", ICLR 2020; with a slow learning rate of 1.
     "slowmo": "diloco:outer_lr=1,momentum=0.5,nesterov=false",
 }

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from stenograd.errors import CheckpointError, bad_value
 
-__all__ = ["AVERAGED", "REPLACED", "SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
+__all__ = ["AVERAGED", "CLEARED", "REPLACED", "SUMMED", "Joint", "alike", "reshard", "reshard_rank"]
 
 # State whose sum over the ranks is kept, because it is owed.
-SUMMED = frozenset({"residual", "dgc_u", "dgc_v", "demo_momentum"})
+SUMMED = frozenset({"residual", "dgc_u", "dgc_v", "demo_momentum", "dion_momentum"})
 # State whose mean over the ranks is kept, because it is an estimate.
 AVERAGED = frozenset({"ef21_momentum"})
 # State that starts again from what all ranks know; all other state is equal on all ranks.
 REPLACED = {"ef21_known": "ef21_mean"}
+# State that starts again from nothing: what it holds is small, and forgotten from time to time in any case.
+CLEARED = frozenset({"loco_codes", "loco_scales"})
 _OWN = "own"  # the first word of what each rank has of its own in a round, whose mean is kept, too
 _NEIGHBOURS = "neighbours"  # what a rank knows of some others: of no use to new ranks
 
@@ -128,6 +130,7 @@ class Joint:
                 where, summed = (name, key), _adds_up(key)
                 if key in REPLACED:
                     continue
+                tensor = torch.zeros_like(tensor) if key in CLEARED else tensor
                 if self._count == 0:
                     # float64, so that the sum over many ranks costs one rounding, when it is shared out.
                     self._dtypes[where] = tensor.dtype
@@ -182,7 +185,9 @@ class Joint:
                 )
         if _layout(state) != self._layout:
             raise CheckpointError(
-                f"ranks 0 and {self._count} saved different parameters: give states of one model"
+                f"ranks 0 and {self._count} saved different parameters: give states of one model, and load "
+                "those of rounds between nodes (inside=...), where a node's ranks hold different parts, on "
+                "as many ranks as saved them"
             )
 
     def _wrong_order(self, got: str) -> CheckpointError:

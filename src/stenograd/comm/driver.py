@@ -366,6 +366,8 @@ class Driver:
         if lost or late:  # of a lost rank others may wait in vain, which makes them late
             verb = "did not answer" if lost else "did not come, but run"
             who = f"rank(s) {', '.join(map(str, sorted(lost or late)))} {verb}"
+        elif lost := set(absent.lost):  # a peer here gave up because of a loss in another group of its own
+            who = f"rank(s) {', '.join(map(str, sorted(lost)))} of another group did not answer"
         error = PeerLost(
             f"{self._in_the_world(ranks)}: {what} failed after {waited_s:.1f} s (timeout_s is "
             f"{self.timeout_s:g}), {who} ({first_line(cause)}): look at that rank's log, and restart from "

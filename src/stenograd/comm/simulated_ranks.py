@@ -15,7 +15,7 @@ from stenograd.comm.pipeline import Pipeline
 from stenograd.comm.simulate import answers
 from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
-from stenograd.data.requests import Reply, Request, Rounds, gather, gather_ragged
+from stenograd.data.requests import Op, Reply, Request, Rounds, gather, gather_ragged
 from stenograd.errors import PeerLost, bad_value
 
 __all__ = ["SimulatedDriver", "ranks"]
@@ -170,8 +170,8 @@ class SimulatedDriver:
         parts = request.parts or (request,)
         for part in parts:
             size, itemsize = part.nbytes, part.tensors[0].element_size() if part.tensors else 1
-            if size:
-                ends = part.peers, part.senders
+            ends = part.peers, part.senders
+            if size and (part.op is not Op.EXCHANGE or any(ends)):
                 self.traffic.count(part.op, size, self.world_size, *ends, label=label, itemsize=itemsize)
         return self.traffic.tally(label, parts[0].op.value)
 

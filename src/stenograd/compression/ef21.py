@@ -12,7 +12,20 @@ from stenograd.compression.contract import Compressor, Exchange, Feedback, Site,
 from stenograd.data.requests import Rounds, mean
 from stenograd.errors import MethodError, bad_value
 
-__all__ = ["EF21"]
+__all__ = ["EF21", "require_contraction"]
+
+
+def require_contraction(inner: Compressor, who: str) -> None:
+    """Refuse a compressor whose errors are not its own to correct.
+
+    Raises:
+        MethodError: inner is unbiased or lossless, or its average is not a mean.
+    """
+    if inner.feedback is not Feedback.ON or inner.transport(Site(shapes=())).votes:
+        raise MethodError(
+            f"{who} needs a biased compressor whose average is a mean, such as topk, got {inner}: leave "
+            "feedback out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +70,7 @@ class EF21(Compressor):
             raise bad_value(
                 "eta", "must be in (0, 1]", self.eta, "use 0.1, or 1 for no momentum", MethodError
             )
-        if self.inner.feedback is not Feedback.ON or self.inner.transport(Site(shapes=())).votes:
-            raise MethodError(
-                "EF21 needs a biased compressor whose average is a mean, such as topk, got "
-                f"{self.inner}: leave feedback out"
-            )
+        require_contraction(self.inner, "EF21")
 
     @classmethod
     def examples(cls) -> Iterator[Compressor]:

@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.rounds import Rounds, check_natural, check_word
-from stenograd.schedules.schedule import What
+from stenograd.schedules.schedule import Codec, What, refused
+from stenograd.topology.pairs import spread_per_round
 
 __all__ = ["DiLoCo"]
 
 _LAYOUTS = ("strided", "sequential")
+_TOPOLOGIES = ("all", "pairs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,11 @@ class DiLoCo(Rounds):
         eager: use what was sent a whole round later, each rank with its own share replaced by its newest:
             `Delta = mean(old) + (Delta_i(new) - Delta_i(old)) / N`. Nothing ever waits for the network; phi
             and m then differ from rank to rank. Needs fragments=1 and delay=0.
+        topology: "all" for one mean over all ranks, or "pairs": ranks meet in random pairs, drawn anew in
+            each round, and where their number is odd one of them sits out. Then phi and m are each rank's
+            own, and the outer step follows `phi_i - (theta_i + theta_j) / 2`, which also brings the ranks'
+            phi together; no round waits for all ranks (NoLoCo). Needs delay=0, eager=false and no inside,
+            and nothing after the slash.
         every, after, states, states_every, buffers: see `Rounds`.
 
     Raises:
@@ -59,7 +66,8 @@ class DiLoCo(Rounds):
         (30, 0.7, 0.9)
 
     References: Douillard et al., "DiLoCo", arXiv 2311.08105, and "Streaming DiLoCo with overlapping
-    communication", arXiv 2501.18512 (fragments, delay, mix); Kale et al., "Eager Updates", arXiv 2502.12996.
+    communication", arXiv 2501.18512 (fragments, delay, mix); Kale et al., "Eager Updates", arXiv 2502.12996;
+    Kolehmainen et al., "NoLoCo", arXiv 2506.10911 (pairs).
     """
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"diloco": {}}
@@ -77,6 +85,7 @@ class DiLoCo(Rounds):
     delay: int = 0
     mix: float = 0.0
     eager: bool = False
+    topology: str = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,7 +96,14 @@ class DiLoCo(Rounds):
         check_count("fragments", self.fragments, "use 1 for the whole model", MethodError)
         check_word("layout", self.layout, _LAYOUTS, "strided")
         check_natural("delay", self.delay, "leave it out for none")
+        check_word("topology", self.topology, _TOPOLOGIES, "all")
         self._check_timing()
+        self._check_pairs()
+
+    @property
+    def shares_outer(self) -> bool:
+        """Whether phi and m are equal on all ranks."""
+        return not self.eager and self.topology == "all"
 
     def doubts(self) -> list[str]:
         """Say what is allowed, and hardly meant."""
@@ -99,7 +115,22 @@ class DiLoCo(Rounds):
             )
         if (self.every, self.outer_lr, self.momentum) == (1, 1.0, 0.0):
             found.append("this averages parameters in every step; local:every=1 does so with less memory")
+        if self.topology == "pairs":
+            growth = spread_per_round(self.outer_lr, self.momentum, self.nesterov)
+            if growth >= 1:
+                found.append(
+                    f"with outer_lr={self.outer_lr:g} and momentum={self.momentum:g} in pairs, the variance "
+                    f"of outer parameters among many ranks grows {growth:.2f} times per round; give "
+                    "momentum=0.5"
+                )
         return found
+
+    def check(self, codec: Codec) -> None:
+        """Refuse also what pairs have nothing to compress against."""
+        super().check(codec)
+        if self.topology == "pairs" and not codec.lossless:
+            why = "ranks that meet for one round share no parameters from which to send differences"
+            raise refused(self, codec, why, "use topology=all, or leave the codec out")
 
     def _check_timing(self) -> None:
         if self.every % self.fragments:
@@ -129,3 +160,12 @@ class DiLoCo(Rounds):
         if self.eager and (self.delay or self.fragments > 1):
             got = f"delay={self.delay}, fragments={self.fragments}"
             raise bad_value("eager", "needs delay=0 and fragments=1", got, "leave them out", MethodError)
+
+    def _check_pairs(self) -> None:
+        """Refuse what needs all ranks, or an exchange in the background."""
+        wanting = {"delay": self.delay, "eager": self.eager, "inside": self.inside}
+        wanting["states"] = self.states if self.states == "average" else ""
+        got = [key for key, value in wanting.items() if value]
+        if self.topology == "pairs" and got:
+            rule = f"must be all with {', '.join(got)}"
+            raise bad_value("topology", rule, "pairs", f"leave out {', '.join(got)}", MethodError)

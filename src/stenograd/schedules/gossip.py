@@ -124,6 +124,9 @@ class Gossip(Schedule):
 
     def check(self, codec: Codec) -> None:
         """Refuse what cannot travel to neighbours, and what makes CHOCO diverge or do nothing."""
+        if codec.accumulates:
+            why = "it accumulates gradients by itself"
+            raise refused(self, codec, why, "use topk, sign or qsgd")
         if codec.votes:
             raise refused(self, codec, "a vote is no message of one rank", "use sign without majority")
         if codec.clips:
@@ -140,9 +143,6 @@ class Gossip(Schedule):
                 why = f"consensus={self.consensus:g} would only slow down mixing that loses nothing"
                 raise refused(self, codec, why, "leave consensus out")
             return
-        if codec.accumulates:
-            why = "it accumulates gradients by itself"
-            raise refused(self, codec, why, "use topk, sign or qsgd")
         if not codec.one_message:
             why = "a neighbour must be able to read one rank's message by itself, of a length known before"
             raise refused(self, codec, why, "use topk, sign, qsgd, bf16 or fp16")

@@ -90,6 +90,11 @@ class Rounds(Schedule):
         return 1
 
     @property
+    def layout(self) -> str:
+        """Which parameters form a fragment; see `sync.fragments`."""
+        return "strided"
+
+    @property
     def delay(self) -> int:
         """Passes from sending to using what came."""
         return 0

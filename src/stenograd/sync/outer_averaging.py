@@ -14,6 +14,7 @@ from stenograd.comm.drivers import AnyDriver
 from stenograd.data.finite import is_finite
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.sync.flat_exchange import IN_ORDER, FlatExchange
+from stenograd.sync.parameter_averaging import average
 from stenograd.sync.round_parts import Part
 
 __all__ = ["OuterPart"]
@@ -141,10 +142,10 @@ class OuterPart(Part):
         return self._side
 
     def take_common(self) -> bool:
-        """Take the outer parameters, which are equal on all ranks unless updates are eager."""
+        """Take the outer parameters; say whether they are equal on all ranks."""
         self.wait()
         self.take_outer()
-        return not self._schedule.eager
+        return self._schedule.shares_outer
 
     def restart(self, bad: set[int]) -> None:
         """Take the outer parameters."""
@@ -172,7 +173,7 @@ class OuterPart(Part):
     def state_dict(self, *, own: bool) -> dict[str, Any]:
         """Return what decides the next rounds, by parameter name; waits for what is under way."""
         self.wait()
-        mine = "own " if self._schedule.eager else ""  # differs from rank to rank: see `stenograd.reshard`
+        mine = "" if self._schedule.shares_outer else "own "  # of each rank: see `stenograd.reshard`
         named = {f"{mine}outer": self._outer, f"{mine}momentum": self._momentum}
         named |= {"own": self._flat.values()} if own else {}
         named |= {"arrived": self._arrived} if self._arrived else {}
@@ -192,7 +193,7 @@ class OuterPart(Part):
         self._flat.receive()
         self._flat.load(state["exchange"])
         found = {key: self._flat.flat(named) for key, named in state["tensors"].items()}
-        mine = "own " if self._schedule.eager else ""
+        mine = "" if self._schedule.shares_outer else "own "
         self._outer, self._momentum = found.get(f"{mine}outer", []), found.get(f"{mine}momentum", [])
         self._arrived, self._sent = found.get("arrived", []), found.get("own share", [])
 
@@ -209,6 +210,8 @@ class OuterPart(Part):
         if own is None:
             self.take_outer()
             return False
+        if not self._schedule.shares_outer:
+            average([*self._outer, *self._momentum], self.driver, in_order=True)
         mean = self._flat.flat(own)
         if self._arrived:
             self._apply(self._arrived)
@@ -236,8 +239,8 @@ class OuterPart(Part):
         if outcome is None:
             return False
         self._arrived = [torch.empty_like(t) for t in self._outer]
-        for (at, part), average in zip(self._flat.cuts, outcome.averages, strict=True):
-            self._arrived[at][part] = average
+        for (at, part), mean in zip(self._flat.cuts, outcome.averages, strict=True):
+            self._arrived[at][part] = mean
         return True
 
     def _step(self, averages: list[Tensor]) -> None:
@@ -247,9 +250,9 @@ class OuterPart(Part):
     def _apply(self, averages: list[Tensor]) -> None:
         """Make the outer optimizer's step, as torch.optim.SGD does; the averages are overwritten."""
         momentum, nesterov = self._schedule.momentum, self._schedule.nesterov
-        for outer, velocity, average in zip(self._outer, self._momentum, averages, strict=True):
-            direction = average
+        for outer, velocity, mean in zip(self._outer, self._momentum, averages, strict=True):
+            direction = mean
             if momentum:
-                velocity.mul_(momentum).add_(average)
-                direction = average.add_(velocity, alpha=momentum) if nesterov else velocity
+                velocity.mul_(momentum).add_(mean)
+                direction = mean.add_(velocity, alpha=momentum) if nesterov else velocity
             outer.add_(direction, alpha=-self._schedule.outer_lr)

@@ -18,13 +18,16 @@ from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.fragments import fragments_of
+from stenograd.sync.gossip import Gossip
 from stenograd.sync.lost_ranks import Survivors
 from stenograd.sync.optimizer_states import average_states, forget_states
 from stenograd.sync.outer_averaging import OuterPart
+from stenograd.sync.pair_averaging import PairPart
 from stenograd.sync.parameter_averaging import average
 from stenograd.sync.round_parts import LocalPart, Part
 from stenograd.sync.round_state import check_shapes, joined, of_part
 from stenograd.sync.round_sync import RoundSync
+from stenograd.topology.pairs import RandomPairs
 
 __all__ = ["ParameterSync"]
 
@@ -71,6 +74,7 @@ class ParameterSync(RoundSync):
                 f"check_every must be 0 with {self.method}, got {check_every}: {why} there; leave it out"
             )
         self._survivors: Survivors | None = None
+        self._pairs: Gossip | None = None  # what mixes with a partner, where rounds are held in pairs
         for warning in schedule.doubts():
             warnings.warn(f"{self.method}: {warning}", UserWarning, stacklevel=5)
         self._flying: dict[int, int] = {}  # fragments under way, with the pass that sent them
@@ -84,14 +88,19 @@ class ParameterSync(RoundSync):
         self._dismantle()
         if not self._parts:  # else the clock goes on
             self._next = self._period()
-            if self._schedule.lost == "drop":
+            if isinstance(self._schedule, DiLoCo) and self._schedule.topology == "pairs":
+                self._pairs = Gossip(Driver.own(self._driver), RandomPairs(), lost=self._schedule.lost)
+            elif self._schedule.lost == "drop":
                 self._survivors = Survivors(Driver.own(self._driver), self)
         schedule, how, nodes = self._schedule, self._each_round, self._nodes
-        self._parts, self._whole = [], fragments_of(parameters, schedule.fragments, self._layout)
+        self._parts, self._whole = [], fragments_of(parameters, schedule.fragments, schedule.layout)
         driver = self._driver if nodes is None else nodes.between
         for whole in self._whole:
             part = whole if nodes is None else nodes.share_of(whole)
-            if isinstance(schedule, DiLoCo):
+            if isinstance(schedule, DiLoCo) and self._pairs is not None:
+                beside: Any = list if self._parts else self._buffers  # in the first fragment's message
+                self._parts.append(PairPart(part, driver, self._pairs, schedule, chunk, beside))
+            elif isinstance(schedule, DiLoCo):
                 self._parts.append(OuterPart(part, driver, how, schedule, chunk))
             else:
                 self._parts.append(LocalPart(part, driver, how, chunk))
@@ -149,7 +158,8 @@ class ParameterSync(RoundSync):
         own = [t.detach().clone() for t in tensors]
         alone = [part.take_common() for part in self._parts]
         if self._nodes is not None:
-            self._nodes.spread(self._parameters)
+            for whole in self._whole:  # by fragments: that is how a node's ranks share them out
+                self._nodes.spread(whole)
         if apart := self._buffers() if all(alone) else tensors:
             average([t.detach() for t in apart], self._driver, in_order=True)
         try:
@@ -243,11 +253,6 @@ class ParameterSync(RoundSync):
             return []
         return [b for b in self._model.buffers() if b.is_floating_point()]
 
-    @property
-    def _layout(self) -> str:
-        schedule = self._schedule
-        return schedule.layout if isinstance(schedule, DiLoCo) else "strided"
-
     def _starts(self, t: int) -> list[int]:
         if isinstance(self._schedule, Local):
             return [0] if t == self._next else []
@@ -299,7 +304,7 @@ class ParameterSync(RoundSync):
         """Whether a round without delay leaves all ranks with equal parameters."""
         schedule = self._schedule
         return self._exact or (
-            isinstance(schedule, DiLoCo) and schedule.fragments == 1 and not schedule.eager
+            isinstance(schedule, DiLoCo) and schedule.fragments == 1 and schedule.shares_outer
         )
 
     def _finish(self, fragment: int) -> bool:
@@ -340,7 +345,9 @@ class ParameterSync(RoundSync):
     def _merge(self, part: Part, first: bool) -> bool:
         """Take what was sent; where lost ranks are dropped, average before what else belongs to the round."""
         if self._survivors is None:
-            return part.merge()
+            sound = part.merge()
+            self._driver = self._driver if self._pairs is None else self._pairs.driver
+            return sound
         others = [self._average_others] if first else []
         sound = self._survivors.merge(part, self._parts, others, self.round)
         self._driver = self._survivors.driver
@@ -349,12 +356,13 @@ class ParameterSync(RoundSync):
     @property
     def events(self) -> list[dict[str, Any]]:
         """For each loss the round, the ranks that were lost, and the seconds until training went on."""
-        return [] if self._survivors is None else self._survivors.events
+        keeper = self._pairs or self._survivors
+        return [] if keeper is None else keeper.events
 
     def _average_others(self) -> None:
         """Average buffers and the optimizers' states, where this round does."""
         driver = self._driver if self._survivors is None else self._survivors.driver
-        if buffers := self._buffers():
+        if self._pairs is None and (buffers := self._buffers()):
             average(buffers, driver, in_order=True)
         number = self.round + 1
         if self._schedule.states == "average" and number % self._schedule.states_every == 0:
@@ -384,7 +392,8 @@ class ParameterSync(RoundSync):
         forget_states(self._optimizers, part.parameters.values())
         warnings.warn(
             f"rank {self.rank}: its parameters were not finite in round {self.round}, which took nothing "
-            "from it; it goes on from the last common ones, with a new optimizer state",
+            "from it; it goes on from the last common ones (in pairs: from its partner's), with a new "
+            "optimizer state",
             RuntimeWarning,
             stacklevel=9,
         )

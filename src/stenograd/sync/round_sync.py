@@ -124,7 +124,8 @@ class RoundSync(Attached):
         self._handles: list[Any] = []
         self._gradients: GradientSync | None = None
         self._nodes = None if self._levels is None else Nodes(self._driver, world, self._levels[1])
-        if self._dense_passes:
+        self._dense = self._dense_passes > 0  # whether gradients are averaged over all ranks
+        if self._dense:
             (everyone,) = self._driver.split([range(self.world_size)], "gradients")
             assert everyone is not None  # every rank is in the one part
             everyone.traffic = self._driver.traffic  # one ledger for gradients and rounds
@@ -182,6 +183,8 @@ class RoundSync(Attached):
     @property
     def finite(self) -> bool:
         """Whether the last backward pass of this rank left finite gradients; step only then."""
+        if self._gradients is not None:  # alike on all ranks that average gradients
+            return self._gradients.finite
         if self._finite is None:
             grads = (p.grad for p in self._parameters.values())
             self._finite = all(is_finite(g) for g in grads if g is not None)
@@ -248,7 +251,7 @@ class RoundSync(Attached):
         self._closed = True
         for handle in self._handles:
             handle.remove()
-        self._end_dense()
+        self._close_gradients()
         self._unwatch()
         self._dismantle()
         if self._nodes is not None:
@@ -304,16 +307,21 @@ class RoundSync(Attached):
                 raise CheckpointError(f"the checkpoint's {key} must be {want!r}, got {got!r}: {advice}")
 
     def _end_dense(self) -> None:
-        """Stop averaging gradients."""
-        if self._gradients is None:
+        """Stop averaging gradients over all ranks, where that still goes on."""
+        if not self._dense:
             return
-        self._skipped += self._gradients.skipped
-        self._gradients.close()  # takes our `add_param_group` away, too
-        self._gradients = None
-        if not self._closed:
-            self._average_inside()
+        self._dense = False
+        self._close_gradients()  # takes our `add_param_group` away, too
+        self._average_inside()
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
+
+    def _close_gradients(self) -> None:
+        """Stop averaging gradients, over whichever ranks."""
+        if self._gradients is not None:
+            self._skipped += self._gradients.skipped
+            self._gradients.close()
+            self._gradients = None
 
     def _on_gradient(self, task: int) -> None:
         """Note a backward pass when it makes its first gradient."""
@@ -337,8 +345,8 @@ class RoundSync(Attached):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Let a step whose gradients are not finite change nothing; only this rank skips it."""
-        if not self._skips or self.finite:
-            return
+        if self._gradients is not None or not self._skips or self.finite:
+            return  # where gradients are averaged, `_gradients` skips steps and counts them
         if not self._counted:  # several optimizers step after one pass
             self._counted = True
             self._skipped += 1

@@ -30,6 +30,7 @@ _WRAPPED = (
     "fp16:clip_value=0.5,clip_norm=1.0",
     "topk:ratio=0.1,feedback_decay=0.9",
     "topk:ratio=0.1,feedback=ef21",
+    "lowbit:format=int4,feedback=loco",
     "topk:ratio=0.1,dense_below=20,warmup_steps=5,clip_norm=1.0",
 )
 

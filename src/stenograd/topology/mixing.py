@@ -20,6 +20,7 @@ from stenograd.errors import bad_value
 from stenograd.topology.checks import check_columns, check_peers, check_rank, check_symmetric, check_targets
 from stenograd.topology.directed import Directed, DirectedOnePeer
 from stenograd.topology.graph import Graph
+from stenograd.topology.pairs import RandomPairs
 
 __all__ = [
     "Checked",
@@ -28,6 +29,7 @@ __all__ = [
     "DirectedOnePeer",
     "Graph",
     "OnePeer",
+    "RandomPairs",
     "Ring",
     "Topology",
     "check",
@@ -247,5 +249,5 @@ def check(
 
 
 # Exactly these: a subclass may change the rows.
-_ALWAYS_CORRECT = (Complete, DirectedOnePeer, Graph, OnePeer, Ring)
+_ALWAYS_CORRECT = (Complete, DirectedOnePeer, Graph, OnePeer, RandomPairs, Ring)
 _DESCRIBED = 16  # steps: several periods of a topology that repeats after log2(size) steps

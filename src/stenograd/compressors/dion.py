@@ -1,0 +1,163 @@
+"""Dion: the leading subspace of a momentum that every rank keeps, delivered with orthonormal factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from stenograd.compression.contract import (
+    Compressor,
+    Exchange,
+    Feedback,
+    Site,
+    State,
+    Transport,
+    require_floating,
+)
+from stenograd.compression.orthogonalize import orthogonalize
+from stenograd.data.requests import Rounds, means
+from stenograd.errors import MethodError, bad_value
+from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows
+
+__all__ = ["Dion"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dion(Compressor):
+    """Orthonormalised low-rank momentum: like Muon's update, from thin factors that all ranks share.
+
+    Each rank r keeps a momentum M_r of every matrix (n rows, m columns):
+
+        B_r = M_r + G_r
+        P = orthonormal(mean_r(B_r Q))          (n, k)
+        R_r = B_r^T P                           (m, k)
+        M_r <- B_r - (1 - momentum) P R_r^T
+        Q <- mean_r(R_r), every column divided by its length
+        delivered = sqrt(n / m) P Q^T
+
+    So what the subspace does not hold stays in the momentum whole, and what it holds decays as usual. The
+    paper takes the mean R from every rank's momentum. The mean of all M_r, on which alone everything
+    depends, is the same; but what sets ranks apart would stay in M_r for ever, and add up.
+
+    It delivers a direction, not a gradient: use `torch.optim.SGD(lr, momentum=0)`, whose weight decay is then
+    decoupled, with a learning rate as for Muon (about 0.01). Tensors of one dimension, and those with one row
+    or column, are averaged exactly: give them an optimizer of their own, such as AdamW.
+
+    Wire: `32 k (n + m)` bits per matrix, two all-reduces, whatever the number of ranks.
+
+    Args:
+        ratio: share of a matrix's smaller side that k is, rounded up, in (0, 1].
+        momentum: what is left of the shared part after a step, in [0, 1).
+        seed: of the first Q; any integer, the same on every rank.
+
+    Raises:
+        MethodError: a value outside its range.
+
+    Example:
+        >>> import torch
+        >>> from stenograd.simulate import exchange
+        >>> g = torch.outer(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 2.0]))  # of rank 1
+        >>> exchange(Dion(ratio=0.5), [g])[0].average.view(2, 2)
+        tensor([[0.0000, 0.6000],
+                [0.0000, 0.8000]])
+
+    Reference: Ahn et al., "Dion: Distributed Orthonormalized Updates", arXiv 2504.05295.
+    """
+
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"dion": {}}
+    summary: ClassVar[str] = "the leading subspace of a momentum kept on each rank; delivers a direction"
+
+    ratio: float = 0.25
+    momentum: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise bad_value("ratio", "must be in (0, 1]", self.ratio, "use 0.25", MethodError)
+        if not 0 <= self.momentum < 1:
+            raise bad_value("momentum", "must be in [0, 1)", self.momentum, "use 0.95", MethodError)
+
+    @classmethod
+    def examples(cls) -> Iterator[Dion]:
+        """Yield a low and the full rank, the latter also without memory."""
+        yield cls()
+        yield cls(ratio=1.0)
+        yield cls(ratio=1.0, momentum=0.0)
+
+    @property
+    def feedback(self) -> Feedback:
+        """What is not sent stays in the momentum."""
+        return Feedback.OWN
+
+    @property
+    def own_momentum(self) -> bool:
+        """The momentum is delivered, not the gradient."""
+        return True
+
+    def init(self, like: Tensor, site: Site) -> State:
+        """Start at rest, with a random Q that is equal on all ranks."""
+        require_floating(like)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        generator = site.generator(self.seed, shared=True)
+        state = {"dion_momentum": torch.zeros(like.numel(), dtype=wide, device=like.device)}
+        for i, ((_, _, _, _, columns), rank) in self.matrices(site).items():
+            queries = torch.randn((rank, columns), generator=generator)
+            state[f"dion_q/{i}"] = queries.to(like.device, wide)
+        return state
+
+    def transport(self, site: Site) -> Transport:
+        """Average the factors on both sides."""
+        rounds = 2 if self.matrices(site) else int(site.numel > 0)
+        return _Subspace(rounds=rounds, votes=True)
+
+    def matrices(self, site: Site) -> dict[int, tuple[Place, int]]:
+        """Return, by number in the flat x, where matrices lie and the rank k of each."""
+        found, start = {}, 0
+        for i, shape in enumerate(site.shapes):
+            numel = math.prod(shape)
+            if len(shape) > 1 and numel and 1 < shape[0] < numel:
+                n, m = shape[0], numel // shape[0]
+                found[i] = (start, n * m, 1, n, m), math.ceil(self.ratio * min(n, m))
+            start += numel
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Subspace(Transport):
+    """Average B Q, make it orthonormal, average B^T P."""
+
+    def run(
+        self, codec: Dion, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Accumulate, project on both sides in two rounds, keep the rest; see `Transport.run`."""
+        places = codec.matrices(site)
+        b = state["dion_momentum"] + x.to(state["dion_momentum"].dtype)
+        b = b if residual is None else b.add_(residual)
+        before = b.clone() if want_error else None
+        exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in places]
+        average, new = torch.zeros_like(b), dict(state)
+        if site.numel:
+            thin = [project_rows(b, None, at, state[f"dion_q/{i}"][None]) for i, (at, _) in places.items()]
+            reply = yield from means([*thin, *(piece.clone() for piece in exact)])
+            pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(thin)]]  # (1, k, n)
+            outs = [piece for i, piece in enumerate(average.split(site.numels)) if i not in places]
+            for piece, out, mean in zip(exact, outs, reply[len(thin) :], strict=True):
+                out.copy_(mean)
+                piece.zero_()  # these have no momentum
+            mine = [project_columns(b, at, pt) for (at, _), pt in zip(places.values(), pts, strict=True)]
+            rts = (yield from means([r.clone() for r in mine])) if places else ()  # (1, k, m)
+            for (i, (at, _)), pt, own, rt in zip(places.items(), pts, mine, rts, strict=True):
+                # In float64: a sum may be taken in another order elsewhere, and ranks must get the same bits.
+                length = rt.double().square().sum(2, keepdim=True).sqrt().to(rt.dtype)
+                unit = torch.where(length > 0, rt / length, 0.0)
+                scale = math.sqrt(at[3] / at[4])
+                expand(b, average, at, pt, own * (1 - codec.momentum), unit * scale)
+                new[f"dion_q/{i}"] = torch.where(length > 0, unit, state[f"dion_q/{i}"])[0]
+        new["dion_momentum"] = b
+        error = None if before is None else (x.to(b.dtype) - (before - b)).to(x.dtype)
+        return Exchange(average.to(x.dtype), new, error)

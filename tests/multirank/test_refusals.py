@@ -1,0 +1,116 @@
+"""What does not go together is refused before anything is sent, with what to write instead."""
+
+import warnings
+
+import pytest
+import torch
+from compositions import REFUSED
+from torch import nn
+
+import stenograd
+from stenograd.errors import ConfigError, MethodError, StenogradError
+
+TEXTS = {text: message for text, message in REFUSED.values() if text} | {
+    # A vote is no mean, and residuals of what is scaled up grow without bound.
+    "local/sign:majority=true": "use sign without majority",
+    "diloco/sign:majority=true": "use sign without majority",
+    "gossip:graph=ring,consensus=0.1/sign:majority=true": "use sign without majority",
+    "local/randomk:unbiased=true": "leave out unbiased=true, or use topk",
+    "gossip:graph=ring,consensus=0.1/randomk:unbiased=true": "leave out unbiased=true, or use topk",
+    # What counts or clips gradients would count or clip rounds.
+    "local/topk:clip_value=1": "clip gradients in your loop",
+    "diloco/topk:clip_norm=1": "clip gradients in your loop",
+    "gossip/topk:clip_norm=1": "clip gradients in your loop",
+    "diloco/topk:warmup_steps=9": "write after=9 before the slash",
+    "gossip:graph=ring,consensus=0.1/topk:warmup_steps=9": "leave warmup_steps out",
+    # Feedback where nothing is lost, or where it is fed back already.
+    "dense:feedback=true": "leave feedback out",
+    "dgc:feedback=true": "leave feedback out",
+    "qsgd:feedback=ef21": "leave feedback out",
+    "qsgd:feedback=loco": "leave feedback out",
+    "topk:feedback=false,feedback_decay=0.9": "add feedback=true",
+    "dgc:nesterov=true,momentum=0": "set momentum=0.9, or leave nesterov off",
+    # Methods that keep gradients by themselves.
+    "diloco/dgc": "use topk, or leave out what stands before the slash",
+    "local/demo": "use topk, or leave out what stands before the slash",
+    "diloco/dion": "use topk, or leave out what stands before the slash",
+    "diloco/topk:feedback=ef21": "use topk, or leave out what stands before the slash",
+    "local/lowbit:feedback=loco": "use topk, or leave out what stands before the slash",
+    "gossip:graph=ring,consensus=0.1/demo": "use topk, sign or qsgd",
+    # CHOCO.
+    "gossip:graph=ring,consensus=0.5": "leave consensus out",
+    "gossip:graph=ring/topk": "write consensus=0.4 for sign, 0.04 for topk",
+    "gossip:graph=ring,consensus=0.4,lost=drop/sign": "use lost=raise, or leave the codec out",
+    "gossip:graph=ring,consensus=0.4,pushsum=on/sign": "leave pushsum out",
+    # Fragments, delays and what needs all ranks.
+    "diloco:every=31,fragments=4": "use 28",
+    "diloco:every=8,fragments=2,delay=4": "use 3",
+    "diloco:mix=0.5": "give delay=1, or leave it out",
+    "diloco:delay=1,mix=1": "use 0.5",
+    "diloco:eager=true,delay=1": "leave them out",
+    "diloco:eager=true,lost=drop": "leave one of them out",
+    "diloco:lost=drop,inside=dense": "leave those out",
+    "local:lost=drop/topk": "use lost=raise, diloco, or leave the codec out",
+    "local/topk:divide=senders": "leave out divide=senders, or use diloco",
+    "local:node_size=2": "give inside=dense, or leave it out",
+    "noloco:eager=true": "leave out eager",
+    "noloco:inside=dense": "leave out inside",
+    "noloco:states=average": "leave out states",
+    # One schedule and one compressor.
+    "diloco/local": "leave out the second",
+    "diloco/topk/sign": "leave out the second",
+}
+
+
+def _program(momentum=0.0):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_method_is_refused_with_what_to_write_instead(text):
+    with pytest.raises(MethodError, match=TEXTS[text]):
+        stenograd.method(text)
+
+
+@pytest.mark.parametrize("text", ["dgc", "demo", "dion", "topk:feedback=ef21-sgdm"])
+def test_momentum_would_act_twice(text):
+    with pytest.raises(MethodError, match="set the optimizer's momentum to 0"):
+        stenograd.distribute(*_program(momentum=0.9), text)
+
+
+@pytest.mark.parametrize("text", ["gossip", "noloco", "diloco:every=4,fragments=2", "diloco:eager=true"])
+def test_replicas_that_differ_by_design_are_not_compared(text):
+    with pytest.raises(ConfigError, match="replicas differ by design"):
+        stenograd.distribute(*_program(), text, check_every=1)
+
+
+@pytest.mark.parametrize("text", ["local", "diloco", "noloco", "gossip"])
+def test_programs_that_no_schedule_can_follow(text):
+    """Several passes per step, ranks without batches, two owners, a hook that averages gradients."""
+    model, optimizer = _program()
+    with pytest.raises(ConfigError, match=r"must step once per backward pass.*got LBFGS: use another"):
+        stenograd.distribute(model, torch.optim.LBFGS(model.parameters()), text)
+    with stenograd.distribute(model, optimizer, text) as sync:
+        with pytest.raises(StenogradError, match=r"where join\(\) works"):
+            sync.join()
+        with pytest.raises(ConfigError, match=r"close\(\) the first"):
+            stenograd.distribute(model, optimizer, "dense")
+    with pytest.raises(MethodError, match=r"pass the model and its optimizer to stenograd\.distribute"):
+        stenograd.ddp.register(nn.Linear(1, 1), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("diloco:every=6,delay=2", "give mix=0.5"),
+        ("diloco:every=1,outer_lr=1,momentum=0", "local:every=1 does so with less memory"),
+        ("diloco:topology=pairs,outer_lr=1,momentum=0.9", "give momentum=0.5"),
+    ],
+)
+def test_what_is_hardly_meant_is_warned_of(text, message):
+    with pytest.warns(UserWarning, match=message):
+        stenograd.distribute(*_program(), text).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stenograd.distribute(*_program(), "diloco:every=6,delay=2,mix=0.5").close()
