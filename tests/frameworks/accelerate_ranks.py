@@ -202,6 +202,7 @@ def refused(folder):
     stenograd.accelerate.use(again, "local:every=4")
     again.prepare(two, halves[0])
     fp16 = DistributedDataParallelKwargs(comm_hook="fp16")
+    other = Run("local:every=8").accelerator
     use = stenograd.accelerate.use
     return {
         "late": said(lambda: use(plain.accelerator, "dense")),
@@ -212,9 +213,7 @@ def refused(folder):
         "later optimizer": said(lambda: again.prepare(halves[1])),
         "early": said(lambda: use(Accelerator(cpu=True), "dense").sync),
         "no state": said(lambda: Run("topk:ratio=0.05").accelerator.load_state(str(Path(folder, "plain")))),
-        "other method": said(
-            lambda: Run("local:every=8").accelerator.load_state(str(Path(folder, "rounds")))
-        ),
+        "other method": said(lambda: other.load_state(str(Path(folder, "rounds")))),
         "local and local": said(
             lambda: stenograd.accelerate.LocalSGD(rounds.accelerator, rounds.model, 4).__enter__()
         ),
