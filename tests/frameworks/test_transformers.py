@@ -21,7 +21,7 @@ def two(folder):
 
 
 def test_dense_equals_the_trainer_and_exchanges_once_per_optimizer_step(two):
-    """200 batches, 4 per step, clipped: 50 exchanges of 4 bytes per element and a flag for each of 41 tensors."""
+    """200 batches, 4 per step, clipped: 50 exchanges of 4 bytes per element, and flags of 41 tensors."""
     for rank in two:
         found = rank["dense"]
         assert found["difference"] <= 1e-6 < found["moved"]

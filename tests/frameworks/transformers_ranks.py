@@ -129,7 +129,7 @@ def methods(folder):
             on_step_end=lambda state, model=None, own=own, **_: own.append(digest(model)),
             on_log=lambda state, logs=None, logged=logged, **_: logged.append(logs),
         )
-        trainer, attached = trained(folder, 22, method, callbacks=[at])
+        trainer, _ = trained(folder, 22, method, callbacks=[at])
         found[method] = {
             "own": own[-1],
             "common": digest(trainer.model),
@@ -184,7 +184,7 @@ def bad_step(folder):
 
 
 def best(folder):
-    """Rounds with evaluation in mid-round; the first checkpoint, whose loss is higher, is loaded at the end."""
+    """Rounds with evaluation in mid-round; the first checkpoint, of higher loss, is loaded at the end."""
     often = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
     first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     trainer, _ = trained(Path(folder, "best"), 10, "diloco:every=4", **often, **first)
