@@ -184,7 +184,8 @@ def said(call):
             call()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-    return "; ".join(str(one.message) for one in caught if "no state of a method" in str(one.message))
+    ours = ("no state of a method", "no exchange has averaged")
+    return "; ".join(str(one.message) for one in caught if any(text in str(one.message) for text in ours))
 
 
 def refused(folder):
@@ -204,7 +205,13 @@ def refused(folder):
     fp16 = DistributedDataParallelKwargs(comm_hook="fp16")
     other = Run("local:every=8").accelerator
     use = stenograd.accelerate.use
+
+    def dense_after_all():
+        with accelerate.local_sgd.LocalSGD(ours.accelerator, ours.model, 4) as local:
+            ours.train(range(2), after=local.step)
+
     return {
+        "dense after all": said(dense_after_all),
         "late": said(lambda: use(plain.accelerator, "dense")),
         "twice": said(lambda: use(ours.accelerator, "dense")),
         "hook": said(lambda: Run("dense", handlers=[fp16])),

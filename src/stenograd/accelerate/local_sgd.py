@@ -38,7 +38,8 @@ class LocalSGD:
 
     Raises:
         MethodError: unknown method, or one that cannot send differences of parameters.
-        ConfigError: local_sgd_steps is out of range, or the optimizer of the model is not prepared.
+        ConfigError: local_sgd_steps is out of range, the model's optimizer is not prepared, or
+            `use` was called for the Accelerator, too.
 
     Example:
         >>> accelerator, model = Accelerator(cpu=True), nn.Linear(4, 2)
@@ -74,6 +75,11 @@ class LocalSGD:
     def __enter__(self) -> LocalSGD:
         if not self.enabled:
             return self
+        if (before := getattr(self.accelerator, "stenograd", None)) is not None:
+            raise ConfigError(
+                f"LocalSGD averages parameters where use averages gradients, got both, with {before.method}: "
+                f"leave one out; use(accelerator, 'local:every=8/topk') does what both would"
+            )
         bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         held = optimizers_of(self.accelerator, bare)
         if not held:
