@@ -24,6 +24,7 @@ from stenograd.schedules.schedule import What
 from stenograd.sync.ddp_hook import register
 from stenograd.sync.distribute import distribute
 from stenograd.sync.handshake import unwrapped
+from stenograd.sync.replica_guard import check_interval
 
 __all__ = ["Attachment", "use"]
 
@@ -58,8 +59,8 @@ def use(
 
     Raises:
         MethodError: unknown method or key, or a value outside its range.
-        ConfigError: a model was prepared already, the Accelerator shards models or has a communication hook,
-            or `use` was called before.
+        ConfigError: a value is out of range, a model was prepared already, the Accelerator shards models or
+            has a communication hook, or `use` was called before.
 
     Example:
         >>> from accelerate import Accelerator
@@ -73,6 +74,9 @@ def use(
         1
     """
     chosen = parse(method)
+    if not timeout_s > 0:
+        raise bad_value("timeout_s", "must be above 0 seconds", timeout_s, "leave it at 300")
+    check_interval(check_every, repair=False)
     _refuse_late(accelerator)
     options = {"timeout_s": timeout_s, "check_every": check_every, "skip_bad_steps": skip_bad_steps}
     return Attachment(accelerator, chosen, options)
