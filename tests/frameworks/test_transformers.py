@@ -80,8 +80,9 @@ def test_one_nan_on_one_rank_costs_one_step(two):
 
 
 def test_rounds_evaluate_and_keep_the_best_of_what_ranks_have_in_common(two):
-    """The weights of checkpoint 5, and not those of 10 or of the last round, on both ranks."""
+    """The weights of checkpoint 5, which are those of the round at step 4, and not those of 10."""
     for rank in two:
+        assert rank["best"]["exported"]
         assert rank["best"]["loaded"] == [True, False]
         assert rank["best"]["digest"] == two[0]["best"]["digest"]
         assert rank["best"]["losses"] == two[0]["best"]["losses"]

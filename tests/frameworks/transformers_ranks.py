@@ -187,11 +187,19 @@ def best(folder):
     """Rounds with evaluation in mid-round; the first checkpoint, of higher loss, is loaded at the end."""
     often = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
     first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    trainer, _ = trained(Path(folder, "best"), 10, "diloco:every=4", **often, **first)
+    rounds = []  # what the ranks have in common after the round at step 4, before they part again
+
+    def keep(state, model=None, **_):
+        if state.global_step == 4:
+            rounds.append({name: t.clone() for name, t in model.state_dict().items()})
+
+    at = [At(on_step_end=keep)]
+    trainer, _ = trained(Path(folder, "best"), 10, "diloco:every=4", callbacks=at, **often, **first)
     saved = [load_file(f"{folder}/best/checkpoint-{step}/model.safetensors") for step in (5, 10)]
     mine = trainer.model.state_dict()
     return {
         "loaded": [all(torch.equal(mine[name], t) for name, t in tensors.items()) for tensors in saved],
+        "exported": all(torch.equal(rounds[0][name], t) for name, t in saved[0].items()),
         "digest": digest(trainer.model),
         "losses": [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one],
     }
