@@ -104,7 +104,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ddp", "heat", "mlbench", "simulate", "singa", "topology"):
+    if name in ("accelerate", "ddp", "heat", "mlbench", "simulate", "singa", "topology", "transformers"):
         return importlib.import_module(f"stenograd.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'stenograd' has no attribute {name!r}")

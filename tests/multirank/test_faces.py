@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -271,3 +272,23 @@ def test_spans_show_in_torch_s_profiler(pool):
     for spans in pool.run(2, _profiled, 2):
         assert set(spans) == {"stenograd::encode", "stenograd::wait", "stenograd::decode"}
         assert spans["stenograd::encode"] == spans["stenograd::wait"] >= 2 * 3  # steps times buckets
+
+
+def _unexchanged(rank, world_size):
+    model, optimizer, sync = _attach("ddp", "topk:ratio=0.1")
+    said = []
+    with sync:
+        _steps(model, optimizer, rank, world_size, 0, 2)
+        for context in (sync.no_sync, nullcontext):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with context():
+                    _steps(model, optimizer, rank, world_size, 2, 1)
+            said.append([str(one.message) for one in caught])
+    return said
+
+
+def test_a_step_on_gradients_that_ddp_never_handed_over_is_a_warning(pool):
+    for inside, outside in pool.run(2, _unexchanged, 2):
+        assert [text.startswith("optimizer.step() applies gradients") for text in inside] == [True]
+        assert outside == []

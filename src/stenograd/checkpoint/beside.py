@@ -16,9 +16,13 @@ from stenograd.comm.agreement import agree
 from stenograd.errors import CheckpointError, ConfigError
 from stenograd.schedules.schedule import What
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["MissingState", "load_state", "save_state"]
 
 _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class MissingState(CheckpointError):
+    """A folder holds no state of a method: whoever wrote the checkpoint around it had none."""
 
 
 def save_state(
@@ -111,13 +115,14 @@ def load_state(
         timeout_s: seconds after which a silent peer is an error.
 
     Raises:
-        CheckpointError: the folder holds no state, or one that is not whole or does not fit; on every rank.
+        MissingState: the folder holds no state at all; on every rank.
+        CheckpointError: it holds one that is not whole or does not fit; on every rank.
         PeerLost: a rank did not answer within timeout_s.
     """
     path, driver = _place(folder, name, sync), connected(group or sync.group, timeout_s)
     found = read_set(driver, path)
     if found is None:
-        raise CheckpointError(
+        raise MissingState(
             f"{path}: holds no state of a method: it was saved without save_state, or on another disk"
         )
     whole = found

@@ -18,7 +18,15 @@ from torch.autograd.graph import _engine_run_backward
 from stenograd.errors import StenogradError
 from stenograd.sync.filling import Slot
 
-__all__ = ["Passes", "at_end", "forget_end", "next_order", "refuse_nested", "warn_of_skip"]
+__all__ = [
+    "Passes",
+    "at_end",
+    "forget_end",
+    "next_order",
+    "refuse_nested",
+    "warn_of_skip",
+    "warn_unexchanged",
+]
 
 _BITS = 4  # of a pass's number that the ranks compare
 
@@ -101,6 +109,14 @@ def warn_of_skip() -> bool:
         "later ones are only counted, in `skipped` (skip_bad_steps=False turns this off)",
         RuntimeWarning,
         stacklevel=6,
+    )
+    return True
+
+
+def warn_unexchanged(cause: str, advice: str) -> bool:
+    """Warn, once for each engine, that a step applies gradients of this rank alone; return True."""
+    warnings.warn(
+        f"optimizer.step() applies {cause}: the ranks drift apart; {advice}", RuntimeWarning, stacklevel=7
     )
     return True
 
@@ -221,10 +237,7 @@ class Passes:
             advice = "let loss.backward() make them, or average them yourself"
         else:
             return
-        self._warned = True
-        warnings.warn(
-            f"optimizer.step() applies {cause}: the ranks drift apart; {advice}", RuntimeWarning, stacklevel=6
-        )
+        self._warned = warn_unexchanged(cause, advice)
 
 
 def _by_hand(parameter: Tensor, slots: Mapping[int, Slot]) -> bool:

@@ -20,7 +20,7 @@ from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
 from stenograd.data.buckets import Bucket
 from stenograd.errors import StenogradError, TensorTypeError, first_line
-from stenograd.sync.backward_passes import at_end, next_order, warn_of_skip
+from stenograd.sync.backward_passes import at_end, next_order, warn_of_skip, warn_unexchanged
 from stenograd.sync.handshake import compare, named, unwrapped
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
@@ -159,10 +159,10 @@ class DDPHook:
                 if p.requires_grad
             ]
         self._skips = skip_bad_steps
-        # Of the optimizers that were seen to step, whether they hold parameters of this model.
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        # Of the optimizers seen to step, the exchanges before; -1 where they hold nothing of this model.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles.append(_watch_steps(self))
-        self._warned = self._at_once = self._shadows = self._closed = False
+        self._warned = self._warned_local = self._at_once = self._shadows = self._closed = False
 
     @property
     def traffic(self) -> Traffic:
@@ -251,7 +251,7 @@ class DDPHook:
 
         Steps are noted of the optimizers that have stepped before, since DDP does not know its optimizer.
         """
-        mine = [optimizer for optimizer, holds in self._optimizers.items() if holds]
+        mine = [optimizer for optimizer, before in self._optimizers.items() if before >= 0]
         return Tracing(path, [self._driver], self._model, mine, max_events=max_events)
 
     def join(self, **options: Any) -> AbstractContextManager[Any]:
@@ -371,17 +371,23 @@ class DDPHook:
             self._guard.check(self.step)
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the step after a bad exchange find no gradients, so that it changes nothing."""
-        if optimizer not in self._optimizers:
-            held = (p for group in optimizer.param_groups for p in group["params"])
-            self._optimizers[optimizer] = any(id(p) in self._names for p in held)
-        if self.finite or not self._skips:
+        """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""
+        before, now = self._optimizers.get(optimizer), self.step + self.skipped
+        if before == -1:
             return
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) in self._names and p.grad is not None:
-                    p.grad = None
-                    self._warned = self._warned or warn_of_skip()
+        self._optimizers[optimizer] = now
+        if before not in (None, now) and (self.finite or not self._skips):
+            return  # the usual step, without a look at every parameter
+        held = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._names]
+        self._optimizers[optimizer] = now if held else -1
+        held = [p for p in held if p.grad is not None]
+        if held and (before or 0) == now and not self._warned_local and self.world_size > 1:
+            cause = "gradients that no exchange has averaged, as inside ddp_model.no_sync()"
+            advice = f"end accumulation outside of it, or nothing travels by {self.method}"
+            self._warned_local = warn_unexchanged(cause, advice)
+        for p in held if self._skips and not self.finite else ():
+            p.grad = None
+            self._warned = self._warned or warn_of_skip()
 
 
 def _watch_steps(hook: DDPHook) -> Any:

@@ -1,0 +1,318 @@
+"""`use`: an Accelerator whose models exchange by a Stenograd method."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from torch import nn
+
+from stenograd.accelerate.prepared import optimizers_of, refuse_sharding
+from stenograd.catalog.method import Method
+from stenograd.catalog.method import method as parse
+from stenograd.checkpoint.beside import MissingState, load_state, save_state
+from stenograd.comm.traffic import Traffic
+from stenograd.errors import ConfigError, StenogradError, bad_value
+from stenograd.schedules.schedule import What
+from stenograd.sync.ddp_hook import register
+from stenograd.sync.distribute import distribute
+from stenograd.sync.handshake import unwrapped
+from stenograd.sync.replica_guard import check_interval
+
+__all__ = ["Attachment", "use"]
+
+
+def use(
+    accelerator: Accelerator,
+    method: str | Method,
+    *,
+    timeout_s: float = 300.0,
+    check_every: int = 0,
+    skip_bad_steps: bool = True,
+) -> Attachment:
+    """Make an Accelerator exchange by a Stenograd method. Call it once, before `accelerator.prepare`.
+
+    Methods that average gradients in every step become the communication hook of the DistributedDataParallel
+    models that `prepare` makes. With a schedule (`local`, `diloco`, `gossip`) models stay unwrapped, and
+    `prepare` gives them with their optimizers to `stenograd.distribute`; prepare both in one call. The loop
+    stays as it is: `accelerator.accumulate(model)`, `accelerator.no_sync(model)`, `clip_grad_norm_`, mixed
+    precision and schedulers work as before. `save_state` and `load_state` also keep what each rank has of its
+    own, in a folder `stenograd` inside of theirs, on as many ranks as saved it or on others.
+
+    Args:
+        accelerator: the `accelerate.Accelerator`; one process, several CPUs or several GPUs with plain DDP.
+        method: the method, as text such as "topk:ratio=0.05" or "diloco:every=30" (see `stenograd methods`).
+        timeout_s: seconds after which a silent peer is an error, > 0.
+        check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
+        skip_bad_steps: after an exchange that was not finite on some rank, `optimizer.step()` changes
+            nothing on any. False for torch's behaviour.
+
+    Returns:
+        What was attached: `.sync` once a model is prepared, `.traffic`.
+
+    Raises:
+        MethodError: unknown method or key, or a value outside its range.
+        ConfigError: a value is out of range, a model was prepared already, the Accelerator shards models or
+            has a communication hook, or `use` was called before.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator, model = Accelerator(cpu=True), nn.Linear(4, 2)
+        >>> attached = use(accelerator, "topk:ratio=0.5")
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> accelerator.backward(model(torch.ones(8, 4)).sum())
+        >>> optimizer.step()
+        >>> attached.sync.step
+        1
+    """
+    chosen = parse(method)
+    if not timeout_s > 0:
+        raise bad_value("timeout_s", "must be above 0 seconds", timeout_s, "leave it at 300")
+    check_interval(check_every, repair=False)
+    _refuse_late(accelerator)
+    options = {"timeout_s": timeout_s, "check_every": check_every, "skip_bad_steps": skip_bad_steps}
+    return Attachment(accelerator, chosen, options)
+
+
+@dataclass(frozen=True, eq=False)
+class _Attached:
+    """One model, what exchanges for it, and the optimizers given with it (none under DDP)."""
+
+    model: nn.Module
+    sync: Any
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+
+
+class Attachment:
+    """What `use` attached to an Accelerator.
+
+    Attributes:
+        accelerator: the Accelerator.
+        method: the `Method` in use.
+        rounds: whether ranks train by themselves between rounds, so that their parameters differ there.
+    """
+
+    def __init__(self, accelerator: Accelerator, method: Method, options: dict[str, Any]) -> None:
+        self.accelerator, self.method = accelerator, method
+        self._options = options
+        self._attached: list[_Attached] = []
+        self._waiting: list[nn.Module] = []  # prepared without an optimizer so far
+        self._freed: list[_Attached] = []  # by free_memory; a Trainer calls it before each training
+        self._folder = ""
+        self.rounds = method.schedule.what is not What.GRADIENTS
+        wraps = accelerator.multi_device or accelerator.distributed_type == DistributedType.MULTI_CPU
+        if wraps and not self.rounds:
+            accelerator.ddp_handler = _handler(self, accelerator.ddp_handler)
+        else:
+            self._replace_wrapping()
+        self._join_checkpoints()
+        accelerator.stenograd = self
+
+    @property
+    def sync(self) -> Any:
+        """What exchanges for the model that was prepared last: a `DDPHook`, or from `distribute`.
+
+        Raises:
+            StenogradError: no model was prepared yet.
+        """
+        return self.syncs[-1]
+
+    @property
+    def syncs(self) -> list[Any]:
+        """What exchanges, one for each prepared model, in the order of `prepare`.
+
+        Raises:
+            StenogradError: no model was prepared yet.
+        """
+        if not self._attached:
+            raise StenogradError(
+                f"no model exchanges by {self.method} yet: call accelerator.prepare(model, optimizer) first, "
+                "with the Accelerator that was given to use"
+            )
+        return [one.sync for one in self._attached]
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, collectives and seconds waited of this rank; of several models, their sum until now."""
+        first, *others = (one.sync.traffic for one in self._attached) if self._attached else (Traffic(),)
+        for other in others:
+            first = first + other
+        return first
+
+    def save(self, folder: str | Path) -> None:
+        """Save what each rank keeps for itself into a folder; `accelerator.save_state` calls it on all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if one cannot write; an earlier state is unchanged.
+        """
+        for name, one, parts in self._states():
+            save_state(folder, one.sync, name=name, **parts)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from what `save` wrote; after `accelerator.load_state`, which calls it on all ranks.
+
+        A folder without such a state, as a run without Stenograd leaves it, gives a warning: residuals start
+        from zero, and rounds from the loaded model.
+
+        Raises:
+            CheckpointError: the state is not whole or does not fit; on every rank.
+        """
+        for name, one, parts in self._states():
+            try:
+                load_state(folder, one.sync, name=name, **parts)
+            except MissingState as reason:
+                if self.rounds:
+                    one.sync.refresh()
+                warnings.warn(
+                    f"{reason}; {self.method} begins anew from the loaded model", RuntimeWarning, stacklevel=3
+                )
+
+    def _states(self) -> Iterator[tuple[str, _Attached, dict[str, Any]]]:
+        """Yield for each model the name of its folder, and what to save with it."""
+        for index, one in enumerate(self._attached):
+            parts = {"model": one.model, "optimizer": one.optimizers} if self.rounds else {}
+            limit = {"timeout_s": self._options["timeout_s"]}
+            yield f"stenograd_{index}" if index else "stenograd", one, parts | limit
+
+    def _join_checkpoints(self) -> None:
+        """Save before Accelerate does, and load after it, for it would overwrite what rounds have loaded."""
+        accelerator = self.accelerator
+        load, keep = accelerator.load_state, accelerator.register_for_checkpointing
+        free = accelerator.free_memory
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder))
+
+        def note(models: Any, folder: str) -> None:
+            self._folder = folder  # the one that Accelerate has chosen, where load_state is given none
+
+        def load_all(*args: Any, **options: Any) -> None:
+            load(*args, **options)
+            self.load(self._folder)
+
+        def refuse_own(*objects: Any) -> None:
+            if any(mine is self or any(mine is one.sync for one in self._attached) for mine in objects):
+                raise ConfigError(
+                    "register_for_checkpointing would save the state of rank 0 only, and every rank has one "
+                    "of its own: leave it out, accelerator.save_state saves all of them already"
+                )
+            keep(*objects)
+
+        def free_all(*objects: Any) -> Any:
+            self._freed = list(self._attached)  # until others are prepared, for a model may be trained again
+            return free(*objects)
+
+        accelerator.register_load_state_pre_hook(note)
+        accelerator.load_state, accelerator.free_memory = load_all, free_all
+        accelerator.register_for_checkpointing = refuse_own
+
+    def _on_ddp(self, ddp_model: Any) -> None:
+        """Attach to a DDP model that Accelerate has just made."""
+        inner: Any = unwrapped(ddp_model).module
+        self._drop(inner)
+        self._attached.append(_Attached(inner, register(ddp_model, self.method, **self._options)))
+
+    def _drop(self, model: nn.Module) -> None:
+        """Close what exchanged for a model that is wrapped or attached anew, and for those freed before."""
+        gone = [one for one in self._attached if one.model is model or one in self._freed]
+        self._attached = [one for one in self._attached if one not in gone]
+        self._freed = []
+        for one in gone:
+            one.sync.close()
+
+    def _replace_wrapping(self) -> None:
+        """Let Accelerate prepare models without DDP, and attach them once their optimizers are prepared."""
+        accelerator = self.accelerator
+        prepare, prepare_model = accelerator.prepare, accelerator.prepare_model
+        backward, no_sync = accelerator.backward, accelerator.no_sync
+
+        def without_ddp(model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+            ready = prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+            if not evaluation_mode and any(p.requires_grad for p in ready.parameters()):
+                self._waiting.append(unwrapped(ready))
+            return ready
+
+        def and_attach(*args: Any, **options: Any) -> Any:
+            result = prepare(*args, **options)
+            self._attach_waiting()
+            return result
+
+        def checked(loss: Any, **options: Any) -> None:
+            if any(model.training for model in self._waiting):
+                raise StenogradError(
+                    f"a model was prepared without its optimizer, so nothing would be exchanged by "
+                    f"{self.method}: call accelerator.prepare(model, optimizer) with both"
+                )
+            backward(loss, **options)
+
+        @contextmanager
+        def accumulating(model: Any) -> Iterator[None]:
+            mine = [one.sync for one in self._attached if one.model is unwrapped(model)]
+            with mine[0].no_sync() if mine else no_sync(model):
+                yield
+
+        accelerator.prepare, accelerator.prepare_model = and_attach, without_ddp
+        accelerator.backward, accelerator.no_sync = checked, accumulating
+
+    def _attach_waiting(self) -> None:
+        """Attach each prepared model whose optimizers are prepared, too."""
+        models = {id(m): m for m in [*(one.model for one in self._attached), *self._waiting]}
+        for model in models.values():
+            held = optimizers_of(self.accelerator, model)
+            before = next((one.optimizers for one in self._attached if one.model is model), ())
+            if not held or {*map(id, held)} == {*map(id, before)}:
+                continue
+            if before and any(o is old for o in held for old in before):
+                raise ConfigError(
+                    f"a model of {self.method} got a further optimizer after its first: give prepare the "
+                    "model and all of its optimizers in one call"
+                )
+            self._drop(model)
+            sync = distribute(model, held, self.method, **self._options)
+            self._attached.append(_Attached(model, sync, held))
+        known = {id(one.model) for one in self._attached}
+        self._waiting = [model for model in self._waiting if id(model) not in known]
+
+
+def _handler(attachment: Attachment, old: Any) -> Any:
+    """Return a handler of Accelerate's with the fields of an old one, which registers our hook.
+
+    Its class holds the attachment, not its instance: Accelerate copies all that an instance holds, hands what
+    is not default to DDP's constructor, and makes another one without arguments to know the defaults.
+    """
+
+    class Handler(DistributedDataParallelKwargs):
+        def register_comm_hook(self, model: Any) -> None:
+            attachment._on_ddp(model)
+
+    names = [f.name for f in fields(DistributedDataParallelKwargs)]
+    return Handler(**{name: getattr(old, name) for name in names if old is not None})
+
+
+def _refuse_late(accelerator: Accelerator) -> None:
+    """Refuse an Accelerator whose models would go on as they are, or that has a hook already."""
+    if hasattr(accelerator, "stenograd"):
+        raise ConfigError(
+            f"use must be called once per Accelerator, which exchanges by {accelerator.stenograd.method} "
+            "already: leave this call out, or make another Accelerator"
+        )
+    refuse_sharding(accelerator)
+    if accelerator._models:
+        raise ConfigError(
+            f"use must be called before accelerator.prepare, which has prepared {len(accelerator._models)} "
+            "model(s) already that would go on densely: move the line up, right after making the Accelerator"
+        )
+    hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+    if hook != DDPCommunicationHookType.NO:
+        raise bad_value(
+            "comm_hook",
+            "must be left out of DistributedDataParallelKwargs",
+            str(hook),
+            "a model has one hook; write method='fp16' or 'powersgd' instead",
+        )

@@ -1,0 +1,151 @@
+"""Stenograd's methods inside the Hugging Face Trainer: `stenograd.transformers.use`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stenograd.catalog.method import Method
+from stenograd.errors import ConfigError, StenogradError
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as missing:
+    raise ImportError(
+        "stenograd.transformers needs Transformers: install it with `pip install stenograd[transformers]`"
+    ) from missing
+
+from stenograd import accelerate
+from stenograd.accelerate import Attachment
+
+__all__ = ["use"]
+
+
+def use(
+    trainer: Trainer,
+    method: str | Method,
+    *,
+    timeout_s: float = 300.0,
+    check_every: int = 0,
+    skip_bad_steps: bool = True,
+) -> Attachment:
+    """Make a Trainer exchange by a Stenograd method. Call it once, between construction and `train()`.
+
+    Gradient accumulation, `max_grad_norm` (which clips what was averaged; with a schedule, each rank's own
+    gradients), `ddp_find_unused_parameters` and mixed precision work as before. Checkpoints also keep what
+    each rank has of its own, in a folder `stenograd` inside of theirs; `train(resume_from_checkpoint=...)`
+    continues from it, on as many ranks as saved it or on others. `traffic.as_metrics()` is added to what the
+    Trainer logs.
+
+    With a schedule (`local`, `diloco`, `gossip`) ranks' parameters differ between rounds: during `train()`
+    they are evaluated and saved as `sync.consensus()` puts them, and they stay so when it ends.
+
+    Args:
+        trainer: a `transformers.Trainer` or a subclass that trains by its loop, such as those of TRL.
+        method: the method, as text such as "topk:ratio=0.05" or "diloco:every=30" (see `stenograd methods`).
+        timeout_s: seconds after which a silent peer is an error, > 0.
+        check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
+        skip_bad_steps: after an exchange that was not finite on some rank, the step changes nothing on any.
+
+    Returns:
+        What was attached: `.sync` once training has begun, `.traffic`.
+
+    Raises:
+        MethodError: unknown method or key, or a value outside its range.
+        ConfigError: training has begun, or the Trainer shards models; see `stenograd.accelerate.use`.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import Trainer, TrainingArguments
+        >>> class Model(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return {"loss": super().forward(x).sum()}
+        >>> data = [{"x": torch.ones(4)}] * 8
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     arguments = TrainingArguments(
+        ...         folder, use_cpu=True, report_to=[], max_steps=1, save_strategy="no", disable_tqdm=True
+        ...     )
+        ...     trainer = Trainer(Model(4, 2), arguments, train_dataset=data)
+        ...     attached = use(trainer, "topk:ratio=0.5")
+        ...     output = trainer.train()  # doctest: +ELLIPSIS
+        {...}
+        >>> attached.sync.step
+        1
+    """
+    if trainer.is_in_train:
+        raise ConfigError(
+            "use must be called before trainer.train(), whose model is prepared already and would go on "
+            "densely: move the line up, right after making the Trainer"
+        )
+    options: dict[str, Any] = {"check_every": check_every, "skip_bad_steps": skip_bad_steps}
+    attached = accelerate.use(trainer.accelerator, method, timeout_s=timeout_s, **options)
+    _join_checkpoints(trainer, attached)
+    # First, so that what it adds is there when the callbacks of loggers look.
+    trainer.callback_handler.callbacks.insert(0, _Callback(trainer, attached))
+    return attached
+
+
+class _Callback(TrainerCallback):
+    """Looks whether training exchanges by the method, and adds the ledger to what is logged."""
+
+    def __init__(self, trainer: Trainer, attached: Attachment) -> None:
+        self._trainer, self._attached = trainer, attached
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Refuse a training whose model went past us."""
+        if self._trainer.accelerator is not self._attached.accelerator:
+            raise StenogradError(
+                f"the Trainer has made another Accelerator since use was called (hyperparameter search does "
+                f"so), so it would train without {self._attached.method}: call use on a Trainer of its own "
+                "for each trial"
+            )
+        _ = self._attached.sync  # raises where no model was prepared
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Add the ledger's totals."""
+        if logs is not None:
+            logs.update(self._attached.traffic.as_metrics())
+
+    @torch.no_grad()
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave all ranks with the parameters to export, unless those of the best checkpoint were loaded."""
+        best_loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if best_loaded or not self._attached.rounds:
+            return
+        tensors = [*self._trainer.model.parameters(), *self._trainer.model.buffers()]
+        with self._attached.sync.consensus():
+            common = [t.clone() for t in tensors]
+        for t, shared in zip(tensors, common, strict=True):
+            t.copy_(shared)
+
+
+def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:
+    """Save and load with the optimizer, which the Trainer saves and loads on all ranks' calls, too.
+
+    What is evaluated and saved for export in the course of training is what all ranks have in common.
+    """
+    save, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+
+    def save_all(output_dir: str) -> None:
+        save(output_dir)
+        attached.save(output_dir)
+
+    def load_all(checkpoint: str | None) -> None:
+        load(checkpoint)
+        if checkpoint is not None:
+            attached.load(checkpoint)
+
+    def in_common(call: Any) -> Any:
+        def called(*args: Any, **options: Any) -> Any:
+            if not trainer.is_in_train:  # rank 0 may be alone here
+                return call(*args, **options)
+            with attached.sync.consensus():
+                return call(*args, **options)
+
+        return called
+
+    trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler = save_all, load_all
+    if attached.rounds:
+        trainer.save_model = in_common(trainer.save_model)
+        trainer.evaluation_loop = in_common(trainer.evaluation_loop)

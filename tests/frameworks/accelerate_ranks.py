@@ -1,0 +1,255 @@
+"""What tests of the Accelerate adapter run on every rank; the last line is what this rank found, as JSON."""
+
+import hashlib
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import accelerate.local_sgd
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+
+import stenograd
+import stenograd.accelerate
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def digest(model):
+    return hashlib.sha256(flat(model).numpy().tobytes()).hexdigest()
+
+
+class Run:
+    """One training: a fresh Accelerator, with a method or without."""
+
+    def __init__(self, method=None, accumulate=1, seed=0, handlers=(), **options):
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=accumulate, kwargs_handlers=list(handlers)
+        )
+        self.rank, self.ranks = self.accelerator.process_index, self.accelerator.num_processes
+        if method is not None:
+            self.attached = stenograd.accelerate.use(self.accelerator, method, timeout_s=120, **options)
+        bare = net(seed)
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9)
+        self.model, self.optimizer = self.accelerator.prepare(bare, optimizer)
+        self.bare = bare
+
+    def train(self, batches, bad=None, after=lambda: None):
+        for number in batches:
+            torch.manual_seed(1000 * number + self.rank)
+            x, y = torch.randn(4, 64), torch.randn(4, 64)
+            with self.accelerator.accumulate(self.model):
+                loss = (self.model(x) - y).square().mean()
+                if (number, self.rank) == bad:
+                    loss = loss * float("nan")
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            after()
+        return self
+
+
+def dense():
+    """50 optimizer steps of 4 batches each, with Accelerate's own DDP and with ours."""
+    own = Run(accumulate=4).train(range(200))
+    ours = Run("dense", accumulate=4).train(range(200))
+    difference = (flat(own.bare) - flat(ours.bare)).abs().max().item()
+    rounds = Run("local:every=2", accumulate=4).train(range(32))
+    return {
+        "difference": difference,
+        "moved": (flat(own.bare) - flat(net())).abs().max().item(),
+        "exchanges": ours.attached.sync.step,
+        "bytes": ours.attached.traffic.moved_bytes,
+        "passes of rounds": rounds.attached.sync.step,
+        "rounds": rounds.attached.sync.round,
+    }
+
+
+def methods():
+    """22 steps with each method."""
+    found = {}
+    for method in (
+        "topk:ratio=0.05",
+        "sign",
+        "powersgd:rank=1",
+        "local:every=4",
+        "diloco:every=10",
+        "gossip",
+    ):
+        run = Run(method).train(range(22))
+        in_common, sent = digest(run.bare), run.attached.traffic.moved_bytes
+        if run.attached.rounds:
+            with run.attached.sync.consensus():
+                in_common = digest(run.bare)
+        found[method] = {
+            "own": digest(run.bare),
+            "common": in_common,
+            "bytes": sent,
+            "wrapped": hasattr(run.model, "require_backward_grad_sync"),
+        }
+    return found
+
+
+def resumed(folder):
+    """12 steps, and 6 of them after a stop at a point where `local` is in mid-round."""
+    found = {}
+    for method in ("topk:ratio=0.05", "local:every=4"):
+        place = Path(folder, method.partition(":")[0])
+        run = Run(method).train(range(6))
+        state = run.attached.sync.state_dict()
+        torch.save((flat(run.bare), state), Path(folder, f"{place.name}-rank{run.rank}.pt"))
+        run.accelerator.save_state(str(place))
+        whole = digest(run.train(range(6, 12)).bare)
+        again = Run(method, seed=7)
+        again.accelerator.load_state(str(place))
+        found[method] = [whole, digest(again.train(range(6, 12)).bare)]
+    return found
+
+
+def resharded(folder):
+    """On other ranks than those that saved: what is owed, where training starts, and where it leads."""
+    top = Run("topk:ratio=0.05", seed=7)
+    top.accelerator.load_state(str(Path(folder, "topk")))
+    owed = torch.cat(
+        [s["residual"].reshape(-1) for _, s in sorted(top.attached.sync.state_dict()["parameters"].items())]
+    )
+    owed = top.accelerator.reduce(owed.double(), reduction="sum")
+    local = Run("local:every=4", seed=7)
+    local.accelerator.load_state(str(Path(folder, "local")))
+    start = flat(local.bare)
+    saved = [torch.load(Path(folder, f"local-rank{r}.pt"))[0] for r in (0, 1)]
+    before = [torch.load(Path(folder, f"topk-rank{r}.pt"))[1]["parameters"] for r in (0, 1)]
+    wanted = sum(
+        torch.cat([s["residual"].reshape(-1) for _, s in sorted(parameters.items())]).double()
+        for parameters in before
+    )
+    return {
+        "owed": (owed - wanted).abs().max().item(),
+        "owed at all": wanted.abs().max().item(),
+        "mean": (start - (saved[0] + saved[1]) / 2).abs().max().item(),
+        "ranks differed": (saved[0] - saved[1]).abs().max().item(),
+        "after": digest(top.train(range(6, 9)).bare),
+    }
+
+
+def bad_step():
+    """One NaN on rank 1, and the same training without that step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        bad = Run("topk:ratio=0.05").train(range(8), bad=(3, 1))
+    without = Run("topk:ratio=0.05").train([0, 1, 2, 4, 5, 6, 7])
+    return {"bad": digest(bad.bare), "without": digest(without.bare), "skipped": bad.attached.sync.skipped}
+
+
+def local_sgd():
+    """8 steps by Accelerate's LocalSGD and by ours, averaging every 3 and at the end; then compressed."""
+    runs = []
+    for kind in (accelerate.local_sgd.LocalSGD, stenograd.accelerate.LocalSGD):
+        run = Run()
+        with kind(accelerator=run.accelerator, model=run.model, local_sgd_steps=3) as local:
+            run.train(range(8), after=local.step)
+        runs.append(run)
+    theirs, ours = runs
+    few = Run(accumulate=2)
+    with stenograd.accelerate.LocalSGD(few.accelerator, few.model, 2, method="bf16") as local:
+        few.train(range(12), after=local.step)
+        rounds = local.sync.round
+    own = few.accelerator.no_sync.__func__ is Accelerator.no_sync
+    return {
+        "difference": (flat(theirs.bare) - flat(ours.bare)).abs().max().item(),
+        "common": digest(ours.bare),
+        "rounds of 6 steps": rounds,
+        "bf16 common": digest(few.bare),
+        "put back": own,
+    }
+
+
+def said(call):
+    """Return the class and text of what a call raises, or warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    ours = ("no state of a method", "no exchange has averaged")
+    return "; ".join(str(one.message) for one in caught if any(text in str(one.message) for text in ours))
+
+
+def refused(folder):
+    """What must not pass in silence."""
+    plain, ours, rounds = Run(), Run("topk:ratio=0.05"), Run("local:every=4")
+    plain.train(range(1))
+    plain.accelerator.save_state(str(Path(folder, "plain")))
+    rounds.accelerator.save_state(str(Path(folder, "rounds")))
+    alone = Accelerator(cpu=True)
+    stenograd.accelerate.use(alone, "local:every=4")
+    half = alone.prepare(net())
+    two = net()
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (two[0], two[2])]
+    again = Accelerator(cpu=True)
+    stenograd.accelerate.use(again, "local:every=4")
+    again.prepare(two, halves[0])
+    fp16 = DistributedDataParallelKwargs(comm_hook="fp16")
+    other = Run("local:every=8").accelerator
+    use = stenograd.accelerate.use
+
+    def dense_after_all():
+        with accelerate.local_sgd.LocalSGD(ours.accelerator, ours.model, 4) as local:
+            ours.train(range(2), after=local.step)
+
+    return {
+        "dense after all": said(dense_after_all),
+        "late": said(lambda: use(plain.accelerator, "dense")),
+        "twice": said(lambda: use(ours.accelerator, "dense")),
+        "hook": said(lambda: Run("dense", handlers=[fp16])),
+        "rank 0 only": said(lambda: ours.accelerator.register_for_checkpointing(ours.attached.sync)),
+        "no optimizer": said(lambda: alone.backward(half(torch.ones(1, 64)).sum())),
+        "later optimizer": said(lambda: again.prepare(halves[1])),
+        "name": said(lambda: use(Accelerator(cpu=True), "tpk")),
+        "timeout": said(lambda: use(Accelerator(cpu=True), "dense", timeout_s=0)),
+        "interval": said(lambda: use(Accelerator(cpu=True), "dense", check_every=-1)),
+        "early": said(lambda: use(Accelerator(cpu=True), "dense").sync),
+        "no state": said(lambda: Run("topk:ratio=0.05").accelerator.load_state(str(Path(folder, "plain")))),
+        "other method": said(lambda: other.load_state(str(Path(folder, "rounds")))),
+        "local and local": said(
+            lambda: stenograd.accelerate.LocalSGD(rounds.accelerator, rounds.model, 4).__enter__()
+        ),
+        "steps": said(lambda: stenograd.accelerate.LocalSGD(plain.accelerator, plain.model, 0)),
+        "schedule": said(
+            lambda: stenograd.accelerate.LocalSGD(plain.accelerator, plain.model, 4, method="diloco")
+        ),
+    }
+
+
+def two(folder):
+    """Run all that two ranks are asked for."""
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)
+    kept = Run("dense", handlers=[handler]).train(range(1))
+    return {
+        "dense": dense(),
+        "methods": methods(),
+        "resumed": resumed(folder),
+        "bad": bad_step(),
+        "local": local_sgd(),
+        "handler": [kept.model.find_unused_parameters, kept.model.gradient_as_bucket_view],
+        "refused": refused(folder),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = two(sys.argv[2]) if sys.argv[1] == "two" else resharded(sys.argv[2])
+    print(json.dumps(found), flush=True)

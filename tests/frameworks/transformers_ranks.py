@@ -1,0 +1,262 @@
+"""What tests of the Trainer adapter run on every rank; the last line is what this rank found, as JSON."""
+
+import hashlib
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import stenograd
+import stenograd.transformers
+
+
+def bert(seed=0):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=64,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **sizes,
+        )
+    )
+
+
+def samples(count=160):
+    g = torch.Generator().manual_seed(5)
+    tokens = torch.randint(1, 64, (count, 8), generator=g)
+    return [{"input_ids": row, "labels": int(row[0] > 32)} for row in tokens]
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def digest(model):
+    return hashlib.sha256(flat(model).numpy().tobytes()).hexdigest()
+
+
+class At(TrainerCallback):
+    """Calls something at events of a training, by name."""
+
+    def __init__(self, **events):
+        for name, call in events.items():
+            setattr(self, name, lambda args, state, control, call=call, **kept: call(state, **kept))
+
+
+class Bad(Trainer):
+    """Makes the loss of rank 1 at step 3 NaN."""
+
+    def compute_loss(self, *args, **options):
+        loss = super().compute_loss(*args, **options)
+        return loss * float("nan") if (self.state.global_step, self.args.process_index) == (3, 1) else loss
+
+
+class Without(Trainer):
+    """Leaves step 3 out."""
+
+    def training_step(self, *args, **options):
+        return torch.zeros(()) if self.state.global_step == 3 else super().training_step(*args, **options)
+
+
+def trainer_of(folder, steps, kind=Trainer, model=None, callbacks=(), **options):
+    defaults = {"save_strategy": "no", "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        use_cpu=True,
+        ddp_backend="gloo",
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=10**6,
+        **{**defaults, **options},
+    )
+    return kind(
+        model or bert(),
+        arguments,
+        train_dataset=samples(),
+        eval_dataset=samples(16),
+        callbacks=list(callbacks),
+    )
+
+
+def trained(folder, steps, method=None, resume=None, **options):
+    trainer = trainer_of(folder, steps, **options)
+    if method is not None:
+        attached = stenograd.transformers.use(trainer, method, timeout_s=120)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, attached if method is not None else None
+
+
+def dense(folder):
+    """50 optimizer steps of 4 batches each, by the Trainer's own DDP and by ours; and a frozen encoder."""
+    own, _ = trained(folder, 50, gradient_accumulation_steps=4)
+    ours, attached = trained(folder, 50, "dense", gradient_accumulation_steps=4)
+    frozen = bert()
+    frozen.bert.requires_grad_(False)
+    _, few = trained(folder, 5, "dense", model=frozen)
+    return {
+        "difference": (flat(own.model) - flat(ours.model)).abs().max().item(),
+        "moved": (flat(own.model) - flat(bert())).abs().max().item(),
+        "unused": own.accelerator.ddp_handler.find_unused_parameters,
+        "exchanges": attached.sync.step,
+        "bytes": attached.traffic.moved_bytes,
+        "elements": flat(own.model).numel(),
+        "few bytes": few.traffic.moved_bytes,
+        "few elements": sum(p.numel() for p in frozen.parameters() if p.requires_grad),
+    }
+
+
+def methods(folder):
+    """22 steps with each method; parameters before training ends, and after."""
+    found = {}
+    for method in ("topk:ratio=0.05", "sign", "powersgd:rank=1", "local:every=4", "diloco:every=10"):
+        own, logged = [], []
+        at = At(
+            on_step_end=lambda state, model=None, own=own, **_: own.append(digest(model)),
+            on_log=lambda state, logs=None, logged=logged, **_: logged.append(logs),
+        )
+        trainer, _ = trained(folder, 22, method, callbacks=[at])
+        found[method] = {
+            "own": own[-1],
+            "common": digest(trainer.model),
+            "logged": logged[-1]["traffic/moved_bytes"],
+            "wrapped": trainer.model_wrapped is not trainer.model,
+        }
+    return found
+
+
+def resumed(folder):
+    """13 steps, and 7 of them after a stop where `local` is in mid-round, as it is at the end."""
+    found = {}
+    for method in ("topk:ratio=0.05", "local:every=4"):
+        place = Path(folder, method.partition(":")[0])
+
+        def keep(state, model=None, place=place, **_):
+            if state.global_step == 6:
+                torch.save(flat(model), f"{place}-rank{torch.distributed.get_rank()}.pt")
+
+        options = {"save_strategy": "steps", "save_steps": 6}
+        whole, _ = trained(place, 13, method, callbacks=[At(on_save=keep)], **options)
+        again, _ = trained(place, 13, method, resume=f"{place}/checkpoint-6", model=bert(7))
+        found[method] = [digest(whole.model), digest(again.model)]
+    return found
+
+
+def resharded(folder):
+    """On other ranks than those that saved: where training starts, and where it leads."""
+    starts = []
+    at = [At(on_train_begin=lambda state, model=None, **_: starts.append(flat(model)))]
+    trained(Path(folder, "new"), 9, "local:every=4", resume=f"{folder}/local/checkpoint-6", callbacks=at)
+    saved = [torch.load(f"{folder}/local-rank{rank}.pt") for rank in (0, 1)]
+    top, _ = trained(Path(folder, "new"), 9, "topk:ratio=0.05", resume=f"{folder}/topk/checkpoint-6")
+    return {
+        "mean": (starts[0] - (saved[0] + saved[1]) / 2).abs().max().item(),
+        "ranks differed": (saved[0] - saved[1]).abs().max().item(),
+        "after": digest(top.model),
+    }
+
+
+def bad_step(folder):
+    """One NaN on rank 1 in step 3 of 8, and the same training without that step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        bad, attached = trained(folder, 8, "topk:ratio=0.05", kind=Bad)
+    without, _ = trained(folder, 8, "topk:ratio=0.05", kind=Without)
+    return {
+        "bad": digest(bad.model),
+        "without": digest(without.model),
+        "skipped": attached.sync.skipped,
+    }
+
+
+def best(folder):
+    """Rounds with evaluation in mid-round; the first checkpoint, of higher loss, is loaded at the end."""
+    often = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    rounds = []  # what the ranks have in common after the round at step 4, before they part again
+
+    def keep(state, model=None, **_):
+        if state.global_step == 4:
+            rounds.append({name: t.clone() for name, t in model.state_dict().items()})
+
+    at = [At(on_step_end=keep)]
+    trainer, _ = trained(Path(folder, "best"), 10, "diloco:every=4", callbacks=at, **often, **first)
+    saved = [load_file(f"{folder}/best/checkpoint-{step}/model.safetensors") for step in (5, 10)]
+    mine = trainer.model.state_dict()
+    return {
+        "loaded": [all(torch.equal(mine[name], t) for name, t in tensors.items()) for tensors in saved],
+        "exported": all(torch.equal(rounds[0][name], t) for name, t in saved[0].items()),
+        "digest": digest(trainer.model),
+        "losses": [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one],
+    }
+
+
+def said(call):
+    """Return the class and text of what a call raises, or warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "; ".join(str(one.message) for one in caught if "no state of a method" in str(one.message))
+
+
+def refused(folder):
+    """What must not pass in silence."""
+    place, use = Path(folder, "plain"), stenograd.transformers.use
+    trained(place, 2, save_strategy="steps", save_steps=1)
+    late = trainer_of(folder, 2)
+    late.add_callback(At(on_train_begin=lambda state, **_: use(late, "topk")))
+    done = trainer_of(folder, 1)
+    done.train()
+    other = trainer_of(folder, 2)
+    use(other, "topk")
+    other.create_accelerator_and_postprocess()  # as hyperparameter search does
+    return {
+        "late": said(late.train),
+        "after": said(lambda: use(done, "topk")),
+        "other accelerator": said(other.train),
+        "no state": said(lambda: trained(folder, 2, "topk", resume=f"{place}/checkpoint-1")),
+    }
+
+
+def again(folder):
+    """Two trainings of one Trainer."""
+    trainer, attached = trained(folder, 3, "topk:ratio=0.05")
+    trainer.train()
+    return {"exchanges": attached.sync.step, "syncs": len(attached.syncs), "digest": digest(trainer.model)}
+
+
+def launched(folder):
+    """Four steps."""
+    trainer, attached = trained(folder, 4, "topk:ratio=0.05")
+    return {"world size": attached.sync.world_size, "digest": digest(trainer.model)}
+
+
+def two(folder):
+    """Run all that two ranks are asked for."""
+    parts = {"dense": dense, "methods": methods, "resumed": resumed, "bad": bad_step, "best": best}
+    parts |= {"refused": refused, "again": again, "launched": launched}
+    return {name: part(folder) for name, part in parts.items()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    part = {"two": two, "three": resharded, "launched": launched}[sys.argv[1]]
+    print(json.dumps(part(sys.argv[2])), flush=True)
