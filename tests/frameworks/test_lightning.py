@@ -1,6 +1,5 @@
 """Stenograd inside Lightning's Trainer and Fabric, on real ranks, which run lightning_training.py."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -168,12 +167,17 @@ def test_three_ranks_continue_what_two_saved(saved, folder):
 def test_lightnings_own_launcher_finds_the_strategy_by_name_and_logs_traffic(tmp_path):
     (one,) = run_ranks(SCRIPT, 2, args=["launched", tmp_path], launcher="none")
     assert one["method"] == "topk"
-    assert one["world"] == one["inside"] == 2
-    assert "trainer.fit()" in one["said"]
+    assert one["world"] == one["init"] == 2
     logged = (Path(tmp_path) / "log" / "metrics.csv").read_text().splitlines()
     header, last = logged[0].split(","), logged[-1].split(",")
     assert 0 < float(last[header.index("traffic/moved_bytes")]) <= one["bytes"]
-    assert json.dumps(one["finite"]) == "true"
+    assert one["finite"]
+
+
+def test_joining_the_ranks_before_lightning_starts_them_is_refused():
+    (said,) = run_ranks(SCRIPT, 2, args=["too_early"], launcher="none")
+    assert "the Trainer has 2 ranks, but torch.distributed was initialised before with 1" in said
+    assert "torchrun" in said
 
 
 class TestRefusals:
