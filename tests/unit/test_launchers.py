@@ -65,6 +65,7 @@ def test_detect_finds_the_launcher(env, world):
     [
         ({"RANK": "0"}, ("WORLD_SIZE", "must be set", "None")),
         ({"WORLD_SIZE": "2"}, ("WORLD_SIZE", "needs RANK", "'2'", "torchrun")),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, ("WORLD_SIZE", "needs RANK", "trainer.fit()")),
         (TORCHRUN | {"RANK": "4"}, ("RANK", "below the world size 4", "got 4")),
         (TORCHRUN | {"RANK": "-1"}, ("RANK", "at least 0", "got -1")),
         (TORCHRUN | {"RANK": ""}, ("RANK", "integer", "''")),

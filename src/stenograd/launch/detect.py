@@ -88,6 +88,11 @@ def detect(env: Mapping[str, str]) -> World:
         return _slurm(env)
     if env.get("WORLD_SIZE", "1") != "1":
         advice = "set RANK as well, unset WORLD_SIZE, or start with torchrun, mpiexec or srun"
+        if "LOCAL_RANK" in env:
+            advice += (
+                " (Lightning starts processes so, and joins them in trainer.fit() or fabric.launch(): leave "
+                "stenograd.init() out, or call it after that)"
+            )
         raise bad_variable("WORLD_SIZE", "needs RANK beside it", env["WORLD_SIZE"], advice)
     return World(0, 1, 0, 1, "alone")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -245,6 +245,10 @@ class DDPHook:
         """Accumulate gradients locally: `ddp_model.no_sync()`."""
         context: AbstractContextManager[Any] = self._model.no_sync()
         return context
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Put the parameters to evaluate in place for a `with` block: as every step averages, they are."""
+        return nullcontext()
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `stenograd.sync.tracing`.

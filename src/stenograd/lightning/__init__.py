@@ -1,0 +1,13 @@
+"""Stenograd's methods inside Lightning: a strategy for the Trainer, one for Fabric, and a callback.
+
+`Trainer(strategy=StenogradStrategy("topk:ratio=0.05"))` is all that a program changes. Lightning itself is an
+extra: `pip install stenograd[lightning]`.
+"""
+
+from __future__ import annotations
+
+from stenograd.lightning.fabric import StenogradFabricStrategy
+from stenograd.lightning.traffic_logger import TrafficLogger
+from stenograd.lightning.trainer import StenogradStrategy
+
+__all__ = ["StenogradFabricStrategy", "StenogradStrategy", "TrafficLogger"]

@@ -1,0 +1,181 @@
+"""The strategy for Lightning Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from stenograd.catalog.method import Method
+from stenograd.compression.contract import Compressor
+from stenograd.errors import ConfigError
+from stenograd.lightning.attachment import (
+    MARK,
+    Attachment,
+    Choice,
+    Closures,
+    drop_others,
+    load_all,
+    register_names,
+    save_all,
+)
+from stenograd.lightning.packages import fabric
+
+__all__ = ["StenogradFabricStrategy"]
+
+
+class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
+    """Trains by a Stenograd method; otherwise what Fabric's `DDPStrategy` is.
+
+    See `StenogradStrategy`. With a schedule, `fabric.setup(model, optimizer)` must get both at once;
+    evaluate inside `with fabric.strategy.sync.consensus():`, and save outside.
+
+    Args:
+        method: as text such as "topk:ratio=0.05"; see `stenograd methods`.
+        timeout_s: seconds after which a silent peer is an error, > 0.
+        check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
+        repair: overwrite parameters that differ by the majority's and warn, instead of raising.
+        check_buffers: compare and repair buffers too.
+        skip_bad_steps: after an exchange that was not finite on some rank, the optimizers change nothing.
+        ddp_options: for Fabric's `DDPStrategy`.
+
+    Attributes:
+        syncs: the hook or synchronisation of each model, in the order of `fabric.setup`.
+
+    Raises:
+        MethodError: unknown method or key, or a value outside its range.
+        ConfigError: an option that would have no effect.
+
+    Example:
+        fabric = Fabric(devices=2, strategy=StenogradFabricStrategy("topk:ratio=0.05"))
+    """
+
+    strategy_name = "stenograd"
+
+    def __init__(
+        self,
+        method: str | Method | Compressor | None = None,
+        *,
+        timeout_s: float = 300.0,
+        check_every: int = 0,
+        repair: bool = False,
+        check_buffers: bool = False,
+        skip_bad_steps: bool = True,
+        **ddp_options: Any,
+    ) -> None:
+        self._choice = Choice.of(
+            method,
+            timeout_s=timeout_s,
+            check_every=check_every,
+            repair=repair,
+            check_buffers=check_buffers,
+            skip_bad_steps=skip_bad_steps,
+        )
+        super().__init__(**ddp_options)
+        self._choice.refuse(self._ddp_kwargs)
+        self._attached: list[Attachment] = []
+        self._closures: Closures | None = None
+        if self._choice.in_rounds:
+            self._backward_sync_control = _RoundsControl(self._attached)
+
+    @property
+    def syncs(self) -> list[Any]:
+        """The hook or synchronisation of each model, in the order of `fabric.setup`."""
+        return [one.sync for one in self._attached]
+
+    @property
+    def sync(self) -> Any:
+        """The hook or synchronisation of the only model; None before `fabric.setup`.
+
+        Raises:
+            ConfigError: several models are set up.
+        """
+        if len(self._attached) > 1:
+            raise ConfigError(f"sync needs one model, got {len(self._attached)} set up: take one of `syncs`")
+        return self._attached[0].sync if self._attached else None
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Wrap a model in DistributedDataParallel, with the method as its hook.
+
+        Raises:
+            ConfigError: the method trains in rounds, which needs the optimizers too.
+        """
+        if self._choice.in_rounds:
+            raise ConfigError(
+                f"{self._choice.method} needs the model and its optimizers together: call "
+                "fabric.setup(model, optimizer)"
+            )
+        self._watch([])
+        ddp = super().setup_module(module)
+        self._attached.append(self._choice.on_ddp(ddp))
+        return ddp
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *rest: Any
+    ) -> tuple[Any, ...]:
+        """Attach the method to a model and its optimizers."""
+        if not self._choice.in_rounds:
+            return tuple(super().setup_module_and_optimizers(module, optimizers, *rest))
+        self._watch(optimizers)
+        self._attached.append(self._choice.on_module(module, optimizers))
+        return (module, list(optimizers), *rest)
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Follow an optimizer's steps."""
+        self._watch([optimizer])
+        return super().setup_optimizer(optimizer)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return a model's state, for methods in rounds the consensus; all ranks call it."""
+        for one in self._attached:
+            if one.module is module and one.in_rounds:
+                with one.shown():
+                    state = super().get_module_state_dict(module)
+                    return {name: t.clone() if torch.is_tensor(t) else t for name, t in state.items()}
+        return dict(super().get_module_state_dict(module))
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint and, if it holds an optimizer, what each rank keeps beside it."""
+        names: list[str] = []
+        if self._attached and _holds_optimizer(state):
+            names = save_all(self._attached, path)
+            state = {**state, MARK: names}
+        super().save_checkpoint(path, state, *args, **kwargs)
+        if names:
+            self.barrier()  # until rank 0 has written it, the state of the one before is needed
+            if self.local_rank == 0:
+                drop_others(path, names)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint and, if it is into an optimizer, then what each rank keeps beside it."""
+        rest = dict(super().load_checkpoint(path, state, *args, **kwargs))
+        if self._attached and isinstance(state, Mapping) and _holds_optimizer(state):
+            load_all(self._attached, path, rest.pop(MARK, None))
+        return rest
+
+    def _watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if self._closures is None:
+            self._closures = Closures()  # before the method's hooks
+        self._closures.watch(optimizers)
+
+
+class _RoundsControl:
+    """What `fabric.no_backward_sync` does with models that are not wrapped."""
+
+    def __init__(self, attached: Sequence[Attachment]) -> None:
+        self._attached = attached
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Accumulate gradients locally: passes inside do not count."""
+        syncs = [one.sync for one in self._attached if one.module is module]
+        return syncs[0].no_sync() if enabled and syncs else nullcontext()
+
+
+def _holds_optimizer(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(part, torch.optim.Optimizer) for part in state.values())
+
+
+register_names(fabric.strategies.STRATEGY_REGISTRY.register, StenogradFabricStrategy)

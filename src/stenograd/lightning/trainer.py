@@ -1,0 +1,225 @@
+"""The strategy for Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from stenograd.catalog.method import Method
+from stenograd.compression.contract import Compressor
+from stenograd.errors import ConfigError, LaunchError
+from stenograd.lightning.attachment import (
+    MARK,
+    Attachment,
+    Choice,
+    Closures,
+    drop_others,
+    load_all,
+    register_names,
+    save_all,
+)
+from stenograd.lightning.packages import pytorch
+
+__all__ = ["StenogradStrategy"]
+
+_OTHERS_HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class StenogradStrategy(pytorch.strategies.DDPStrategy):
+    """Trains by a Stenograd method; otherwise what `DDPStrategy` is.
+
+    Methods that average gradients in every step run as the hook of DistributedDataParallel, on any device
+    (`DDPStrategy` itself calls hooks on CUDA only). Methods with a schedule ("local:every=8", "diloco",
+    "gossip") leave the model unwrapped; validation, checkpoints and what `fit` leaves behind then hold the
+    consensus of all ranks.
+
+    What each rank keeps for itself is saved in a folder beside each checkpoint, `NAME.ckpt.stenograd`, and
+    loaded from there, on another number of ranks, too.
+
+    Args:
+        method: as text such as "topk:ratio=0.05"; see `stenograd methods`.
+        timeout_s: seconds after which a silent peer is an error, > 0.
+        check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
+        repair: overwrite parameters that differ by the majority's and warn, instead of raising.
+        check_buffers: compare and repair buffers too.
+        skip_bad_steps: after an exchange that was not finite on some rank, the optimizers change nothing.
+        ddp_options: for `DDPStrategy`: `process_group_backend`, `timeout`, `start_method`, ..., and where the
+            model is wrapped those of DistributedDataParallel, such as `find_unused_parameters`.
+
+    Attributes:
+        sync: the hook or synchronisation of the last `fit`, with `traffic`, `skipped`, `trace(...)`; None
+            before.
+
+    Raises:
+        MethodError: unknown method or key, or a value outside its range.
+        ConfigError: another communication hook is given, or an option that would have no effect.
+
+    Example:
+        trainer = Trainer(devices=2, strategy=StenogradStrategy("topk:ratio=0.05"))
+    """
+
+    strategy_name = "stenograd"
+
+    def __init__(
+        self,
+        method: str | Method | Compressor | None = None,
+        *,
+        timeout_s: float = 300.0,
+        check_every: int = 0,
+        repair: bool = False,
+        check_buffers: bool = False,
+        skip_bad_steps: bool = True,
+        **ddp_options: Any,
+    ) -> None:
+        self._choice = Choice.of(
+            method,
+            timeout_s=timeout_s,
+            check_every=check_every,
+            repair=repair,
+            check_buffers=check_buffers,
+            skip_bad_steps=skip_bad_steps,
+        )
+        if given := [name for name in _OTHERS_HOOKS if ddp_options.get(name) is not None]:
+            raise ConfigError(
+                f"{given[0]} cannot stand beside a method: a DDP model takes one communication hook, which "
+                f"is {self._choice.method}; leave it out, or use Lightning's DDPStrategy"
+            )
+        super().__init__(**ddp_options)
+        self._choice.refuse(self._ddp_kwargs)
+        self._attached: Attachment | None = None
+        self._closures: Closures | None = None
+        self._fitting = False
+        self._loaded_path: Any = None
+
+    @property
+    def sync(self) -> Any:
+        """The hook or synchronisation of the last `fit`; None before."""
+        return None if self._attached is None else self._attached.sync
+
+    def setup_environment(self) -> None:
+        """Join the ranks, and make sure that all are there."""
+        super().setup_environment()
+        if dist.get_world_size() != self.world_size:
+            raise LaunchError(
+                f"the Trainer has {self.world_size} ranks, but torch.distributed was initialised before with "
+                f"{dist.get_world_size()}: leave stenograd.init() out before trainer.fit(), or start the "
+                "program with torchrun"
+            )
+
+    def setup(self, trainer: Any) -> None:
+        """Attach the method, where the Trainer is about to fit."""
+        self._fitting = trainer.state.fn == pytorch.trainer.states.TrainerFn.FITTING
+        if self._fitting:
+            self._close()
+            self._closures = Closures()  # before the method's hooks
+        super().setup(trainer)
+        if not self._fitting:
+            return
+        if self._choice.in_rounds:
+            self._attached = self._choice.on_module(self.lightning_module, self.optimizers)
+        assert self._closures is not None  # made above
+        self._closures.watch(self.optimizers)
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, but for methods in rounds."""
+        if not self._choice.in_rounds:
+            super().configure_ddp()
+
+    def _register_ddp_hooks(self) -> None:
+        self._attached = self._choice.on_ddp(self.model)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `training_step`, as a forward pass of what is attached."""
+        if not self._choice.in_rounds:
+            return super().training_step(*args, **kwargs)
+        # Through the module's own call, so that its forward hooks run: they hold a round that is due after a
+        # step was skipped.
+        module = self.lightning_module
+        with self.precision_plugin.train_step_context():
+            return self._forward_redirection(module, module, "training_step", *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: passes inside exchange nothing and do not count."""
+        rounds = self._attached is not None and self._choice.in_rounds
+        with self.sync.no_sync() if rounds else super().block_backward_sync():
+            yield
+
+    def on_validation_start(self) -> None:
+        """Put the consensus in place while training is validated."""
+        super().on_validation_start()
+        if self._fitting and self._attached is not None:
+            self._attached.show()
+
+    def on_validation_end(self) -> None:
+        """Put this rank's own parameters back."""
+        super().on_validation_end()
+        if self._fitting and self._attached is not None:
+            self._attached.hide()
+
+    def on_train_end(self) -> None:
+        """Leave the consensus in the model; what is trained later by hand is not exchanged."""
+        super().on_train_end()
+        self._fitting = False
+        if self._attached is not None and self._choice.in_rounds:
+            self._attached.show()
+            self.sync.enabled = False
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Stop exchanging: the other ranks may not come any more."""
+        super().on_exception(exception)
+        if self._attached is not None:
+            self._attached.close()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the model's state, for methods in rounds the consensus; all ranks call it."""
+        if self._attached is None or not self._choice.in_rounds:
+            return dict(super().lightning_module_state_dict())
+        with self._attached.shown():
+            state = super().lightning_module_state_dict()
+            return {name: t.clone() if isinstance(t, Tensor) else t for name, t in state.items()}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Save the checkpoint, and what each rank keeps beside it, unless it holds the weights only."""
+        names: list[str] = []
+        if self._attached is not None and "optimizer_states" in checkpoint:
+            names = checkpoint[MARK] = save_all([self._attached], filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if names:
+            self.barrier()  # until rank 0 has written it, the state of the one before is needed
+            if self.local_rank == 0:
+                drop_others(filepath, names)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read the checkpoint; what each rank keeps is loaded after the optimizers."""
+        self._loaded_path = checkpoint_path
+        return dict(super().load_checkpoint(checkpoint_path, *args, **kwargs))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers and then what each rank keeps, which for methods in rounds replaces them."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._attached is not None:
+            load_all([self._attached], self._loaded_path, checkpoint.get(MARK))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove the checkpoint and what lies beside it."""
+        super().remove_checkpoint(filepath)
+        if self.local_rank == 0:
+            drop_others(filepath, [])
+
+    def _close(self) -> None:
+        if self._attached is not None:
+            self._attached.close()
+            self._attached = None
+        if self._closures is not None:
+            self._closures.close()
+            self._closures = None
+
+
+register_names(pytorch.strategies.StrategyRegistry.register, StenogradStrategy)

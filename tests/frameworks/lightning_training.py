@@ -1,0 +1,344 @@
+"""What test_lightning.py runs on every rank: `lightning_training.py SCENARIO [FOLDER]`; prints JSON."""
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric, seed_everything
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_cases import METHODS, SAVED, WIDE
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stenograd
+from stenograd.lightning import StenogradFabricStrategy, StenogradStrategy, TrafficLogger
+
+
+def net():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(WIDE, 64), nn.ReLU(), nn.Linear(64, WIDE))
+
+
+class Task(LightningModule):
+    """A regression; `bad` is the (step, rank) whose gradient is NaN, `manual` has two optimizers."""
+
+    def __init__(self, optimizer="sgd", bad=None, manual=False):
+        super().__init__()
+        self.net, self.kind, self.bad = net(), optimizer, bad
+        self.automatic_optimization = not manual
+        self.seen = []
+
+    def training_step(self, batch, index):
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        if self.bad == (index, self.global_rank):
+            loss = loss * float("nan")
+        if self.automatic_optimization:
+            return loss
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return None
+
+    def validation_step(self, batch, index):
+        self.seen.append(digest(self))
+
+    def configure_optimizers(self):
+        if not self.automatic_optimization:
+            return [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in (self.net[0], self.net[2])]
+        if self.kind == "adam":
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def data(steps, without=None):
+    """This rank's batches, 8 examples in each step; `without` leaves out a step on all ranks."""
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    made = torch.Generator().manual_seed(3)
+    x = torch.randn(steps, 3, 8, WIDE, generator=made)  # for as many as three ranks
+    y = x.roll(1, -1) * 0.5 + 0.1 * torch.randn(x.shape, generator=made)
+    mine = [i for i in range(steps) if i != without]
+    return DataLoader(TensorDataset(*(t[mine, rank].flatten(0, 1) for t in (x, y))), batch_size=8)
+
+
+def trainer(strategy, steps, **more):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"use_distributed_sampler": False, "enable_checkpointing": False, "max_steps": steps}
+    quiet["devices"] = int(os.environ["WORLD_SIZE"])
+    return Trainer(accelerator="cpu", strategy=strategy, **quiet | more)
+
+
+def fit(strategy, steps=50, module=None, loader=None, **more):
+    seed_everything(1, verbose=False)
+    module, training = module or Task(), trainer(strategy, steps, **more)
+    training.fit(module, loader or data(steps * training.accumulate_grad_batches))
+    return module, training
+
+
+def digest(module):
+    tensors = [p.detach() for p in module.parameters()]
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()[:16]
+
+
+def told(sync, module):
+    return {
+        "digest": digest(module),
+        "finite": all(bool(p.isfinite().all()) for p in module.parameters()),
+        "bytes": sync.traffic.moved_bytes,
+        "step": sync.step,
+        "skipped": sync.skipped,
+    }
+
+
+def methods():
+    """Plain DDP, dense, accumulation, clipping, and every kind of method."""
+    out = {"ddp": digest(fit(DDPStrategy())[0])}
+    module, training = fit(StenogradStrategy("dense"))
+    out["dense"] = told(training.strategy.sync, module)
+    module, training = fit(
+        StenogradStrategy("topk:ratio=0.05"), 12, accumulate_grad_batches=4, gradient_clip_val=0.5
+    )
+    out["accumulated"] = told(training.strategy.sync, module)
+    module, training = fit(StenogradStrategy("local:every=4"), 12, accumulate_grad_batches=4)
+    out["accumulated rounds"] = told(training.strategy.sync, module)
+    for how in METHODS:
+        module, training = fit(StenogradStrategy(how), precision="bf16-mixed" if how == "sign" else None)
+        out[how] = told(training.strategy.sync, module)
+    return out
+
+
+def broken():
+    """NaN on rank 1 in step 5; the oracle leaves that step out on both ranks."""
+    out = {}
+    warnings.simplefilter("ignore")
+    for optimizer in ("sgd", "adam"):
+        for how in ("dense", "topk:ratio=0.05"):
+            clip = {"gradient_clip_val": 1.0}
+            module, training = fit(StenogradStrategy(how), 20, Task(optimizer, bad=(5, 1)), **clip)
+            out[f"{optimizer} {how}"] = told(training.strategy.sync, module)
+            module, training = fit(StenogradStrategy(how), 19, Task(optimizer), data(20, without=5), **clip)
+            out[f"{optimizer} {how} without"] = told(training.strategy.sync, module)
+    module, training = fit(StenogradStrategy("local:every=4"), 20, Task(bad=(5, 1)))
+    out["local"] = told(training.strategy.sync, module)
+    for how in ("dense", "local:every=4"):
+        module, training = fit(StenogradStrategy(how), 20, Task(manual=True))
+        out[f"manual {how}"] = told(training.strategy.sync, module)
+    out["manual ddp"] = digest(fit(DDPStrategy(), 20, Task(manual=True))[0])
+    module, training = validated()
+    out["validated"] = {"seen": module.seen, **told(training.strategy.sync, module)}
+    return out
+
+
+def validated():
+    module = Task()
+    training = trainer(StenogradStrategy("local:every=4"), 10, val_check_interval=5, num_sanity_val_steps=0)
+    seed_everything(1, verbose=False)
+    training.fit(module, data(10), data(1))
+    return module, training
+
+
+class Residuals(Callback):
+    """The sums of all ranks' residuals when training starts."""
+
+    def on_train_start(self, trainer, module):
+        self.sums = residual_sums(trainer.strategy.sync)
+
+
+def residual_sums(sync):
+    found = {}
+
+    def walk(path, value):
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk([*path, str(key)], inner)
+        elif torch.is_tensor(value) and "residual" in path:
+            total = value.double().clone()
+            dist.all_reduce(total)
+            found[".".join(path)] = float(total.abs().sum())
+
+    walk([], sync.state_dict())
+    return found
+
+
+def save(folder):
+    """12 steps with a checkpoint after 7; then 7 to 12 again from it. Then other things around checkpoints.
+
+    An epoch has 7 steps, because Lightning begins its data anew where it resumes within an epoch.
+    """
+    out = {}
+    for i, how in enumerate(SAVED):
+        place = Path(folder, f"m{i}")
+        keeps = ModelCheckpoint(place, filename="{step}", every_n_train_steps=7, save_top_k=-1)
+        optimizer = "adam" if i else "sgd"
+        more = {"enable_checkpointing": True, "callbacks": [keeps]}
+        module, training = fit(StenogradStrategy(how), 12, Task(optimizer), data(7), **more)
+        whole = digest(module)
+        path = place / "step=7.ckpt"
+        module, training = resume(StenogradStrategy(how), path, Task(optimizer))
+        out[how] = {"whole": whole, "resumed": digest(module), "kept": sorted(os.listdir(place))}
+        # Ended after 7 steps and saved by hand. All batches are the same one, because Lightning repeats the
+        # last batch where fit had ended an epoch.
+        whole, _ = fit(StenogradStrategy(how), 12, Task(optimizer), data(1))
+        _, training = fit(StenogradStrategy(how), 7, Task(optimizer), data(1))
+        training.save_checkpoint(place / "hand.ckpt")
+        resumed, _ = resume(StenogradStrategy(how), place / "hand.ckpt", Task(optimizer), data(1))
+        out[how] |= {"by hand": digest(resumed), "one batch": digest(whole)}
+        if i == 0:
+            sums = Residuals()
+            resume(StenogradStrategy(how), path, Task(optimizer), callbacks=[sums])
+            out["sums"] = sums.sums
+    out["removed"] = removed(folder)
+    out["plain"] = plain(folder)
+    return out
+
+
+def resume(strategy, path, module, loader=None, **more):
+    training = trainer(strategy, 12, **more)
+    training.fit(module, loader or data(7), ckpt_path=str(path), weights_only=False)
+    return module, training
+
+
+def removed(folder):
+    """What is left where only the newest of several checkpoints is kept."""
+    keeps = ModelCheckpoint(Path(folder, "one"), filename="{step}", every_n_train_steps=3, save_top_k=1)
+    fit(StenogradStrategy("sign"), 9, loader=data(9), enable_checkpointing=True, callbacks=[keeps])
+    dist.barrier()
+    return sorted(str(p.relative_to(folder)) for p in Path(folder, "one").iterdir())
+
+
+def plain(folder):
+    """A checkpoint of Lightning's own may be continued; ours without its folder may not."""
+    out, path = {}, Path(folder, "plain.ckpt")
+    _, training = fit(DDPStrategy(), 5, loader=data(12))
+    training.save_checkpoint(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resume(StenogradStrategy("sign"), path, Task())
+    out["said"] = [str(w.message) for w in caught if "start anew" in str(w.message)]
+    _, training = fit(StenogradStrategy("sign"), 5, loader=data(12))
+    training.save_checkpoint(path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(f"{path}.stenograd").rename(Path(folder, "lost"))
+    dist.barrier()
+    try:
+        resume(StenogradStrategy("sign"), path, Task())
+    except stenograd.CheckpointError as error:
+        out["lost"] = str(error)
+    return out
+
+
+def reshard(folder):
+    """Continue on three ranks what two have saved."""
+    out = {}
+    for i, how in enumerate(SAVED):
+        sums = Residuals()
+        more = {"callbacks": [sums]}
+        path = Path(folder, f"m{i}", "step=7.ckpt")
+        module, training = resume(StenogradStrategy(how), path, Task("adam" if i else "sgd"), **more)
+        out[how] = {**told(training.strategy.sync, module), "sums": sums.sums}
+    return out
+
+
+def loop(fabric, model, optimizer, steps, every=1, start=0, bad=None):
+    """Fabric's training loop, as its documentation shows it."""
+    for i, (x, y) in enumerate(data(steps * every)):
+        if i < start:
+            continue
+        last = (i + 1) % every == 0
+        with fabric.no_backward_sync(model, enabled=not last):
+            loss = nn.functional.mse_loss(model(x), y)
+            fabric.backward(loss * float("nan") if bad == (i, fabric.global_rank) else loss)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def started(strategy, **more):
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, **more)
+    fabric.launch()
+    model = net()
+    return fabric, *fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+
+
+def fabrics(folder):
+    """Fabric: DDP, dense, accumulation, every kind of method, NaN, stop and resume."""
+    out = {}
+    for name, strategy in (("ddp", "ddp"), ("dense", StenogradFabricStrategy("dense"))):
+        fabric, model, optimizer = started(strategy)
+        loop(fabric, model, optimizer, 50)
+        out[name] = digest(model)
+    for how in ("topk:ratio=0.05", "local:every=4"):
+        fabric, model, optimizer = started(StenogradFabricStrategy(how))
+        loop(fabric, model, optimizer, 12, every=4)
+        out[f"accumulated {how}"] = told(fabric.strategy.sync, model)
+    for how in METHODS:
+        fabric, model, optimizer = started(StenogradFabricStrategy(how))
+        loop(fabric, model, optimizer, 50)
+        with fabric.strategy.sync.consensus():
+            out[how] = told(fabric.strategy.sync, model)
+    for how in SAVED:
+        fabric, model, optimizer = started(StenogradFabricStrategy(how))
+        loop(fabric, model, optimizer, 7)
+        path = Path(folder, "fabric.ckpt")
+        fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
+        loop(fabric, model, optimizer, 12, start=7)
+        whole = digest(model)
+        fabric, model, optimizer = started(StenogradFabricStrategy(how))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        rest = fabric.load(path, state, weights_only=False)
+        loop(fabric, model, optimizer, 12, start=state["step"])
+        out[f"saved {how}"] = {"whole": whole, "resumed": digest(model), "rest": sorted(rest)}
+    warnings.simplefilter("ignore")
+    fabric, model, optimizer = started(StenogradFabricStrategy("topk:ratio=0.05"))
+    loop(fabric, model, optimizer, 10, bad=(4, 1))
+    out["nan"] = told(fabric.strategy.sync, model)
+    return out
+
+
+def launched(folder):
+    """Lightning's own launcher: the names of registered strategies, the logger, and init() before fit."""
+    logger = CSVLogger(folder, name="", version="log")
+    training = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="stenograd_topk",
+        use_distributed_sampler=False,
+        max_steps=6,
+        logger=logger,
+        log_every_n_steps=2,
+        callbacks=[TrafficLogger()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Task()
+    training.fit(module, data(6))
+    sync = training.strategy.sync
+    worlds = {"world": dist.get_world_size(), "init": stenograd.init().world_size}
+    return {**told(sync, module), **worlds, "method": str(sync.method)}
+
+
+def too_early():
+    """Joining the ranks before Lightning has started them."""
+    stenograd.init()
+    training = Trainer(accelerator="cpu", devices=2, strategy="stenograd_topk", logger=False, max_steps=1)
+    try:
+        training.fit(Task(), data(1))
+    except stenograd.LaunchError as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    scenario, *arguments = sys.argv[1:]
+    found = globals()[scenario](*arguments)
+    print(json.dumps(found), flush=True)
