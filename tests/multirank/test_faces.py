@@ -116,7 +116,7 @@ def test_checks_rest_while_a_rank_has_run_out_of_inputs(pool):
 
 @pytest.mark.parametrize("face", FACES)
 def test_checks_without_interval_are_refused(face):
-    model = _LooksLikeDDP()
+    model = mlp(0) if face == "distribute" else _LooksLikeDDP()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attach = {
         "distribute": lambda: stenograd.distribute(model, optimizer, "dense", repair=True),

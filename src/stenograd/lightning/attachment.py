@@ -20,7 +20,7 @@ from stenograd.checkpoint.beside import load_state, save_state
 from stenograd.compression.contract import Compressor
 from stenograd.errors import CheckpointError, ConfigError
 from stenograd.schedules.schedule import What
-from stenograd.sync.ddp_hook import register
+from stenograd.sync.ddp_register import register
 from stenograd.sync.distribute import distribute
 
 __all__ = [
