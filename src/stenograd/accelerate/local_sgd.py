@@ -42,6 +42,7 @@ class LocalSGD:
             `use` was called for the Accelerator, too.
 
     Example:
+        >>> import torch
         >>> accelerator, model = Accelerator(cpu=True), nn.Linear(4, 2)
         >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
