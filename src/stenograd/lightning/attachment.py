@@ -28,6 +28,7 @@ __all__ = [
     "Attachment",
     "Choice",
     "Closures",
+    "copied",
     "drop_others",
     "folder_of",
     "load_all",
@@ -232,6 +233,14 @@ class Closures:
     def close(self) -> None:
         """Leave all optimizers as they were."""
         self._handle.remove()
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Let a model's state keep its values when the model changes; the same dictionary, with its metadata."""
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = value.clone()
+    return state
 
 
 def folder_of(path: Any) -> Path:

@@ -17,6 +17,7 @@ from stenograd.lightning.attachment import (
     Attachment,
     Choice,
     Closures,
+    copied,
     drop_others,
     load_all,
     register_names,
@@ -133,9 +134,9 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
         for one in self._attached:
             if one.module is module and one.in_rounds:
                 with one.shown():
-                    state = super().get_module_state_dict(module)
-                    return {name: t.clone() if torch.is_tensor(t) else t for name, t in state.items()}
-        return dict(super().get_module_state_dict(module))
+                    return copied(super().get_module_state_dict(module))
+        state: dict[str, Any] = super().get_module_state_dict(module)
+        return state
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint and, if it holds an optimizer, what each rank keeps beside it."""

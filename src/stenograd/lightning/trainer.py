@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from stenograd.catalog.method import Method
 from stenograd.compression.contract import Compressor
@@ -17,6 +16,7 @@ from stenograd.lightning.attachment import (
     Attachment,
     Choice,
     Closures,
+    copied,
     drop_others,
     load_all,
     register_names,
@@ -177,11 +177,13 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state, for methods in rounds the consensus; all ranks call it."""
+        state: dict[str, Any]
         if self._attached is None or not self._choice.in_rounds:
-            return dict(super().lightning_module_state_dict())
+            state = super().lightning_module_state_dict()
+            return state
         with self._attached.shown():
             state = super().lightning_module_state_dict()
-            return {name: t.clone() if isinstance(t, Tensor) else t for name, t in state.items()}
+            return copied(state)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
