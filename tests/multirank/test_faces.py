@@ -70,6 +70,47 @@ def test_both_faces_keep_the_same_promises(pool, face, tmp_path):
         assert {"forward", "backward", "encode", "decode", "collective"} <= set(names)
 
 
+def _with_closures(rank, world_size, face, method):
+    """5 steps given closures, the third with a NaN on rank 1; and without that step."""
+    wholes, counts, evaluations = [], [], []
+    for broken in (True, False):
+        model, optimizer, sync = _attach(face, method)
+        with sync, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a step is skipped
+            for s in range(5):
+                if s == 2 and not broken:
+                    continue
+                xs, ys = shards(s, world_size)
+
+                def closure(s=s, model=model, optimizer=optimizer, xs=xs, ys=ys):
+                    optimizer.zero_grad()
+                    loss = (model(xs[rank]) - ys[rank]).square().mean()
+                    (loss * (float("nan") if (s, rank) == (2, 1) else 1.0)).backward()
+                    evaluations.append(s)
+                    return loss
+
+                assert optimizer.step(closure).ndim == 0
+            wholes.append(flat(model))
+            counts.append((sync.step, sync.skipped))
+    return wholes, counts, evaluations
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_step_with_a_closure_is_skipped_too(pool, face):
+    """torch evaluates closures after a step's pre-hooks, which would see the gradients of the last one."""
+    for (broken, whole), counts, evaluations in pool.run(2, _with_closures, 2, face, "topk:ratio=0.1"):
+        assert counts == [(4, 1), (4, 0)]
+        assert torch.equal(broken, whole)
+        assert evaluations == [0, 1, 2, 3, 4, 0, 1, 3, 4]
+
+
+def test_a_closure_s_bad_gradient_costs_one_local_step(pool):
+    ranks = pool.run(2, _with_closures, 2, "distribute", "local:every=9")
+    assert [counts[0][1] for _, counts, _ in ranks] == [0, 1]
+    (broken, whole), _, _ = ranks[1]
+    assert torch.equal(broken, whole)
+
+
 def _drifting(rank, world_size, face, repair):
     model, optimizer, sync = _attach(face, "sign", check_every=4, repair=repair)
     with sync:

@@ -140,9 +140,22 @@ def test_what_does_not_fit_is_refused():
     stenograd.shutdown()
 
 
-def test_a_closure_is_refused_where_mixing_comes_before_the_step():
+class _Twice(torch.optim.Optimizer):
+    """Evaluates its closure twice, and changes nothing."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.enable_grad()
+    def step(self, closure):
+        closure()
+        return closure()
+
+
+def test_a_second_evaluation_is_refused_where_mixing_comes_before_the_step():
+    """SGD evaluates its closure once, which happens before mixing."""
     model = Net()
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    optimizer = _Twice(model.parameters())
 
     def closure():
         optimizer.zero_grad()
@@ -155,7 +168,9 @@ def test_a_closure_is_refused_where_mixing_comes_before_the_step():
         pytest.raises(StenogradError, match="without a closure, or write order=adapt-then-combine"),
     ):
         optimizer.step(closure)
-    with stenograd.distribute(model, optimizer, "gossip:order=adapt-then-combine") as sync:
-        optimizer.step(closure)
-        assert sync.round == 1
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    for method in ("gossip", "gossip:order=adapt-then-combine"):
+        with stenograd.distribute(model, optimizer, method) as sync:
+            optimizer.step(closure)
+            assert sync.round == 1
     stenograd.shutdown()

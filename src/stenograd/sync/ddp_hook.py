@@ -19,6 +19,7 @@ from stenograd.comm.traffic import Traffic
 from stenograd.data.buckets import Bucket
 from stenograd.errors import StenogradError
 from stenograd.sync.backward_passes import at_end, next_order, warn_of_skip, warn_unexchanged
+from stenograd.sync.closures import Changed, evaluated
 from stenograd.sync.handshake import compare, named
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
@@ -296,11 +297,17 @@ class DDPHook:
         if due and not any(outcome.any_flags):
             self._guard.check(self.step)
 
+    def _moves(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of this model."""
+        if optimizer not in self._optimizers:
+            held = (p for g in optimizer.param_groups for p in g["params"])
+            if not any(id(p) in self._names for p in held):
+                self._optimizers[optimizer] = -1
+        return self._optimizers.get(optimizer) != -1
+
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""
         before, now = self._optimizers.get(optimizer), self.step + self.skipped
-        if before == -1:
-            return
         self._optimizers[optimizer] = now
         if before not in (None, now) and (self.finite or not self._skips):
             return  # the usual step, without a look at every parameter
@@ -320,10 +327,13 @@ def _watch_steps(hook: DDPHook) -> Any:
     """Look at the steps of all optimizers, since DDP does not know which of them hold its parameters."""
     weak = weakref.ref(hook)
 
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
         known = weak()
-        if known is not None:
-            known._check_step(optimizer)
+        if known is None or not known._moves(optimizer):
+            return None
+        changed = evaluated(args, given)
+        known._check_step(optimizer)
+        return changed
 
     handle = register_optimizer_step_pre_hook(before)
     weakref.finalize(hook, handle.remove).atexit = False

@@ -112,7 +112,7 @@ class GossipSync(RoundSync):
         self.after_load()
         super()._hold_if_due()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop a bad gradient first, for a mixing may end with an error; then mix, if that is due now."""
         super()._before_step(optimizer)
         if self._before:
@@ -121,8 +121,8 @@ class GossipSync(RoundSync):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._before and self._due:
             raise StenogradError(
-                "optimizer.step(closure) evaluates the model after the parameters should have been mixed: "
-                "call backward() before step() without a closure, or write order=adapt-then-combine"
+                "optimizer.step(closure) evaluates its closure again after the parameters were mixed: use "
+                "an optimizer that does so once, call step() without a closure, or write order=adapt-then-combine"
             )
         super()._after_step(optimizer)
 

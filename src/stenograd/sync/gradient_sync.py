@@ -21,6 +21,7 @@ from stenograd.errors import StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached
 from stenograd.sync.backward_passes import Passes, next_order
+from stenograd.sync.closures import after_closure
 from stenograd.sync.filling import Filler, Slot, SparseFiller
 from stenograd.sync.handshake import (
     Wrapping,
@@ -104,7 +105,7 @@ class GradientSync(Hooked, Attached):
         self._passes = Passes(local=local, skip_bad_steps=skip_bad_steps)
         self._leave_uncompiled()
         self._watch({id(model): model, id(self._model): self._model}.values())
-        check = torch.compiler.disable(self._check_step)
+        check = torch.compiler.disable(after_closure(self._check_step))
         self._watches += [o.register_step_pre_hook(check) for o in self._optimizers]
 
     @property
@@ -209,7 +210,7 @@ class GradientSync(Hooked, Attached):
         for p in self._parameters.values():
             p.grad = None  # they may lie in the memory that was just used
 
-    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
         self._passes.check_step(optimizer, self._slots, self._pass_id != -1, self._finite)
 
