@@ -71,7 +71,8 @@ class Registered(Directive):
         lines: list[str] = []
         for cls, names in registered(self.arguments[0]):
             methods = ", ".join(f"``{name}``" for name in names)
-            lines += [f"**Methods:** {methods}", "", f".. autoclass:: {cls.__module__}.{cls.__qualname__}", ""]
+            path = f"{cls.__module__}.{cls.__qualname__}"
+            lines += [f"**Methods:** {methods}", "", f".. autoclass:: {path}", ""]
         node = nodes.container()
         self.state.nested_parse(StringList(lines, source="registry"), self.content_offset, node)
         return node.children

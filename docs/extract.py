@@ -1,4 +1,7 @@
-"""Prints the Python code of a page, so that it can be run: python docs/extract.py docs/tutorials/slow-link.md."""
+"""Prints the Python code of a page, so that it can be run.
+
+python docs/extract.py docs/tutorials/slow-link.md
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from pathlib import Path
 
 
 def code(page: str, language: str = "python") -> str:
-    """Return the blocks of one language, in order.
+    r"""Return the blocks of one language, in order.
 
     Example:
-        >>> code("text\\n```python\\nx = 1\\n```\\n```python\\nprint(x)\\n```")
-        'x = 1\\nprint(x)\\n'
+        >>> code("text\n```python\nx = 1\n```\n```python\nprint(x)\n```")
+        'x = 1\nprint(x)\n'
     """
     return "".join(re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))
 

@@ -37,7 +37,9 @@ def test_the_code_of_a_page_runs(page, tmp_path):
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "```bash\n" in p.read_text()], ids=name)
 def test_the_shell_code_of_a_page_parses(page):
-    done = subprocess.run(["bash", "-n"], input=code(page.read_text(), "bash"), capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-n"], input=code(page.read_text(), "bash"), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,6 +1,7 @@
 """Every public name has a place in the reference, and every page is in the table of contents.
 
-The build (`scripts/docs`) checks the first again, on what Sphinx made of the pages; these tests need no Sphinx.
+The build (`scripts/docs`) checks the first again, on what Sphinx made of the pages. These tests need no
+Sphinx.
 """
 
 import importlib
@@ -17,7 +18,9 @@ tomllib = pytest.importorskip("tomllib")  # in Python from 3.11 on
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 REFERENCE = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
-DIRECTIVES = set(re.findall(r"^\.\. auto(?:class|function|exception|module):: (\S+)$", REFERENCE, re.MULTILINE))
+DIRECTIVES = set(
+    re.findall(r"^\.\. auto(?:class|function|exception|module):: (\S+)$", REFERENCE, re.MULTILINE)
+)
 
 
 def public_modules():
