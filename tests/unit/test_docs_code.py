@@ -18,21 +18,39 @@ def name(page):
     return page.stem
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_the_code_of_a_page_runs(page, tmp_path):
-    script = tmp_path / "page.py"
-    script.write_text(code(page.read_text()))
-    assert script.read_text(), f"{page.name} has no Python code"
+# What the README's diff takes for granted.
+GIVEN = """import torch
+from torch import nn
+batches = [(torch.randn(8, 64), torch.randint(10, (8,))) for _ in range(3)]
+"""
+
+
+def run(text, folder):
+    """Run a script in a process of its own, in which every warning is an error."""
+    script = folder / "page.py"
+    script.write_text(text)
     path = os.pathsep.join(filter(None, [str(DOCS.parent / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-W", "error", script],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    text = code(page.read_text())
+    assert text, f"{page.name} has no Python code"
+    run(text, tmp_path)
+
+
+def test_the_diff_of_the_readme_runs(tmp_path):
+    diff = code((DOCS.parent / "README.md").read_text(), "diff")
+    run(GIVEN + "".join(line[2:] or "\n" for line in diff.splitlines(keepends=True)), tmp_path)
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "```bash\n" in p.read_text()], ids=name)
