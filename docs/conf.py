@@ -37,6 +37,7 @@ myst_heading_anchors = 3
 
 # Docstrings write code between single backquotes; where that is a name of ours, it becomes a link.
 default_role = "py:obj"
+highlight_language = "none"  # a block without a language is a command or a list, not Python
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_typehints = "signature"
