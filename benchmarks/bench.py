@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts, HostsError, parse_rate
 from pictures import step_times
 from plan import expected_s
 from report import document, rows, step_tables, write
 
 from stenograd.catalog.method import for_any_optimizer
+from stenograd.emulate.hosts import Hosts, HostsError, parse_rate
 
 HERE = Path(__file__).parent
 RIVALS = ["none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", *for_any_optimizer()]

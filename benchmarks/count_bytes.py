@@ -2,10 +2,10 @@
 
     python benchmarks/count_bytes.py --hosts 2 3 4
 
-Needs what `hosts.py` needs. For every method it trains a 1.9 M parameter network for some steps and prints
-the means over the hosts, in kB a step: bytes counted, headers and acknowledgements as the ledger estimates
-them, what the interfaces sent (`tx_bytes`), and the difference between the two, over all hosts and for
-the host where it is largest. `acks` is what packets without data took, from the kernel's counters.
+Needs what `stenograd emulate` needs. For every method it trains a 1.9 M parameter network for some steps
+and prints the means over the hosts, in kB a step: bytes counted, headers and acknowledgements as the ledger
+estimates them, what the interfaces sent (`tx_bytes`), and the difference between the two, over all hosts
+and for the host where it is largest. `acks` is what packets without data took, from the kernel's counters.
 
 The hosts' interfaces send packets of at most 1,500 bytes, each counted with its headers. Elsewhere a counter
 may see up to 64 kB under one header before the hardware cuts it (segmentation offload).
@@ -20,10 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts, HostsError
-
 import stenograd
 from stenograd.catalog.method import for_any_optimizer
+from stenograd.emulate.hosts import Hosts, HostsError
 
 METHODS = for_any_optimizer()
 STEPS = 20

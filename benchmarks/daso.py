@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts, HostsError
 from report import document, number, table, write
+
+from stenograd.emulate.hosts import Hosts, HostsError
 
 HERE = Path(__file__).parent
 DASO = "daso"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hosts import parse_rate
+from stenograd.emulate.hosts import parse_rate
 
 __all__ = ["WARM_UP_STEPS", "expected_s", "rounds_order", "turn_steps"]
 

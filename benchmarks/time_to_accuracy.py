@@ -24,9 +24,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts, HostsError
 from pictures import curves
 from report import document, number, table, write
+
+from stenograd.emulate.hosts import Hosts, HostsError
 
 HERE = Path(__file__).parent
 RIVALS = ["ddp", "topk:ratio=0.01", "powersgd:rank=4", "sign"]

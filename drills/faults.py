@@ -6,7 +6,7 @@ Each run starts 3 or 4 ranks of `stenograd train` on the digits with a method, a
 seed draws, breaks something, and checks: the error and the ranks that each survivor names, the time from the
 fault to the last survivor's end, exit statuses, processes that are left, and that every file under its final
 name is whole. Prints a table; the exit status is 1 if a run failed. The two kinds of broken links need root
-and emulated hosts (see benchmarks/hosts.py).
+and emulated hosts (see stenograd.emulate).
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from cli_process import clean_env
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests' own folders
 
-import hosts as script_file
-from hosts import Hosts, HostsError, why_not
-from namespaces import names
+from stenograd.emulate.hosts import Hosts, HostsError, why_not
+from stenograd.emulate.namespaces import names
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"hosts cannot be emulated: {REASON}")
@@ -99,8 +98,8 @@ def test_an_error_in_the_block_removes_the_hosts():
 
 @pytest.fixture
 def script():
-    """Run hosts.py as a process of its own, whose rank sleeps."""
-    command = [sys.executable, script_file.__file__, "--hosts", "1", "--rate", "none"]
+    """Run `stenograd emulate` as a process of its own, whose rank sleeps."""
+    command = [sys.executable, "-m", "stenograd", "emulate", "--hosts", "1", "--rate", "none"]
     command += ["--", "sh", "-c", "echo up; sleep 60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_env()) as process:
         assert process.stdout.readline() == "up\n"
@@ -127,3 +126,26 @@ def test_two_networks_at_once():
         assert one.run(["echo", "a"]) == ["a\n"]
         assert other.run(["echo", "b"]) == ["b\n"]
     assert of_this_process() == []
+
+
+def _emulated(*words):
+    command = [sys.executable, "-m", "stenograd", "emulate", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=clean_env(), check=False, timeout=60)
+
+
+def test_the_command_shows_rank_0_and_what_each_host_sent():
+    show = ["sh", "-c", "echo rank $RANK of $WORLD_SIZE"]
+    done = _emulated("--hosts", "2", "--rate", "100mbit/20mbit", "--", *show)
+    assert done.returncode == 0
+    assert done.stdout == "rank 0 of 2\n"
+    assert [line.split(" sent")[0] for line in done.stderr.splitlines()] == ["host 0", "host 1"]
+
+
+def test_the_command_says_what_was_wrong():
+    wrong_rate = _emulated("--rate", "1gbps", "--", "true")
+    assert wrong_rate.returncode == 2
+    assert "rate must be" in wrong_rate.stderr
+    failing = _emulated("--rate", "none", "--", "sh", "-c", "echo what went wrong; exit 3")
+    assert failing.returncode == 1
+    assert "status 3" in failing.stderr
+    assert "what went wrong" in failing.stderr

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import why_not
+
+from stenograd.emulate.hosts import why_not
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("kill", "stop-rank0", "one-port")

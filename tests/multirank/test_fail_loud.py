@@ -52,6 +52,27 @@ def _refusals(rank):
         stenograd.distribute(model, optimizer, timeout_s=30, check_every=1 + rank)
 
 
+def _builds(rank, minor):
+    """Attach with another torch on each rank: 2.13.0 and 2.13.1, or 2.13 and 2.14."""
+    model = mlp(0)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(torch, "__version__", f"2.{13 + rank}.0" if minor else f"2.13.{rank}")
+        try:
+            stenograd.distribute(model, _sgd(model), timeout_s=30).close()
+        except stenograd.MismatchError as error:
+            return str(error)
+        return " ".join(str(w.message) for w in caught)
+
+
+def test_other_builds_of_one_torch_are_a_warning_and_other_versions_an_error(pool):
+    first, second = pool.run(2, _builds, False)
+    assert "2.13.0, 2.13.1" in first
+    assert second == ""
+    for said in pool.run(2, _builds, True):
+        assert "torch version: rank 0 has 2.13, rank 1 has 2.14" in said
+
+
 def test_what_is_refused(pool):
     pool.run(2, _refusals)
 

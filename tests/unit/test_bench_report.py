@@ -10,12 +10,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests' own folders
 
-import namespaces
 import pictures
 import plan
 import report
 import time_to_accuracy
-from hosts import Hosts, HostsError, parse_rate
+
+from stenograd.emulate import namespaces
+from stenograd.emulate.hosts import Hosts, HostsError, parse_rate
 
 
 @pytest.mark.parametrize(

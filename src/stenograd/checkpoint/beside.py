@@ -44,7 +44,7 @@ def save_state(
             framework would keep rank 0's only.
         optimizer: likewise, one or several.
         name: of the folder inside; a second sync needs another.
-        group: process group; None for all ranks.
+        group: process group; None for the one that sync was given.
         timeout_s: seconds after which a silent peer is an error.
 
     Returns:
@@ -71,7 +71,7 @@ def save_state(
             f"save_state needs the model and the optimizer with {sync.method}, whose ranks have parameters "
             "of their own between rounds: pass model=model, optimizer=optimizer"
         )
-    path, driver = Path(folder) / name, connected(group, timeout_s)
+    path, driver = _place(folder, name, sync), connected(group or sync.group, timeout_s)
     agree(driver, lambda: make_folder(path))
 
     def content() -> dict[str, Any]:
@@ -107,14 +107,14 @@ def load_state(
         model: given if it was given to `save_state`.
         optimizer: see model.
         name: see `save_state`.
-        group: process group; None for all ranks.
+        group: process group; None for the one that sync was given.
         timeout_s: seconds after which a silent peer is an error.
 
     Raises:
         CheckpointError: the folder holds no state, or one that is not whole or does not fit; on every rank.
         PeerLost: a rank did not answer within timeout_s.
     """
-    driver, path = connected(group, timeout_s), Path(folder) / name
+    path, driver = _place(folder, name, sync), connected(group or sync.group, timeout_s)
     found = read_set(driver, path)
     if found is None:
         raise CheckpointError(
@@ -128,3 +128,8 @@ def load_state(
         load_parts(content, model, as_list(optimizer), {"sync": sync}, {})
 
     agree(driver, take)
+
+
+def _place(folder: str | Path, name: str, sync: Any) -> Path:
+    """Return where a state belongs; ranks that hold other shards of a model have a folder of their own."""
+    return Path(folder) / f"{name}{getattr(sync, 'suffix', '')}"

@@ -130,3 +130,25 @@ def doctor() -> int:
     from stenograd.cli.doctor import run
 
     return run()
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def emulate(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Program and arguments.")],
+    hosts: Annotated[int, opt.option("N", "Number of emulated hosts.")] = 2,
+    rate: Annotated[
+        str, opt.option("RATE", "Of each host's link: 100mbit, 1gbit, UP/DOWN, or none.")
+    ] = "100mbit",
+    ranks_per_host: Annotated[int, opt.option("N", "Copies of the command on each host.")] = 1,
+    timeout_s: Annotated[float, opt.option("X", "Seconds after which all are killed.")] = 3600.0,
+) -> int:
+    """Run a command once per rank on emulated hosts with slow links, with torchrun's variables.
+
+    Each host is a network namespace behind a token bucket on this machine; the machine's own network is not
+    touched. Needs Linux, root, and the commands ip and tc. Shows rank 0's output, then what each host sent.
+
+    Example: sudo stenograd emulate --hosts 2 --rate 100mbit -- python train.py
+    """
+    from stenograd.cli.emulate import run
+
+    return run(command, hosts, rate, ranks_per_host, timeout_s)

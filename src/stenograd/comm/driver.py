@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.groups import as_group
 from stenograd.comm.packing import pack, pack_rows
 from stenograd.comm.pending import All, Pending, Several
 from stenograd.comm.pipeline import Pipeline
@@ -24,26 +25,11 @@ from stenograd.launch.failure_detector import Presence
 from stenograd.launch.process_group import came, go_on_without, roll_call
 from stenograd.launch.subgroups import leave, make_group
 
-__all__ = ["Driver", "Pending", "Pipeline", "is_group", "joined"]
+__all__ = ["Driver", "Pending", "Pipeline"]
 
 T = TypeVar("T")
 _ROLL_CALL_S = 2.0  # how long survivors wait for each other to name the lost
 _SWIFT_BYTES = 1 << 17  # that all ranks gather; more is limited by the link, and a ring shares that better
-
-
-def joined() -> bool:
-    """Return whether this process is in a process group already.
-
-    Example:
-        >>> joined()
-        False
-    """
-    return dist.is_initialized()
-
-
-def is_group(value: object) -> bool:
-    """Return whether a value is a process group of torch.distributed."""
-    return isinstance(value, dist.ProcessGroup)
 
 
 class Driver:
@@ -54,7 +40,8 @@ class Driver:
     other code runs, make one by `Driver.own`.
 
     Args:
-        group: a process group, or None for the default one; where there is none, this process is alone.
+        group: a process group, a `DeviceMesh` of one dimension, or None for the default one; where there is
+            none, this process is alone.
         timeout_s: seconds after which a collective counts as lost, above 0.
 
     Attributes:
@@ -64,7 +51,7 @@ class Driver:
     def __init__(self, group: Any = None, *, timeout_s: float = 300.0) -> None:
         if not timeout_s > 0:
             raise bad_value("timeout_s", "must be above 0", timeout_s, "give the seconds to wait for a peer")
-        self.group = group
+        group = self.group = as_group(group)
         self.timeout_s = timeout_s
         self._groupless = group is None and not dist.is_initialized()
         self.rank: int = 0 if self._groupless else dist.get_rank(group)

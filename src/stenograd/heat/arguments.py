@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stenograd.comm.driver import is_group
+from stenograd.comm.groups import is_group
 from stenograd.errors import ConfigError, bad_value
 
 __all__ = ["CAST_METHODS", "check_arguments", "made_scheduler"]

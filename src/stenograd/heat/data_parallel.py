@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method
-from stenograd.comm.driver import is_group
+from stenograd.comm.groups import is_group
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
 from stenograd.heat.delayed import DelayedSync

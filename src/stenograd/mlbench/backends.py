@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from stenograd.comm.agreement import agree, sum_over_ranks
-from stenograd.comm.driver import Driver, joined
+from stenograd.comm.driver import Driver
+from stenograd.comm.groups import joined
 from stenograd.errors import bad_value
 from stenograd.launch.local_workers import environment
 from stenograd.launch.process_group import World, init, shutdown

@@ -40,6 +40,7 @@ class Attached:
     _watches: list[Any]
     _wrapping: Wrapping
     _enabled: bool = True
+    _group: Any = None
 
     def _drivers(self) -> list[AnyDriver]:
         """Return all ways to other ranks, the one to all of them first."""
@@ -49,6 +50,11 @@ class Attached:
     def traffic(self) -> Traffic:
         """Bytes, collectives and seconds waited of this rank since attaching."""
         return self._driver.traffic
+
+    @property
+    def group(self) -> Any:
+        """The process group that was given when attaching; None for all ranks."""
+        return self._group
 
     @property
     def rank(self) -> int:

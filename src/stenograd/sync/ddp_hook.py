@@ -171,6 +171,11 @@ class DDPHook:
         return self._driver.traffic
 
     @property
+    def group(self) -> Any:
+        """DDP's process group."""
+        return self._model.process_group
+
+    @property
     def rank(self) -> int:
         """This process's rank in the group."""
         return self._driver.rank

@@ -16,6 +16,7 @@ from stenograd.schedules.schedule import What
 from stenograd.sync.gossip_rounds import GossipSync
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.parameter_rounds import ParameterSync
+from stenograd.sync.sharded import ShardedSync, is_sharded
 
 __all__ = ["distribute"]
 
@@ -52,8 +53,10 @@ def distribute(
             gradients of `nn.Embedding(sparse=True)`, which are averaged exactly whatever the method.
         optimizer: one or several, holding the model's parameters.
         method: how gradients travel, as text such as "topk:ratio=0.01" (see `stenograd methods`).
-        group: process group; None for all ranks. Without an initialised torch.distributed the ranks are
-            found from the launcher's variables (torchrun, mpiexec, srun), or this process is alone.
+        group: process group, or a `DeviceMesh` of one dimension; None for all ranks. For a model that
+            `fully_shard` (FSDP2) has sharded, the ranks that hold the same shards. Without an initialised
+            torch.distributed the ranks are found from the launcher's variables (torchrun, mpiexec, srun), or
+            this process is alone.
         bucket_bytes: gradients travel in buckets of at most this size; a larger tensor is its own bucket.
         timeout_s: seconds after which a silent peer is an error.
         check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
@@ -85,5 +88,5 @@ def distribute(
     kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
     guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
     chosen = parse(method)
-    kind = _KINDS.get(chosen.schedule.what, ParameterSync)
+    kind = ShardedSync if is_sharded(model) else _KINDS.get(chosen.schedule.what, ParameterSync)
     return kind(model, optimizer, chosen, skip_bad_steps=skip_bad_steps, **kept, **guard)

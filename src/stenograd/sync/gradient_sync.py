@@ -78,7 +78,7 @@ class GradientSync(Hooked, Attached):
         refuse_taken(self._model, self._optimizers)
         check_interval(check_every, repair)
         refuse_second_momentum(self.method, self._optimizers)
-        parameters = synced_parameters(self._model, self._optimizers)  # complain before connecting
+        parameters = self._found()  # complain before connecting
         assign({}, bucket_bytes)
         join(timeout_s=timeout_s)
         self._group = group
@@ -127,6 +127,10 @@ class GradientSync(Hooked, Attached):
         """Number of checks that found the ranks' parameters unequal, and repaired them."""
         return self._guard.repaired
 
+    def _found(self) -> dict[str, nn.Parameter]:
+        """Return what to synchronise, by name."""
+        return synced_parameters(self._model, self._optimizers)
+
     def _passes_made(self) -> int:
         return self._passes.count
 
@@ -138,7 +142,7 @@ class GradientSync(Hooked, Attached):
 
         `optimizer.add_param_group` does this by itself. State of parameters that stay is kept.
         """
-        parameters = synced_parameters(self._model, self._optimizers)
+        parameters = self._found()
         thin = sparse_parameters(self._model)
         ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
         buckets = assign(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -128,7 +129,7 @@ def versions() -> dict[str, str]:
         ['kernels', 'stenograd version', 'torch version']
     """
     # Ranks with other kernels would get averages that differ in the last bits.
-    own = {"stenograd version": __version__, "torch version": torch.__version__.split("+")[0]}
+    own = {"stenograd version": __version__, "torch version": ".".join(torch.__version__.split(".")[:2])}
     return {**own, "kernels": wanted()}
 
 
@@ -268,15 +269,25 @@ def compare(
 
     Raises:
         MismatchError: on every rank, naming the first difference and the two ranks.
+
+    Versions of torch that differ in their last part only, as 2.13.0 and 2.13.1 do, are a warning on rank 0.
     """
     if device is None:
         device = next((p.device for p in parameters.values()), driver.words_device())
     mine = json.dumps(describe(settings, parameters, buffers))
     digest = hashlib.sha256(mine.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
-    messages = driver.gather_bytes(json.dumps([_host(), digest]).encode(), device)
+    messages = driver.gather_bytes(json.dumps([_host(), digest, torch.__version__]).encode(), device)
     about: list[list[str]] = [json.loads(text) for text in messages]
-    driver.traffic.hosts = [host for host, _ in about]
-    if all(theirs == digest for _, theirs in about):
+    driver.traffic.hosts = [host for host, _, _ in about]
+    builds = sorted({build for _, _, build in about})
+    if all(theirs == digest for _, theirs, _ in about):
+        if len(builds) > 1 and driver.rank == 0:
+            warnings.warn(
+                f"the ranks run different builds of torch ({', '.join(builds)}), whose results may differ in "
+                "the last bits: install the same one everywhere",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return
     told: list[dict[str, Any]] = [json.loads(text) for text in driver.gather_bytes(mine.encode(), device)]
     first = told[0]

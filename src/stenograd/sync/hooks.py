@@ -72,9 +72,13 @@ class Hooked(Uneven):
         mine = weakref.ref(self)
         for p in parameters:
             slot = self._slots[id(p)]
-            slot.handle = p.register_post_accumulate_grad_hook(partial(_hook, mine, slot))
+            slot.handle = self._owner(p).register_post_accumulate_grad_hook(partial(_hook, mine, slot))
         self._pass_id = self._seen = -1
         self._fresh = True  # nobody looked yet if the model was wrapped after this
+
+    def _owner(self, parameter: nn.Parameter) -> Tensor:
+        """Return what autograd makes the gradient of."""
+        return parameter
 
     def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
         with self._lock:

@@ -109,6 +109,7 @@ class RoundSync(Attached):
         synced_parameters(self._model, self._optimizers)  # complain before connecting
         self._check_settings(check_every)
         world = join(timeout_s=timeout_s)
+        self._group = group
         self._driver = Driver.own(group, timeout_s=timeout_s)
         self._bucket_bytes, self._check_every = bucket_bytes, check_every
         self._skips = skip_bad_steps

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.groups import as_group
 from stenograd.data.requests import gather
 from stenograd.errors import StenogradError
 from stenograd.sync.handshake import broadcast_model, broadcast_tensors
@@ -63,7 +64,7 @@ class Uneven(Joinable):
     @property
     def join_process_group(self) -> Any:
         """The group that was given when attaching, on which `Join` counts who is left."""
-        return self._group if self._group is not None else dist.group.WORLD
+        return as_group(self._group) if self._group is not None else dist.group.WORLD
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what a rank does that has run out."""

@@ -1,0 +1,41 @@
+"""The command `stenograd emulate`: a user's own training on emulated hosts with slow links."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from stenograd.emulate.hosts import Hosts
+from stenograd.emulate.namespaces import HostsError
+from stenograd.errors import ConfigError, LaunchError
+
+__all__ = ["run"]
+
+
+def run(command: Sequence[str], hosts: int, rate: str, ranks_per_host: int, timeout_s: float) -> int:
+    """Run a command on emulated hosts, show rank 0's output while it comes, and what each host sent.
+
+    Args:
+        command: program and arguments.
+        hosts: number of hosts, 1 to 254.
+        rate: of each host's link.
+        ranks_per_host: number of copies on each host, at least 1.
+        timeout_s: seconds after which all are killed.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ConfigError: a number or the rate is out of range.
+        LaunchError: hosts cannot be emulated here, or a rank failed.
+    """
+    try:
+        with Hosts(hosts, rate) as emulated:
+            emulated.run(command, ranks_per_host, timeout_s=timeout_s, echo=True)
+            for index, sent_bytes in enumerate(emulated.sent_bytes()):
+                print(f"host {index} sent {sent_bytes / 1e6:.3f} MB", file=sys.stderr)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except HostsError as error:
+        raise LaunchError(str(error)) from None
+    return 0

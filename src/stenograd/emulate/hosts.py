@@ -1,0 +1,302 @@
+"""Emulated hosts on one Linux machine: network namespaces on a bridge, each behind a rate-limited link.
+
+    stenograd emulate --hosts 2 --rate 100mbit -- python train.py
+
+Needs root and the commands `ip` and `tc`. The bridge has a namespace of its own, so the machine's own
+network is not touched, and whoever runs this twice at once gets two networks that do not see each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from stenograd.emulate.namespaces import HostsError, command, ip, names, remove, require_rights
+
+__all__ = ["Hosts", "HostsError", "parse_rate", "why_not"]
+
+# Namespaces are called stenograd-PID-NUMBER-switch and stenograd-PID-NUMBER-host0, ...
+_PREFIX = "stenograd-"
+_NUMBERS = count()
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself
+_MAX_HOSTS = 254
+_POLL_S = 0.1
+_TAIL_LINES = 15
+_FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobody else listens
+_LEFT_OUT = ("TORCHELASTIC_", "STENOGRAD_STORE", "OMPI_", "PMI", "SLURM_")  # an outer launcher's variables
+
+
+def parse_rate(text: str) -> float | None:
+    """Return a link's bits per second, or None for an unshaped one.
+
+    Args:
+        text: "none", or a number and kbit, mbit or gbit.
+
+    Example:
+        >>> parse_rate("100mbit"), parse_rate("2.5gbit"), parse_rate("none")
+        (100000000.0, 2500000000.0, None)
+    """
+    if text == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"rate must be none or like 100mbit or 1gbit, got {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def why_not() -> str | None:
+    """Return why hosts cannot be emulated here, or None where they can."""
+    try:
+        with Hosts(1, "1gbit"):
+            return None
+    except HostsError as error:
+        return str(error)
+
+
+class Hosts:
+    """Hosts 0 to count - 1 at 10.77.0.1, 10.77.0.2, ..., while the `with` block lasts.
+
+    Args:
+        count: number of hosts, 1 to 254.
+        rate: of each host's link, in either direction: "100mbit", "1gbit", ..., or "none" for unshaped; or
+            of what it sends and receives: "100mbit/20mbit".
+
+    Raises:
+        ValueError: count or rate is out of range.
+        HostsError: hosts cannot be emulated here (raised on entry).
+
+    Example:
+        with Hosts(2, "100mbit") as hosts:
+            outputs = hosts.run([sys.executable, "train.py"])
+    """
+
+    def __init__(self, count: int, rate: str = "none") -> None:
+        if not 1 <= count <= _MAX_HOSTS:
+            raise ValueError(f"count must be in 1..{_MAX_HOSTS}, got {count}")
+        self.count, self.rate = count, rate
+        up, _, down = rate.partition("/")
+        self._up_bps, self._down_bps = parse_rate(up), parse_rate(down or up)
+        self._prefix = f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}-"
+        self._runs = 0
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Hosts:
+        require_rights()
+        remove(self._prefix)  # of a killed process that had this one's number
+        _remove_leftovers()
+        if threading.current_thread() is threading.main_thread():  # others may not change handlers
+            self._handlers = {number: signal.signal(number, _end) for number in _ENDINGS}
+        try:
+            self._build()
+        except BaseException:
+            self._tear_down()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tear_down()
+
+    def run(
+        self,
+        command: Sequence[str],
+        ranks_per_host: int = 1,
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        echo: bool = False,
+    ) -> list[str]:
+        """Run a command once a rank, with the variables that torchrun sets, and wait for all.
+
+        Ranks are numbered host by host. Ranks of one host talk to each other at memory speed. Unless set,
+        OMP_NUM_THREADS is 1: the ranks share this machine's cores.
+
+        Args:
+            command: program and arguments.
+            ranks_per_host: number of copies on each host, at least 1.
+            env: variables on top of this process's.
+            timeout_s: seconds after which all ranks are killed.
+            echo: show rank 0's output while it comes.
+
+        Returns:
+            What each rank wrote to standard output and error.
+
+        Raises:
+            HostsError: a rank failed (the others are killed then), or the time is over.
+        """
+        if ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
+        self._runs += 1
+        base = {key: value for key, value in os.environ.items() if not key.startswith(_LEFT_OUT)}
+        shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | base | dict(env or {})
+        with _Ranks(timeout_s, echo) as ranks:
+            for host in range(self.count):
+                for local in range(ranks_per_host):
+                    inside = ["ip", "netns", "exec", self._host(host), *command]
+                    ranks.start(inside, shared | self._variables(host, local, ranks_per_host))
+            return ranks.wait()
+
+    def sent_bytes(self) -> list[int]:
+        """Return the bytes that each host's interface has sent so far, packet headers included.
+
+        A rank reads its own host's in /sys/class/net/eth0/statistics/tx_bytes.
+        """
+        told = [ip("-n", self._host(i), "-s", "-j", "link", "show", "dev", "eth0") for i in range(self.count)]
+        return [int(json.loads(text)[0]["stats64"]["tx"]["bytes"]) for text in told]
+
+    def _host(self, index: int) -> str:
+        return f"{self._prefix}host{index}"
+
+    def _variables(self, host: int, local: int, ranks_per_host: int) -> dict[str, str]:
+        return {
+            "RANK": str(host * ranks_per_host + local),
+            "WORLD_SIZE": str(self.count * ranks_per_host),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(ranks_per_host),
+            "GROUP_RANK": str(host),
+            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_PORT": str(_FIRST_PORT + self._runs % 1000),
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+
+    def _build(self) -> None:
+        switch = f"{self._prefix}switch"
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
+        ip("-n", switch, "link", "set", "br0", "addrgenmode", "none", "up")
+        for index in range(self.count):
+            host, port = self._host(index), f"port{index}"
+            ip("netns", "add", host)
+            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
+            # addrgenmode none: no IPv6 address, so no chatter in the byte counters
+            ip("-n", switch, "link", "set", port, "master", "br0", "addrgenmode", "none", "up")
+            ip("-n", host, "link", "set", "lo", "up")
+            ip("-n", host, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "eth0")
+            ip("-n", host, "link", "set", "eth0", "addrgenmode", "none", "up")
+            self._shape(host, "eth0", self._up_bps)  # what the host sends
+            self._shape(switch, port, self._down_bps)  # what it receives
+
+    def _shape(self, namespace: str, interface: str, bits_per_s: float | None) -> None:
+        if bits_per_s is None:
+            return
+        # What fits the bucket goes at memory speed after a pause, so it holds a millisecond of the rate,
+        # and at least 16 kB, since the kernel sends in pieces of many packets.
+        burst_bytes = max(16_384, round(bits_per_s / 8 * 1e-3))
+        shape = ["tbf", "rate", f"{bits_per_s:.0f}bit", "burst", str(burst_bytes), "latency", "100ms"]
+        command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
+
+    def _tear_down(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDINGS, signal.SIGINT))
+        try:
+            remove(self._prefix)
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Ranks:
+    """Processes in rank order; leaving the `with` block kills those that still run, with their children.
+
+    Args:
+        timeout_s: seconds that `wait` gives them.
+        echo: show rank 0's output while it comes.
+    """
+
+    def __init__(self, timeout_s: float, echo: bool) -> None:
+        self._timeout_s, self._echo = timeout_s, echo
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._shown_bytes = 0
+
+    def __enter__(self) -> _Ranks:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._folder.cleanup()
+
+    def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the next rank."""
+        with self._log(len(self._processes)).open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own, so that its children can be killed with it
+            )
+        self._processes.append(process)
+
+    def wait(self) -> list[str]:
+        """Return every rank's output when all have succeeded.
+
+        Raises:
+            HostsError: one failed, or the time is over.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            codes = [process.poll() for process in self._processes]
+            self._show()
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:
+                what = f"rank {failed[0]} ended with status {codes[failed[0]]}"
+                raise HostsError(f"{what}; its last lines:\n{self._tail(failed[0])}")
+            if None not in codes:
+                return [self._text(rank) for rank in range(len(codes))]
+            if time.monotonic() > deadline:
+                late = codes.index(None)
+                what = f"rank {late} did not end within {self._timeout_s:g} s"
+                raise HostsError(f"{what}; its last lines:\n{self._tail(late)}")
+            time.sleep(_POLL_S)
+
+    def _show(self) -> None:
+        if not self._echo:
+            return
+        with self._log(0).open("rb") as log:
+            log.seek(self._shown_bytes)
+            new = log.read()
+        self._shown_bytes += len(new)
+        sys.stdout.write(new.decode(errors="replace"))
+        sys.stdout.flush()
+
+    def _tail(self, rank: int) -> str:
+        return "\n".join(self._text(rank).rstrip().splitlines()[-_TAIL_LINES:])
+
+    def _text(self, rank: int) -> str:
+        return self._log(rank).read_text(errors="replace")
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}"
+
+
+def _remove_leftovers() -> None:
+    """Remove the namespaces of runs that were killed before they could do so themselves."""
+    for pid in {name.split("-")[1] for name in names(_PREFIX)}:
+        if not Path(f"/proc/{pid}").exists():
+            with suppress(HostsError):  # somebody else is removing them
+                remove(f"{_PREFIX}{pid}-")
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)  # unwinds the `with` blocks

@@ -1,0 +1,313 @@
+"""Models that FSDP2 shards: each rank exchanges its shards with the ranks that hold the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.catalog.method import Method, method
+from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.groups import ranks_of
+from stenograd.comm.step_end import Outcome
+from stenograd.compression.contract import Compressor
+from stenograd.data.requests import Rounds, gather
+from stenograd.errors import ConfigError, MethodError
+from stenograd.schedules.schedule import What
+from stenograd.sync.filling import Slot
+from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.handshake import as_optimizers, named, synced_parameters, unwrapped
+from stenograd.sync.tracing import MAX_EVENTS, Tracing
+
+__all__ = ["ShardedSync", "is_sharded"]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a trainable parameter is cut over ranks, as `fully_shard` does.
+
+    Example:
+        >>> is_sharded(nn.Linear(1, 1))
+        False
+    """
+    return any(hasattr(p, "device_mesh") for p in unwrapped(model).parameters() if p.requires_grad)
+
+
+class Shards(nn.Module):
+    """A sharded model's local shards, under the model's names, as an engine for plain models sees them.
+
+    FSDP may replace a shard's memory (when it pads it in the first forward pass), so tensors are looked up
+    anew each time.
+
+    Args:
+        model: sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._whole = [model]  # in a list, so that it is no submodule
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and local shards."""
+        for name, p in named(self._whole[0]).items():
+            yield name, _local(p)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield local shards."""
+        yield from (p for _, p in self.named_parameters())
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's buffers, which are whole on each rank."""
+        yield from self._whole[0].named_buffers()
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yield the model's buffers."""
+        yield from self._whole[0].buffers()
+
+
+class ShardedSync(GradientSync):
+    """Gradient averaging between the replicas of a sharded model (hybrid sharding, HSDP).
+
+    FSDP reduces gradients inside a group of ranks that together hold one replica. Each rank then holds
+    shards of them, and this averages those with the ranks that hold the same shards of other replicas, which
+    is where links are slow. A step counts only if it was finite on all shards of all replicas.
+
+    Args:
+        model: after `fully_shard(model, mesh=mesh["shard"])` on a mesh of one dimension.
+        optimizer: made from the sharded parameters.
+        how: a method that averages gradients in every step.
+        group: the ranks that hold the same shards, `mesh["replicate"]` or its process group.
+        options: as for `stenograd.distribute`.
+
+    Raises:
+        ConfigError: the group is missing or holds different shards; the model is sharded on more than one
+            mesh or dimension, or only in part.
+        MethodError: the method does not average gradients in every step.
+    """
+
+    _shares_memory = False  # gradients live where FSDP has put them
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        how: str | Method | Compressor = "dense",
+        *,
+        group: Any = None,
+        timeout_s: float = 300.0,
+        **options: Any,
+    ) -> None:
+        chosen = method(how)
+        if chosen.schedule.what is not What.GRADIENTS:
+            raise MethodError(
+                f"a sharded model (FSDP) cannot be trained with {chosen}: its ranks hold shards, not "
+                "replicas of their own. Use a method that averages gradients in every step, such as topk"
+            )
+        self._sharded = unwrapped(model)
+        mesh = _mesh(self._sharded)
+        if group is None:
+            raise ConfigError(
+                "group must be given for a sharded model (FSDP): the ranks that hold the same shards, as in "
+                'distribute(model, optimizer, method, group=mesh["replicate"])'
+            )
+        _check_crossing(group, mesh)
+        self._shards: dict[int, nn.Parameter] = {}  # by the id of the sharded parameter
+        self._owners: dict[int, Tensor] = {}  # by the id of the shard
+        row = Driver.own(mesh.get_group(), timeout_s=timeout_s)
+        self._row = _Verdict(row, self._shards)
+        #: Tells states of different shards apart where they are saved in one folder.
+        self.suffix = f"-shard{row.rank}of{row.world_size}"
+        bare = as_optimizers(optimizer)
+        super().__init__(Shards(self._sharded), bare, chosen, group=group, timeout_s=timeout_s, **options)
+
+    def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
+        """Trace what a `with` block does, on the ranks that hold the same shards; see `Tracing`.
+
+        Each rank of a replica needs a path of its own.
+        """
+        return Tracing(path, self._drivers(), self._sharded, self._optimizers, max_events=max_events)
+
+    def join(self, **_: Any) -> AbstractContextManager[Any]:
+        """Refuse uneven inputs, with which FSDP itself would wait for ever.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a sharded model (FSDP) needs as many batches on every rank: cut the longer ones")
+
+    def close(self) -> None:
+        """Detach from model and optimizer; safe to call twice."""
+        if not self._closed:
+            self._row.driver.close()
+        super().close()
+
+    def _found(self) -> dict[str, nn.Parameter]:
+        out = {}
+        for name, p in synced_parameters(self._sharded, self._optimizers).items():
+            shard = self._shards.get(id(p))
+            if shard is None or shard.shape != _local(p).shape:
+                shard = self._shards[id(p)] = nn.Parameter(_local(p).detach())
+                self._owners[id(shard)] = p
+            out[name] = shard
+        return out
+
+    def _watch(self, modules: Iterable[nn.Module]) -> None:
+        super()._watch([self._sharded])
+
+    def _owner(self, parameter: nn.Parameter) -> Tensor:
+        return self._owners[id(parameter)]
+
+    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
+        """Take a shard when the next one is there: until then the user's hooks may change it."""
+        with self._lock:
+            task = torch._C._current_graph_task_id()
+            if self._seen != task:
+                self._begin_pass(task)
+            slot.used = True
+            if self._exchanging:
+                while self._late:
+                    self._take(*self._late.pop())
+                self._late.append((slot, self._shards[id(parameter)]))
+
+    @torch.no_grad()
+    def _take(self, slot: Slot, parameter: Tensor) -> None:
+        self._mirror(parameter)
+        super()._take(slot, parameter)
+
+    def _mirror(self, shard: Tensor) -> None:
+        """Let a shard's gradient be its part of the sharded parameter's."""
+        grad = self._owners[id(shard)].grad
+        shard.grad = None if grad is None else _local(grad)
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        for shard in self._parameters.values():
+            self._mirror(shard)
+        self._sparse = self._row  # type: ignore[assignment]
+        super()._end_pass()
+
+    @torch.no_grad()
+    def _write_back(self, outcome: Outcome) -> None:
+        super()._write_back(outcome)
+        # What overflowed in coding is known to the ranks with these shards only.
+        self._finite = not self._row.any(not outcome.applied)
+        for shard in self._parameters.values():
+            owner = self._owners[id(shard)]
+            if owner.grad is None and shard.grad is not None:
+                owner.grad = _like(owner, shard.grad)
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        slots = {id(self._owners[at]): _Seen(slot, self._owners[at]) for at, slot in self._slots.items()}
+        self._passes.check_step(optimizer, slots, self._pass_id != -1, self._finite)  # type: ignore[arg-type]
+
+
+class _Seen:
+    """A slot as the checks before a step see it: by the sharded gradient, not by its local part."""
+
+    def __init__(self, slot: Slot, owner: Tensor) -> None:
+        self.used = slot.used
+        grad = owner.grad
+        with torch.no_grad():
+            self.left = grad if grad is not None and _local(grad) is slot.left else None
+
+
+class _Verdict:
+    """Agrees within a replica whether all its shards' gradients are finite.
+
+    It stands where an engine for plain models has its sparse gradients: asked at the end of a pass, what it
+    finds decides on all ranks, because each replica's ranks tell those with the same shards.
+
+    Args:
+        driver: the way to the ranks of this replica.
+        shards: whose gradients to look at.
+    """
+
+    def __init__(self, driver: AnyDriver, shards: Mapping[int, nn.Parameter]) -> None:
+        self.driver, self._shards = driver, shards
+        self.bad = False
+
+    def used(self) -> list[bool]:
+        """Return nothing: there are no parameters beside the shards."""
+        return []
+
+    def rounds(self, used: Sequence[bool]) -> Rounds[None]:
+        """Find out whether a gradient in this replica is not finite; exchange nothing with others."""
+        grads = [p.grad for p in self._shards.values() if p.grad is not None and p.grad.numel()]
+        norms = torch._foreach_norm(grads, float("inf")) if grads else []
+        self.bad = self.any(not all(bool(norm.isfinite()) for norm in norms))
+        return _nothing()
+
+    def write_back(self, outcome: Outcome) -> None:
+        """Do nothing."""
+
+    def any(self, mine: bool) -> bool:
+        """Return whether it holds for a rank of this replica."""
+        told = self.driver.run(gather(torch.tensor([int(mine)], device=self.driver.words_device())))
+        return any(bool(theirs) for (theirs,) in told)
+
+
+def _nothing() -> Rounds[None]:
+    return
+    yield
+
+
+def _local(tensor: Any) -> Any:
+    """Return this rank's part of a distributed tensor; the same object each time, without a graph."""
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _like(owner: Any, part: Tensor) -> Tensor:
+    """Return a distributed tensor like another one, of this rank's part."""
+    out: Tensor = type(owner).from_local(
+        part, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+    )
+    return out
+
+
+def _mesh(model: nn.Module) -> Any:
+    """Return the one mesh that a model is sharded on, of one dimension.
+
+    Raises:
+        ConfigError: there are several, or it has several dimensions, or parameters are not sharded.
+    """
+    meshes = {}
+    for name, p in named(model).items():
+        if not p.requires_grad:
+            continue
+        mesh = getattr(p, "device_mesh", None)
+        if mesh is None:
+            raise ConfigError(
+                f"every trainable parameter must be sharded, got {name} whole on each rank: call "
+                "fully_shard on the root module, too"
+            )
+        if mesh.ndim != 1 or not p.placements[0].is_shard():  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"the model must be sharded on a mesh of one dimension, got {name} on {mesh}, whose "
+                'all-reduce FSDP does itself, densely: call fully_shard(model, mesh=mesh["shard"]) and pass '
+                'group=mesh["replicate"]'
+            )
+        meshes[mesh] = name
+    if len(meshes) > 1:
+        raise ConfigError(
+            f"the model must be sharded on one mesh, got {len(meshes)} (of {', '.join(meshes.values())}): "
+            "use the same mesh in every fully_shard"
+        )
+    return next(iter(meshes))
+
+
+def _check_crossing(group: Any, mesh: Any) -> None:
+    """Check that the ranks of a group hold the same shards, so that it crosses the mesh in this rank only.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    both = set(ranks_of(group)) & set(ranks_of(mesh))
+    if len(both) != 1:
+        raise ConfigError(
+            "group must be ranks that hold the same shards in different replicas, got one that shares ranks "
+            f"{sorted(both)} with the mesh that the model is sharded on: pass the mesh's other dimension"
+        )
