@@ -529,7 +529,7 @@ def test_loss_leaves_ignored_targets_out():
 
 
 def test_unknown_task_lists_the_names():
-    with pytest.raises(ConfigError, match="unknown task 'cifar': use one of digits, mnist, text"):
+    with pytest.raises(ConfigError, match="unknown task 'cifar': use one of digits, glyphs, mnist, text"):
         load("cifar")
 
 

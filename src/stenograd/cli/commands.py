@@ -44,7 +44,7 @@ def _root(
 
 @app.command()
 def demo() -> int:
-    """Train two workers on digits: dense, with top-k, and with PowerSGD. Takes well under a minute.
+    """Train two workers on digits: dense, with top-k, and with PowerSGD. Takes about a minute.
 
     It needs nothing but this package. The digits are scikit-learn's if that is installed; otherwise the
     program draws some. Three lines under the table say what is to be seen in it.
