@@ -480,12 +480,12 @@ def test_gpt_starts_as_gpt2():
             assert float(parameter.detach().std()) == pytest.approx(expected, rel=0.05), name
 
 
-@pytest.fixture(params=["digits", "mnist", "text"])
+@pytest.fixture(params=["digits", "glyphs", "mnist", "text"])
 def task(request, tmp_path):
     if request.param == "mnist":
         write(tmp_path)
         return load("mnist", tmp_path)
-    return text_task(tmp_path, 500) if request.param == "text" else load("digits")
+    return text_task(tmp_path, 500) if request.param == "text" else load(request.param)
 
 
 def test_every_task_keeps_the_contract(task):
@@ -529,7 +529,7 @@ def test_loss_leaves_ignored_targets_out():
 
 
 def test_unknown_task_lists_the_names():
-    with pytest.raises(ConfigError, match="unknown task 'cifar': use one of digits, mnist, text"):
+    with pytest.raises(ConfigError, match="unknown task 'cifar': use one of digits, glyphs, mnist, text"):
         load("cifar")
 
 

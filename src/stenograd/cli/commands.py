@@ -43,6 +43,18 @@ def _root(
 
 
 @app.command()
+def demo() -> int:
+    """Train two workers on digits: dense, with top-k, and with PowerSGD. Takes about a minute.
+
+    It needs nothing but this package. The digits are scikit-learn's if that is installed; otherwise the
+    program draws some. Three lines under the table say what is to be seen in it.
+    """
+    from stenograd.cli.demo import run
+
+    return run()
+
+
+@app.command()
 @opt.with_options
 def train(
     options: opt.Options,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -67,12 +67,25 @@ class _Ready:
     plan: Plan
     methods: list[Method]
     out: Path | None
+    explain: Callable[[Sequence[Result]], str] | None
 
 
-def run(options: Options, texts: Sequence[str] | None, out: Path | None) -> int:
-    """Compare, and return the exit status: 1 if a method failed."""
+def run(
+    options: Options,
+    texts: Sequence[str] | None,
+    out: Path | None,
+    explain: Callable[[Sequence[Result]], str] | None = None,
+) -> int:
+    """Compare, and return the exit status: 1 if a method failed.
+
+    Args:
+        options: what to train and how.
+        texts: the methods; None for every method that suits the task.
+        out: folder for the results.
+        explain: makes the text under the table, which rank 0 prints.
+    """
     chosen = split_methods(texts) if texts else default_methods()
-    return in_ranks(options, lambda world_size: _prepare(options, chosen, out, world_size), _body)
+    return in_ranks(options, lambda world_size: _prepare(options, chosen, out, explain, world_size), _body)
 
 
 def default_methods() -> list[str]:
@@ -97,7 +110,13 @@ def split_methods(texts: Sequence[str]) -> list[str]:
     return [item.strip() for items in found for item in items if item.strip()]
 
 
-def _prepare(options: Options, texts: Sequence[str], out: Path | None, world_size: int) -> _Ready:
+def _prepare(
+    options: Options,
+    texts: Sequence[str],
+    out: Path | None,
+    explain: Callable[[Sequence[Result]], str] | None,
+    world_size: int,
+) -> _Ready:
     if not texts:
         raise ConfigError("--methods must name at least one method, got none: see stenograd methods")
     if options.epochs == 0:
@@ -106,7 +125,7 @@ def _prepare(options: Options, texts: Sequence[str], out: Path | None, world_siz
     plan = make_plan(options, world_size)
     if out is not None:
         make_folder(out)
-    return _Ready(plan=plan, methods=chosen, out=out)
+    return _Ready(plan=plan, methods=chosen, out=out, explain=explain)
 
 
 def _body(ready: _Ready, driver: Driver) -> int:
@@ -124,6 +143,8 @@ def _body(ready: _Ready, driver: Driver) -> int:
             display.line(f"{how.text}: {error}")
     if driver.rank == 0:
         _show(ready.plan, results)
+        if ready.explain is not None:
+            print(ready.explain(results), flush=True)
         if ready.out is not None:
             _write(ready.plan, results, ready.out, display)
     if lost is not None:

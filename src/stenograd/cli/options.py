@@ -56,7 +56,7 @@ class Options:
     `epochs` may be 0, which only evaluates. Each attribute is the option of the same name.
     """
 
-    task: Annotated[str, option("digits|mnist|text", "Data set and model.", WORK)] = "digits"
+    task: Annotated[str, option("digits|glyphs|mnist|text", "Data set and model.", WORK)] = "digits"
     data: Annotated[Path | None, option("PATH", _DATA, WORK, parser=_path)] = None
     workers: Annotated[int | None, option("N", WORKERS, _RUN)] = None
     epochs: Annotated[int | None, option("N", "Passes over the data.", _RECIPE)] = None

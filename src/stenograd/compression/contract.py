@@ -109,15 +109,17 @@ class Site:
 class Exchange(NamedTuple):
     """What an exchange returns.
 
-    average: flat tensor with x's length and dtype, equal on every rank bit for bit; may live in x's memory.
-    state: the next state, with the same keys and shapes as the one given.
-    error: what of this rank's x is not in the average, or None where it was not asked for. Unless the
-        transport votes, `average = mean over ranks of (x - error)`. Mostly `x - error` is x as the others
-        decoded it; where a rank compresses what it has averaged, it keeps that loss too, times the world
-        size. It may live in x's memory, and so may a state made of it: whoever owns x must not fill it
-        again before copying or replacing it.
-    finite: what the messages told (`Finite`, a 0-d uint8 tensor equal on every rank), or None if they tell
-        nothing.
+    Attributes:
+        average: flat tensor with x's length and dtype, equal on every rank bit for bit; may live in x's
+            memory.
+        state: the next state, with the same keys and shapes as the one given.
+        error: what of this rank's x is not in the average, or None where it was not asked for. Unless the
+            transport votes, `average = mean over ranks of (x - error)`. Mostly `x - error` is x as the
+            others decoded it; where a rank compresses what it has averaged, it keeps that loss too, times
+            the world size. It may live in x's memory, and so may a state made of it: whoever owns x must not
+            fill it again before copying or replacing it.
+        finite: what the messages told (`Finite`, a 0-d uint8 tensor equal on every rank), or None if they
+            tell nothing.
     """
 
     average: Tensor

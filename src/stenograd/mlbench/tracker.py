@@ -210,7 +210,7 @@ class Tracker:
     def record_stat(self, name: str, value: float, n: float = 1, log_to_api: bool = False) -> None:
         """Add a value, an average over n samples, to this epoch's average of a statistic, and ask the goal.
 
-        The statistic is called "train_" or "val_" and the name. log_to_api is ignored: there is no dashboard.
+        The statistic is called `train_` or `val_` and the name. log_to_api is ignored: there is no dashboard.
         """
         name = ("train_" if self.is_training else "val_") + name
         self.epoch_stats.setdefault(name, AverageMeter()).update(value, n)

@@ -43,8 +43,9 @@ def register(
             the model's parameters change nothing on any rank.
 
     Returns:
-        The hook's state, with the face of what `stenograd.distribute` returns: `traffic`, `step`, `finite`,
-        `skipped`, `trace(...)`, `no_sync()`, `join()`, `state_dict()`, `load_state_dict(...)`, `close()`.
+        The hook's state, with the face of what `stenograd.distribute` returns, so `traffic`, `step`,
+        `finite`, `skipped`, `trace(...)`, `no_sync()`, `join()`, `state_dict()`, `load_state_dict(...)` and
+        `close()`.
 
     Raises:
         MethodError: unknown method or key, or a value outside its range.

@@ -66,7 +66,7 @@ def distribute(
             nothing on any: neither weights, nor momenta, nor step counts. False for torch's behaviour.
 
     Returns:
-        The running synchronisation: `no_sync()`, `traffic`, `state_dict()`, `close()`, ...
+        The running synchronisation, with `no_sync()`, `traffic`, `state_dict()`, `close()`, ...
 
     Raises:
         MethodError: unknown method or key, or a value outside its range.

@@ -121,8 +121,8 @@ class GossipSync(RoundSync):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._before and self._due:
             raise StenogradError(
-                "optimizer.step(closure) evaluates its closure again after the parameters were mixed: use "
-                "an optimizer that does so once, call step() without a closure, or write order=adapt-then-combine"
+                "optimizer.step(closure) evaluates its closure again after the parameters were mixed: use an "
+                "optimizer that does so once, step() without a closure, or write order=adapt-then-combine"
             )
         super()._after_step(optimizer)
 

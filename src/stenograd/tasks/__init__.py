@@ -7,6 +7,7 @@ from pathlib import Path
 from stenograd.errors import ConfigError, bad_value
 from stenograd.tasks.base import Task
 from stenograd.tasks.digits import Digits
+from stenograd.tasks.glyphs import Glyphs
 from stenograd.tasks.mnist import Mnist
 from stenograd.tasks.recipe import Recipe
 from stenograd.tasks.shards import batches, eval_batches, shard, steps_per_epoch
@@ -14,6 +15,7 @@ from stenograd.tasks.text import Text
 
 __all__ = [
     "Digits",
+    "Glyphs",
     "Mnist",
     "Recipe",
     "Task",
@@ -32,16 +34,16 @@ def names() -> tuple[str, ...]:
 
     Example:
         >>> names()
-        ('digits', 'mnist', 'text')
+        ('digits', 'glyphs', 'mnist', 'text')
     """
-    return (Digits.name, Mnist.name, Text.name)
+    return (Digits.name, Glyphs.name, Mnist.name, Text.name)
 
 
 def load(name: str, data: str | Path | None = None) -> Task:
     """Load a task's data.
 
     Args:
-        name: "digits", "mnist" or "text".
+        name: "digits", "glyphs", "mnist" or "text".
         data: the folder with MNIST's four files, or a UTF-8 text file; None for the task's own data.
 
     Raises:
@@ -58,9 +60,9 @@ def load(name: str, data: str | Path | None = None) -> Task:
         return Mnist(data)
     if name == Text.name:
         return Text(data)
-    if name != Digits.name:
+    if name not in (Digits.name, Glyphs.name):
         raise ConfigError(f"unknown task {name!r}: use one of {', '.join(names())}")
     if data is not None:
         advice = "leave data out, or use the mnist or the text task"
-        raise bad_value("data", "must be None for the digits task", str(data), advice)
-    return Digits()
+        raise bad_value("data", f"must be None for the {name} task", str(data), advice)
+    return Digits() if name == Digits.name else Glyphs()
