@@ -65,6 +65,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(PLANS), default=list(PLANS))
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each rival")
+    parser.add_argument("--timeout-s", type=float, default=1200.0, help="for each model")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--name", default="streaming", help="name of the files, without an ending")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
@@ -72,7 +73,7 @@ def options() -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Be one rank; rank 0 writes all ranks' milliseconds, by rival and turn."""
+    """Be one rank; after each round rank 0 writes all ranks' milliseconds, by rival and turn."""
     import torch
     import torch.distributed as dist
     from models import WORKS
@@ -94,10 +95,11 @@ def train(args: argparse.Namespace) -> None:
             rival = rivals[index]
             dist.barrier()
             turns[rival.name].append(rival.steps(plan.floor_steps if rival.name == FLOOR else plan.every))
-    everyone: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everyone, turns)
-    if world.rank == 0:
-        args.out.write_text(json.dumps(everyone))
+        everyone: list[Any] = [None] * world.world_size
+        dist.all_gather_object(everyone, turns)
+        if world.rank == 0:
+            args.out.write_text(json.dumps(everyone))
+            print(f"{name}: round {len(turns[FLOOR])} of {args.rounds}", flush=True)
     for rival in rivals:
         rival.attached.close()
 
@@ -109,7 +111,12 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
         out = Path(folder) / "turns.json"
         command = [sys.executable, __file__, "--models", model, "--rate", args.rate]
         command += ["--rounds", str(args.rounds), "--out", str(out)]
-        hosts.run(command, env={"TORCH_CPP_LOG_LEVEL": "ERROR"}, timeout_s=1200)
+        try:
+            hosts.run(command, env={"TORCH_CPP_LOG_LEVEL": "ERROR"}, timeout_s=args.timeout_s, echo=True)
+        except HostsError as error:
+            if not out.exists():
+                raise
+            print(f"streaming: ended early: {error}", file=sys.stderr)  # the rounds so far still count
         told = json.loads(out.read_text())
     return {"model": model, "load before": before, "load after": os.getloadavg()[0], "ranks": told}
 
