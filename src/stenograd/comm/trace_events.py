@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["KINDS", "MAX_EVENTS", "Event", "Tracer", "as_json", "write"]
+__all__ = ["KINDS", "MAX_EVENTS", "Event", "Tracer", "as_json", "hand_over", "write"]
 
 MAX_EVENTS = 200_000
 KINDS = ("forward", "backward", "wait", "encode", "collective", "decode", "step")
 
 # Kind, start and end in seconds of the rank's own clock, and what else is known.
+T = TypeVar("T")
 Event: TypeAlias = tuple[str, float, float, Mapping[str, Any]]
 
 _ROWS = {"forward": 0, "backward": 0, "wait": 0, "step": 0, "encode": 1, "decode": 1}
@@ -52,6 +54,15 @@ class Tracer:
         if self.dropped == 1:
             text = f"the trace is full with {self.max_events} events and leaves out later ones"
             warnings.warn(f"{text}: trace fewer steps, or raise max_events", stacklevel=2)
+
+    def hand_over(self, thread: Executor, job: Callable[..., T], *args: Any) -> Future[T]:
+        """Let a thread do a job; a recorder of programs notes here what waits for what."""
+        return thread.submit(job, *args)
+
+
+def hand_over(tracer: Tracer | None, thread: Executor, job: Callable[..., T], *args: Any) -> Future[T]:
+    """Let a thread do a job, and tell the tracer, if there is one."""
+    return thread.submit(job, *args) if tracer is None else tracer.hand_over(thread, job, *args)
 
 
 def as_json(ranks: Sequence[tuple[float, Sequence[Event]]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Turns options into a plan: data loaded, recipe made, every value checked before a worker starts."""
+"""Turns options into a setup: data loaded, recipe made, every value checked before a worker starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stenograd.data.buckets import assign
 from stenograd.errors import ConfigError, bad_value, check_count
 from stenograd.tasks import Recipe, Task
 
-__all__ = ["Plan", "check_option", "make_plan"]
+__all__ = ["Setup", "check_option", "make_setup"]
 
 _MOST_THREADS = 1024  # PyTorch crashed with 100,000
 _LONGEST_S = 31_536_000
@@ -22,7 +22,7 @@ _RECIPE_KEYS = ("batch_size", "lr", "momentum", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Setup:
     """A training that can start.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan:
         }
 
 
-def make_plan(options: Options, world_size: int) -> Plan:
+def make_setup(options: Options, world_size: int) -> Setup:
     """Load the task and check everything that can be checked without the other ranks.
 
     Raises:
@@ -77,7 +77,7 @@ def make_plan(options: Options, world_size: int) -> Plan:
     if options.epochs:
         changes["epochs"] = options.epochs
     recipe = replace(task.recipe, **changes)
-    return Plan(
+    return Setup(
         options=options,
         task=task,
         recipe=recipe,
