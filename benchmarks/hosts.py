@@ -73,7 +73,8 @@ class Hosts:
 
     Args:
         count: number of hosts, 1 to 254.
-        rate: of each host's link, in either direction: "100mbit", "1gbit", ..., or "none" for unshaped.
+        rate: of each host's link, in either direction: "100mbit", "1gbit", ..., or "none" for unshaped; or
+            of what it sends and receives: "100mbit/20mbit".
 
     Raises:
         ValueError: count or rate is out of range.
@@ -88,7 +89,8 @@ class Hosts:
         if not 1 <= count <= _MAX_HOSTS:
             raise ValueError(f"count must be in 1..{_MAX_HOSTS}, got {count}")
         self.count, self.rate = count, rate
-        self._bits_per_s = parse_rate(rate)
+        up, _, down = rate.partition("/")
+        self._up_bps, self._down_bps = parse_rate(up), parse_rate(down or up)
         self._prefix = f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}-"
         self._runs = 0
         self._handlers: dict[int, Any] = {}
@@ -187,16 +189,16 @@ class Hosts:
             ip("-n", host, "link", "set", "lo", "up")
             ip("-n", host, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "eth0")
             ip("-n", host, "link", "set", "eth0", "addrgenmode", "none", "up")
-            self._shape(host, "eth0")  # what the host sends
-            self._shape(switch, port)  # what it receives
+            self._shape(host, "eth0", self._up_bps)  # what the host sends
+            self._shape(switch, port, self._down_bps)  # what it receives
 
-    def _shape(self, namespace: str, interface: str) -> None:
-        if self._bits_per_s is None:
+    def _shape(self, namespace: str, interface: str, bits_per_s: float | None) -> None:
+        if bits_per_s is None:
             return
         # What fits the bucket goes at memory speed after a pause, so it holds a millisecond of the rate,
         # and at least 16 kB, since the kernel sends in pieces of many packets.
-        burst_bytes = max(16_384, round(self._bits_per_s / 8 * 1e-3))
-        shape = ["tbf", "rate", f"{self._bits_per_s:.0f}bit", "burst", str(burst_bytes), "latency", "100ms"]
+        burst_bytes = max(16_384, round(bits_per_s / 8 * 1e-3))
+        shape = ["tbf", "rate", f"{bits_per_s:.0f}bit", "burst", str(burst_bytes), "latency", "100ms"]
         command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
 
     def _tear_down(self) -> None:
@@ -307,7 +309,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="100mbit", help="none, or like 100mbit or 1gbit")
+    parser.add_argument("--rate", default="100mbit", help="none, or like 100mbit, 1gbit or 100mbit/20mbit")
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("command", nargs="+", help="after --, with its arguments")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -96,6 +97,27 @@ def compare(
     from stenograd.cli.compare import run
 
     return run(options, methods, out)
+
+
+@app.command()
+def link(
+    seconds: Annotated[float, opt.option("X", "About how long to measure, from 2.")] = 10.0,
+    workers: Annotated[int | None, opt.option("N", opt.WORKERS)] = None,
+    out: Annotated[Path | None, opt.option("FILE", "File for what was measured, for stenograd plan.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    timeout_s: Annotated[float, opt.option("X", "Seconds after which a silent worker is lost.")] = 300.0,
+) -> int:
+    """Measure the network between workers through the collectives that training uses.
+
+    It needs two workers or more: start it under torchrun, mpiexec or srun as you start a training, or give
+    --workers for processes on this machine. Rates count packet headers. Latency is that of one message
+    between two workers, with all workers idle and with all of them computing.
+
+    Example: torchrun --nnodes 2 --nproc-per-node 1 ... -m stenograd link --out link.json
+    """
+    from stenograd.cli.link import run
+
+    return run(opt.Options(workers=workers, timeout_s=timeout_s), seconds, out, as_json)
 
 
 @app.command()

@@ -185,7 +185,7 @@ class TensorExchange:
         self._slots[index].state = {key: value.clone() for key, value in state.items()}
 
     def submit(self, index: int) -> None:
-        """Hand over the next filled bucket and return; the last waits for `finish`, whose flags it carries."""
+        """Hand over the next filled bucket; the last one waits for `finish`, whose flags it carries."""
         self._check_sound()
         self._send_held()
         x = self.flat(index)

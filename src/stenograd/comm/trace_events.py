@@ -55,6 +55,9 @@ class Tracer:
             text = f"the trace is full with {self.max_events} events and leaves out later ones"
             warnings.warn(f"{text}: trace fewer steps, or raise max_events", stacklevel=2)
 
+    def coding_begins(self) -> None:
+        """Hear that a method computes from now on; a recorder of programs notes when."""
+
     def hand_over(self, thread: Executor, job: Callable[..., T], *args: Any) -> Future[T]:
         """Let a thread do a job; a recorder of programs notes here what waits for what."""
         return thread.submit(job, *args)
