@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         WireError,
     )
     from stenograd.launch.process_group import World, init, shutdown
+    from stenograd.planning.plan import Plan, load_plan, plan
+    from stenograd.planning.trial import Trial
     from stenograd.sync.distribute import distribute
     from stenograd.sync.gradient_sync import GradientSync
     from stenograd.sync.replica_guard import ReplicaGuard
@@ -57,6 +59,7 @@ __all__ = [
     "NonFiniteError",
     "PeerLost",
     "PerRank",
+    "Plan",
     "ReplicaDivergence",
     "ReplicaGuard",
     "Site",
@@ -64,6 +67,7 @@ __all__ = [
     "TensorTypeError",
     "Traffic",
     "Transport",
+    "Trial",
     "WireError",
     "World",
     "ddp",
@@ -71,9 +75,11 @@ __all__ = [
     "heat",
     "init",
     "load_checkpoint",
+    "load_plan",
     "method",
     "methods",
     "mlbench",
+    "plan",
     "reshard",
     "save_checkpoint",
     "shutdown",
@@ -92,6 +98,8 @@ _HOMES = {
     "compression.error_feedback": ["ErrorFeedback"],
     "errors": [name for name in __all__ if name.endswith(("Error", "Lost", "Divergence"))],
     "launch.process_group": ["World", "init", "shutdown"],
+    "planning.plan": ["Plan", "load_plan", "plan"],
+    "planning.trial": ["Trial"],
     "sync.distribute": ["distribute"],
     "sync.gradient_sync": ["GradientSync"],
     "sync.replica_guard": ["ReplicaGuard"],

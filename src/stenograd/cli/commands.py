@@ -17,6 +17,14 @@ _METHODS = (
     "Methods, separated by commas or semicolons; may be repeated. A comma followed by KEY=VALUE "
     "continues a method: topk:ratio=0.05,dense_below=64,sign are two."
 )
+_TRIAL = "Your own training: a function that returns a stenograd.Trial."
+_LINK = "RATE[/DOWN][,LATENCY], such as 1gbit,0.2ms, or a file of stenograd link --out."
+_ACCURACY = "What a recommended method may do to gradients."
+_WHERE = "Where it will run"
+_PER_HOST = "Workers on each host (default: 1, or as launched)."
+_CORES = "Cores per worker (default: a share of this machine's)."
+_CHECK = "A run of stenograd train --out to compare with."
+_FILE = "Show or check this plan.json, and measure nothing."
 
 app = typer.Typer(
     help="Data-parallel PyTorch training that sends less.",
@@ -118,6 +126,54 @@ def link(
     from stenograd.cli.link import run
 
     return run(opt.Options(workers=workers, timeout_s=timeout_s), seconds, out, as_json)
+
+
+@app.command()
+@opt.with_options
+def plan(
+    options: opt.Options,
+    trial: Annotated[str | None, opt.option("FILE.py:FUNCTION", _TRIAL, opt.WORK)] = None,
+    methods: Annotated[list[str] | None, opt.option("TEXT", _METHODS, opt.WORK)] = None,
+    link: Annotated[str | None, opt.option("LINK", _LINK, _WHERE)] = None,
+    ranks_per_host: Annotated[int | None, opt.option("N", _PER_HOST, _WHERE)] = None,
+    cores: Annotated[float | None, opt.option("X", _CORES, _WHERE)] = None,
+    accuracy: Annotated[str, opt.option("exact|rounded|lossy", _ACCURACY, opt.WORK)] = "lossy",
+    seconds: Annotated[float, opt.option("X", "About how long to measure and rehearse.")] = 30.0,
+    out: opt.Out = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    check: Annotated[Path | None, opt.option("DIR", _CHECK, opt.FILES)] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Show or check this plan.json; measure nothing."),
+    ] = None,
+    tolerance: Annotated[float, opt.option("X", "By how much a checked run may differ, as a share.")] = 0.25,
+) -> int:
+    """Predict before training what a step takes under each method, and which method to use.
+
+    It trains a copy of the model for some steps without a network, notes everything that each method would
+    send, and replays that on the link. Alone it needs --workers and --link; under torchrun, mpiexec or srun
+    it measures the link between the ranks.
+
+    Example: stenograd plan --task digits --workers 4 --link 100mbit,0.2ms
+    """
+    from stenograd.cli.plan import Asked, run
+
+    asked = Asked(
+        options=options,
+        trial=trial,
+        methods=methods,
+        link=link,
+        accuracy=accuracy,
+        ranks_per_host=ranks_per_host,
+        cores=cores,
+        seconds=seconds,
+        out=out,
+        as_json=as_json,
+        check=check,
+        plan=plan_file,
+        tolerance=tolerance,
+    )
+    return run(asked)
 
 
 @app.command()

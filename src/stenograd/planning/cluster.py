@@ -131,7 +131,7 @@ class Cluster:
         for hop in (cost.hop_s, cost.busy_hop_s):
             latency = np.where(crossing, hop + self.extra_hop_s, self.inside_hop_s)
             level = message_level if size <= _MESSAGE_LEVEL_RANKS else ring_s
-            found.append(max(level(steps, seconds, latency) - steps * seconds.max(), 0.0))
+            found.append(max(level(steps, seconds, latency) - steps * float(seconds.max()), 0.0))
         cpu = sent * cost.cpu_s_per_byte
         return Transfer(found[0], found[1], float(steps * seconds.max()), cpu, inside)
 

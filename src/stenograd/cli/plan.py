@@ -1,0 +1,183 @@
+"""`stenograd plan`: what a training's steps will take, and which method to use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stenograd.cli.compare import split_methods
+from stenograd.cli.folder import make_folder
+from stenograd.cli.options import Options
+from stenograd.cli.plan_check import check_run
+from stenograd.cli.ranks import in_ranks
+from stenograd.cli.setup import make_setup
+from stenograd.cli.table import console, show
+from stenograd.comm.agreement import agree, everyone
+from stenograd.comm.driver import Driver
+from stenograd.errors import ConfigError
+from stenograd.launch.process_group import detect
+from stenograd.planning.advice import check_accuracy
+from stenograd.planning.link import Link, load_link
+from stenograd.planning.measure_link import measure_link
+from stenograd.planning.plan import Plan, load_plan, plan, usable_cores, with_slowest
+from stenograd.planning.trial import Trial, load_trial
+from stenograd.planning.units import rate_text, time_text
+
+__all__ = ["Asked", "run", "show_plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What `stenograd plan` was asked for.
+
+    Attributes:
+        options: the training's, where no trial is given.
+        trial: FILE.py:FUNCTION; None for the task of the options.
+        methods: to look at; None for all.
+        link: text or a file; None to measure it between the ranks of a launcher.
+        accuracy: what a recommended method may do to gradients.
+        ranks_per_host: None for those of the launcher, or 1.
+        cores: of each worker; None for a share of this machine's.
+        seconds: about how long to measure and rehearse.
+        out: folder for the plan and its report.
+        as_json: whether to print JSON.
+        check: a run's folder to compare with, instead of a recommendation alone.
+        plan: a plan's file to check, instead of a new one.
+        tolerance: by how much a checked run's step may differ, as a share.
+    """
+
+    options: Options
+    trial: str | None = None
+    methods: Sequence[str] | None = None
+    link: str | None = None
+    accuracy: str = "lossy"
+    ranks_per_host: int | None = None
+    cores: float | None = None
+    seconds: float = 30.0
+    out: Path | None = None
+    as_json: bool = False
+    check: Path | None = None
+    plan: Path | None = None
+    tolerance: float = 0.25
+
+
+def run(asked: Asked) -> int:
+    """Plan, and return the exit status: 1 where a checked run is not as predicted."""
+    check_accuracy(asked.accuracy)
+    if asked.plan is not None:
+        return _told(asked, load_plan(asked.plan))
+    if asked.link is not None and detect(_environment()).launcher == "alone":
+        return _told(asked, _made(asked, _link(asked.link), asked.options.workers or 2, None))
+    return in_ranks(asked.options, lambda world_size: world_size, lambda _, driver: _measured(asked, driver))
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return dict(os.environ)
+
+
+def _measured(asked: Asked, driver: Driver) -> int:
+    """Measure the link between these ranks if none is given, rehearse on all at once, and tell on rank 0."""
+    if driver.world_size < 2:
+        raise ConfigError(
+            "a plan needs a link: give --link 1gbit,0.2ms and --workers, or start it under torchrun on the "
+            "machines that will train"
+        )
+    if asked.link is None:
+        link: str | Link = measure_link(Driver.own(timeout_s=asked.options.timeout_s), asked.seconds / 3)
+    else:
+        link = _link(asked.link)
+    found = with_slowest(agree(driver, lambda: _made(asked, link, driver.world_size, driver)), driver)
+    status = _told(asked, found) if driver.rank == 0 else 0
+    return max(int(text) for text in everyone(driver, str(status)))
+
+
+def _link(text: str) -> str | Link:
+    path = Path(text)
+    return load_link(path) if path.suffix == ".json" or path.is_file() else text
+
+
+def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -> Plan:
+    name, trial = _trial(asked, workers)
+    per_host = asked.ranks_per_host
+    if per_host is None:
+        per_host = link.hosts.count(0) if isinstance(link, Link) and len(link.hosts) == workers else 1
+    here = detect(_environment()).local_world_size if driver is not None else per_host
+    return plan(
+        trial,
+        workers=workers,
+        link=link,
+        methods=split_methods(asked.methods) if asked.methods else None,
+        accuracy=asked.accuracy,
+        ranks_per_host=per_host,
+        cores=asked.cores or usable_cores() / here,
+        seconds=asked.seconds * 2 / 3,
+        bucket_bytes=asked.options.bucket_bytes,
+        name=name,
+    )
+
+
+def _trial(asked: Asked, workers: int) -> tuple[str, Trial]:
+    """Return the user's trial, or a task's as one."""
+    if asked.trial is not None:
+        return asked.trial, load_trial(asked.trial)
+    setup = make_setup(asked.options, workers)
+    model = setup.task.model(asked.options.seed).to(setup.device)
+    size = setup.recipe.batch_size
+    batches = [setup.task.train_batch(torch.arange(at * size, (at + 1) * size)) for at in range(4)]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, targets = (part.to(setup.device) for part in batch)
+        return setup.task.loss(model, inputs, targets)[0]
+
+    return asked.options.task, Trial(model, setup.recipe.make_optimizer(model), batches, loss)
+
+
+def _told(asked: Asked, found: Plan) -> int:
+    if asked.out is not None:
+        make_folder(asked.out)
+        found.save(asked.out / "plan.json")
+    if asked.as_json:
+        told = found.as_json()
+        console().print_json(json.dumps({k: told[k] for k in ("method", "reason", "notes", "predictions")}))
+    else:
+        show_plan(found)
+    return 0 if asked.check is None else check_run(found, asked.check, asked.tolerance)
+
+
+def show_plan(found: Plan) -> None:
+    """Print predictions, the recommendation and its reason, and what was assumed."""
+    hosts = found.world_size // found.ranks_per_host
+    link = "measured" if found.link.measured else "assumed"
+    hop = time_text(found.link.costs["all-reduce"].hop_s)
+    title = (
+        f"{found.work['name'] or 'training'}: {found.work['parameters']:,} parameters, "
+        f"{found.world_size} workers on {hosts} hosts, {link} link {rate_text(found.link.bps)}, {hop} a hop; "
+        f"a step without exchange takes {time_text(found.profile.floor_s)}"
+    )
+    rows = [
+        (
+            p.method,
+            f"{1e3 * p.seconds[1]:.3g}",
+            f"{1e3 * p.seconds[0]:.3g} to {1e3 * p.seconds[2]:.3g}",
+            f"{p.moved_bytes / 1e6:.3g}",
+            f"{p.collectives:.3g}",
+            p.limit,
+            "-" if p.method == "dense" else p.pays_text,
+            "recommended" if p.method == found.method else "",
+        )
+        for p in sorted(found.predictions, key=lambda p: p.seconds[1])
+    ]
+    head = ("method", "ms/step", "80 %", "MB/step", "messages", "limit", "faster than dense", "")
+    show(head, rows, title)
+    screen = console()
+    screen.print(found.reason, soft_wrap=True)
+    for note in found.notes:
+        screen.print(f"- {note}", soft_wrap=True)
