@@ -57,7 +57,7 @@ class Rival:
 
 
 def predictions(args: argparse.Namespace, world: stenograd.World) -> dict[str, Any]:
-    """Plan on all ranks; rank 0 writes the predictions and prints their digest before anything is measured."""
+    """Plan on all ranks; rank 0 writes it down and prints its digest before anything is measured."""
     trial = Rival(FLOOR, args.model, world.rank).trial()
     link = measure_link(Driver.own(), args.seconds / 3)
     cores = (os.cpu_count() or 1) / world.world_size  # all emulated hosts share this machine
@@ -80,6 +80,7 @@ def predictions(args: argparse.Namespace, world: stenograd.World) -> dict[str, A
         "limit": {p.method: p.limit for p in found.predictions},
     }
     if world.rank == 0:
+        found.save(args.out.with_suffix(".plan.json"))
         text = json.dumps(told, sort_keys=True)
         args.out.with_suffix(".predicted.json").write_text(text)
         print(f"predicted {args.model}: sha256 {hashlib.sha256(text.encode()).hexdigest()}", flush=True)

@@ -3,8 +3,8 @@
     python benchmarks/plan_validation.py --cells cnn:2:100mbit gpt-small:2:300mbit cnn:3:100mbit --out DIR
 
 For every cell MODEL:HOSTS:RATE the ranks measure the link, plan, and write the predictions down; their digest
-is printed; only then do the methods train, in turns, in as many blocks as --rounds. For each model and number
-of hosts they also train without a limit on the link, for a baseline that needs it. Needs root and iproute2.
+is printed; only then do the methods train, in turns, in as many blocks as --rounds. With --unshaped they also
+train without a limit on the link, for a baseline that needs it. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -13,22 +13,38 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hosts import Hosts, parse_rate
 
+from stenograd.planning.plan import load_plan, predicted
+
 HERE = Path(__file__).parent
 METHODS = ["fp16", "topk:ratio=0.01", "topk:ratio=0.05", "sign", "qsgd", "powersgd:rank=2", "local:every=4"]
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-_TIE = 0.05
+BASELINE = "unshaped + bytes / rate"
+ERRORS = (
+    "error",
+    "error with the run's floor",
+    "floor + bytes / rate",
+    "run's floor + bytes / rate",
+    BASELINE,
+    "repeat",
+)
+
+
+def out_of(cell: str, args: argparse.Namespace) -> Path:
+    """Return the file of a cell."""
+    return args.out / f"{cell.replace(':', '-').replace('/', '_')}.json"
 
 
 def run(cell: str, args: argparse.Namespace, *, unshaped: bool = False) -> dict[str, Any]:
     """Predict and measure one cell, or measure it without a limit on the link."""
     model, hosts, rate = cell.split(":")
     rate = "none" if unshaped else rate
-    out = args.out / f"{model}-{hosts}-{rate.replace('/', '_')}.json"
+    out = out_of(f"{model}:{hosts}:{rate}", args)
     if out.exists():
         return json.loads(out.read_text())
     command = [sys.executable, str(HERE / "plan_cell.py"), "--model", model, "--methods", *METHODS]
@@ -44,7 +60,20 @@ def run(cell: str, args: argparse.Namespace, *, unshaped: bool = False) -> dict[
     return json.loads(out.read_text())
 
 
-def rows(cell: str, found: dict[str, Any], free: dict[str, Any]) -> list[dict[str, Any]]:
+def with_floor(path: Path, floor_s: float) -> dict[str, float]:
+    """Replay a plan with the step that ranks took by themselves while the methods were measured.
+
+    So what is left of an error is the model's, without what changed on the machine in between.
+    """
+    plan = load_plan(path)
+    slower = floor_s / plan.profile.floor_s
+    profile = replace(plan.profile, step_s=tuple(slower * s for s in plan.profile.step_s))
+    return {p.method: p.seconds[1] for p in predicted(replace(plan, profile=profile)).predictions}
+
+
+def rows(
+    cell: str, found: dict[str, Any], free: dict[str, Any] | None, again: dict[str, float]
+) -> list[dict[str, Any]]:
     """Return one row for each method of a cell."""
     told, real = found["predicted"], found["measured"]
     rate = parse_rate(cell.split(":")[2])
@@ -65,8 +94,10 @@ def rows(cell: str, found: dict[str, Any], free: dict[str, Any]) -> list[dict[st
                 "error": middle / took - 1,
                 "inside": low <= took <= high,
                 "repeat": abs(halves[0] / halves[1] - 1),
+                "error with the run's floor": again[text] / took - 1,
                 "floor + bytes / rate": (told["floor_s"] + wire_s) / took - 1,
-                "unshaped + bytes / rate": (free["median_s"][text] + wire_s) / took - 1,
+                "run's floor + bytes / rate": (real["median_s"]["none"] + wire_s) / took - 1,
+                **({} if free is None else {BASELINE: (free["median_s"][text] + wire_s) / took - 1}),
                 "bytes": told["moved_bytes"][text] / real["moved_bytes"][text] - 1,
                 "chosen": text == told["method"],
             }
@@ -77,8 +108,10 @@ def rows(cell: str, found: dict[str, Any], free: dict[str, Any]) -> list[dict[st
 def summary(table: list[dict[str, Any]]) -> dict[str, Any]:
     """Return errors of predictions and baselines, and the regret of what was recommended."""
     found: dict[str, Any] = {"rows": len(table)}
-    for name in ("error", "floor + bytes / rate", "unshaped + bytes / rate", "repeat"):
-        errors = sorted(abs(row[name]) for row in table)
+    for name in ERRORS:
+        errors = sorted(abs(row[name]) for row in table if name in row)
+        if not errors:
+            continue
         found[name] = [statistics.median(errors), errors[int(0.9 * (len(errors) - 1) + 0.5)], errors[-1]]
     found["inside the interval"] = statistics.mean(row["inside"] for row in table)
     found["bytes differ by at most"] = max(abs(row["bytes"]) for row in table)
@@ -105,13 +138,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--turn-s", type=float, default=0.8)
     parser.add_argument("--seconds", type=float, default=18.0, help="of each plan")
+    parser.add_argument("--unshaped", action="store_true", help="also without a limit, for that baseline")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     table: list[dict[str, Any]] = []
     for cell in args.cells:
-        found, free = run(cell, args), run(cell, args, unshaped=True)
-        table += rows(cell, found, free["measured"])
+        found = run(cell, args)
+        free = run(cell, args, unshaped=True)["measured"] if args.unshaped else None
+        floor_s = found["measured"]["median_s"]["none"]
+        table += rows(cell, found, free, with_floor(out_of(cell, args).with_suffix(".plan.json"), floor_s))
     told = {"summary": summary(table), "rows": table}
     (args.out / "validation.json").write_text(json.dumps(told, indent=1) + "\n")
     print(json.dumps(told["summary"], indent=1))

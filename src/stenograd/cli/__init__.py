@@ -1,4 +1,4 @@
-"""The command line: `stenograd train`, `compare`, `link`, `methods` and `doctor`.
+"""The command line: `stenograd train`, `compare`, `plan`, `link`, `simulate`, ...
 
 Commands import what they need when they run, so that help and bad options answer at once.
 """

@@ -177,6 +177,30 @@ def plan(
 
 
 @app.command()
+def simulate(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json of stenograd plan --out.")],
+    workers: Annotated[str, opt.option("N..M", "Numbers of workers, such as 2..1024 or 8,16.")] = "2..1024",
+    hosts: Annotated[str | None, opt.option("HxW", "Hosts and workers on each (default: 1 each).")] = None,
+    inside: Annotated[str | None, opt.option("LINK", "Between workers of a host.")] = None,
+    between: Annotated[str | None, opt.option("LINK", "Between hosts (default: the plan's).")] = None,
+    slow: Annotated[str | None, opt.option("P%:Fx", "Workers that are slow in a step, and how much.")] = None,
+    methods: Annotated[list[str] | None, opt.option("TEXT", _METHODS)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> int:
+    """Extrapolate a plan to other numbers of workers, hosts and links.
+
+    It says from where on a ring of all workers is limited by latency, and what one bucket, two levels or
+    rarer rounds would give. Nothing is measured: beyond the workers that were compared with real runs, it is
+    arithmetic.
+
+    Example: stenograd simulate plan/plan.json --workers 2..1024 --hosts 128x8 --between 1gbit,0.1ms
+    """
+    from stenograd.cli.simulate import run
+
+    return run(plan_file, workers, hosts, inside, between, slow, methods, as_json)
+
+
+@app.command()
 def methods(
     size: Annotated[int, opt.option("N", "Elements of the tensor.")] = 1_000_000,
     workers: Annotated[int, opt.option("N", "Simulated workers.")] = 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stenograd.checkpoint.files import write_atomically
 from stenograd.cli.compare import split_methods
 from stenograd.cli.folder import make_folder
 from stenograd.cli.options import Options
@@ -25,7 +27,8 @@ from stenograd.launch.process_group import detect
 from stenograd.planning.advice import check_accuracy
 from stenograd.planning.link import Link, load_link
 from stenograd.planning.measure_link import measure_link
-from stenograd.planning.plan import Plan, load_plan, plan, usable_cores, with_slowest
+from stenograd.planning.plan import Plan, default_cores, load_plan, plan, with_slowest
+from stenograd.planning.report import page
 from stenograd.planning.trial import Trial, load_trial
 from stenograd.planning.units import rate_text, time_text
 
@@ -45,7 +48,7 @@ class Asked:
         ranks_per_host: None for those of the launcher, or 1.
         cores: of each worker; None for a share of this machine's.
         seconds: about how long to measure and rehearse.
-        out: folder for the plan and its report.
+        out: folder for plan.json and report.html.
         as_json: whether to print JSON.
         check: a run's folder to compare with, instead of a recommendation alone.
         plan: a plan's file to check, instead of a new one.
@@ -72,15 +75,9 @@ def run(asked: Asked) -> int:
     check_accuracy(asked.accuracy)
     if asked.plan is not None:
         return _told(asked, load_plan(asked.plan))
-    if asked.link is not None and detect(_environment()).launcher == "alone":
+    if asked.link is not None and detect(os.environ).launcher == "alone":
         return _told(asked, _made(asked, _link(asked.link), asked.options.workers or 2, None))
     return in_ranks(asked.options, lambda world_size: world_size, lambda _, driver: _measured(asked, driver))
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 def _measured(asked: Asked, driver: Driver) -> int:
@@ -109,7 +106,7 @@ def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -
     per_host = asked.ranks_per_host
     if per_host is None:
         per_host = link.hosts.count(0) if isinstance(link, Link) and len(link.hosts) == workers else 1
-    here = detect(_environment()).local_world_size if driver is not None else per_host
+    here = detect(os.environ).local_world_size if driver is not None else per_host
     return plan(
         trial,
         workers=workers,
@@ -117,7 +114,7 @@ def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -
         methods=split_methods(asked.methods) if asked.methods else None,
         accuracy=asked.accuracy,
         ranks_per_host=per_host,
-        cores=asked.cores or usable_cores() / here,
+        cores=asked.cores or default_cores() / here,
         seconds=asked.seconds * 2 / 3,
         bucket_bytes=asked.options.bucket_bytes,
         name=name,
@@ -144,6 +141,7 @@ def _told(asked: Asked, found: Plan) -> int:
     if asked.out is not None:
         make_folder(asked.out)
         found.save(asked.out / "plan.json")
+        write_atomically(asked.out / "report.html", page(found).encode())
     if asked.as_json:
         told = found.as_json()
         console().print_json(json.dumps({k: told[k] for k in ("method", "reason", "notes", "predictions")}))

@@ -164,7 +164,8 @@ def _rates(
     if len(first) == 1:  # one host: between its first two ranks
         first = [0, 1]
     budget_s = seconds / (2 * len(first))
-    up, down = [], []
+    up: list[float] = []
+    down: list[float] = []
     for rank in first:
         others = [other for other in first if other != rank]
         for found, senders, receivers in ((up, [rank], others), (down, others, [rank])):

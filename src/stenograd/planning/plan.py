@@ -38,10 +38,10 @@ from stenograd.planning.trial import Trial
 from stenograd.planning.units import parse_link, rate_text
 from stenograd.version import __version__
 
-__all__ = ["Plan", "default_methods", "load_plan", "plan", "predicted", "usable_cores", "with_slowest"]
+__all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_slowest"]
 
 _FORMAT = 1
-_VALIDATED = 3  # workers, see docs/planning.md
+VALIDATED = 3  # workers, see docs/planning.md
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +183,14 @@ def plan(
     texts = [method(text).text for text in (methods or default_methods())]
     texts = list(dict.fromkeys([DENSE, *texts]))
     chosen = assumed(link, _hosts(workers, ranks_per_host)) if isinstance(link, str) else link
-    own = cores if cores is not None else max(usable_cores() / ranks_per_host, 0.1)
+    own = cores if cores is not None else max(default_cores() / ranks_per_host, 0.1)
     cluster_of(chosen, workers, ranks_per_host=ranks_per_host, cores=own)  # complain before measuring
     rehearsed = rehearse(trial, texts, workers, seconds=seconds, bucket_bytes=bucket_bytes)
     about = {"name": name, "bucket_bytes": bucket_bytes, "parameters": rehearsed.profile.parameters}
     return predicted(_unpredicted(rehearsed, about, chosen, workers, ranks_per_host, own, accuracy))
 
 
-def usable_cores() -> int:
+def default_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -232,8 +232,8 @@ def _notes(bare: Plan, found: Sequence[Prediction], best: str) -> tuple[str, ...
     notes = []
     if not bare.link.measured:
         notes.append(f"the link of {rate_text(bare.link.bps)} is assumed, not measured: see stenograd link")
-    if bare.world_size > _VALIDATED:
-        notes.append(f"predictions were compared with real runs up to {_VALIDATED} workers only")
+    if bare.world_size > VALIDATED:
+        notes.append(f"predictions were compared with real runs up to {VALIDATED} workers only")
     by_method = {p.method: p for p in found}
     for text in dict.fromkeys((DENSE, best)):
         p = by_method[text]

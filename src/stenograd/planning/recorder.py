@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -180,6 +179,10 @@ def _counted_anew(periods: Sequence[Sequence[Sequence[Event]]]) -> list[tuple[tu
     ]
 
 
+def _left(group: object) -> None:
+    """Leave a group that does not exist."""
+
+
 class RehearsalDriver(Driver):
     """Rank `rank` of `world_size` ranks that do not exist.
 
@@ -250,7 +253,7 @@ class RehearsalDriver(Driver):
                 found.append(None)
                 continue
             driver = RehearsalDriver(len(members), self._recorder, members.index(self.rank))
-            driver._leave = weakref.finalize(driver, partial(len, ()))  # a group of its own already
+            driver._leave = weakref.finalize(driver, _left, ())  # a group of its own already
             driver._leave.atexit = False
             found.append(driver)
         return found

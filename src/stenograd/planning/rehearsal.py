@@ -15,6 +15,7 @@ from stenograd.errors import check_count
 from stenograd.planning.program import Program, median_program
 from stenograd.planning.recorder import Recorder, RehearsalDriver
 from stenograd.planning.trial import Trial, Work, first_batches, untouched
+from stenograd.schedules.rounds import Rounds
 from stenograd.sync.distribute import distribute
 
 __all__ = ["Profile", "Rehearsed", "periods", "rehearse", "steady", "with_floor"]
@@ -66,8 +67,9 @@ def steady(how: Method) -> Method:
         0
     """
     schedule = how.schedule
-    after = getattr(schedule, "after", 0)
-    return replace(how, warmup_steps=0, schedule=replace(schedule, after=0) if after else schedule)
+    if isinstance(schedule, Rounds):
+        schedule = replace(schedule, after=0)
+    return replace(how, warmup_steps=0, schedule=schedule)
 
 
 def period_of(how: Method) -> int:
