@@ -149,6 +149,15 @@ def test_periods_of_a_program_are_alike_and_survive_json(method):
     assert sorted(issued) == list(range(len(issued)))
 
 
+def test_batches_may_come_from_an_iterator():
+    """Its first four are taken once, however many methods are rehearsed."""
+    trial = _trial()
+    left = iter([torch.randn(5, 8) for _ in range(6)])
+    trial = Trial(trial.model, trial.optimizer, left, trial.loss)
+    assert rehearse(trial, ["dense", "topk:ratio=0.5"], 2, seconds=0.2).left_out == {}
+    assert len(list(left)) == 2
+
+
 def test_a_method_that_does_not_fit_is_left_out_with_its_reason():
     trial = _trial()
     trial = Trial(

@@ -29,8 +29,11 @@ def check_run(plan: Plan, folder: Path, tolerance: float) -> int:
     """
     if not tolerance > 0:
         raise bad_value("--tolerance", "must be above 0", tolerance, "leave it at 0.25")
-    identity, rank = _read(folder)
+    identity, versions, rank = _read(folder)
     _check_same(plan, identity)
+    for name, own in {**versions, "threads": rank["machine"]["threads"]}.items():
+        if name in plan.made and plan.made[name] != own:
+            console().print(f"{name} differs: {plan.made[name]} when planning, {own} in the run")
     text = identity["method"]
     prediction = next(p for p in plan.predictions if p.method == text)
     at, steps = rank["quantiles_s"], rank["steps"]
@@ -60,12 +63,16 @@ def _row(what: str, predicted: float, measured: float, unit: float, name: str) -
     return what, f"{unit * predicted:.3g} {name}", f"{unit * measured:.3g} {name}", share
 
 
-def _read(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return what a run was, and what its slowest rank measured."""
+def _read(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+    """Return what a run was, its versions, and what its slowest rank measured."""
     try:
-        identity = json.loads((folder / "run.json").read_text())["identity"]
+        run = json.loads((folder / "run.json").read_text())
         ranks = json.loads((folder / "steps.json").read_text())["ranks"]
-        return identity, max(ranks, key=lambda rank: rank["quantiles_s"]["step"]["0.5"])
+        return (
+            run["identity"],
+            run["versions"],
+            max(ranks, key=lambda rank: rank["quantiles_s"]["step"]["0.5"]),
+        )
     except (OSError, ValueError, KeyError, TypeError) as cause:
         raise DataError(
             f"{folder}: holds no finished run ({first_line(cause)}): give the folder of stenograd train --out"

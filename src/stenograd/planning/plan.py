@@ -41,7 +41,7 @@ from stenograd.version import __version__
 __all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_slowest"]
 
 _FORMAT = 1
-VALIDATED = 3  # workers, see docs/planning.md
+VALIDATED = 2  # workers, see docs/planning.md
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from stenograd.data.requests import Op
 from stenograd.errors import StenogradError
 
-__all__ = ["Collective", "Event", "Program", "collectives", "median_program"]
+__all__ = ["Collective", "Event", "Program", "median_program"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +112,6 @@ class Program:
         return cls(**{**told, "lanes": lanes})
 
 
-def collectives(events: Iterable[Event]) -> Iterator[Collective]:
-    """Yield what is issued.
-
-    Example:
-        >>> list(collectives([Event("wait", 0)]))
-        []
-    """
-    return (e.collective for e in events if e.collective is not None)
-
-
 def median_program(periods: Sequence[Program]) -> Program:
     """Make one program of several recordings of the same period, with the median of each duration.
 
@@ -157,8 +146,3 @@ def median_program(periods: Sequence[Program]) -> Program:
             tuple(replace(e, compute_s=e.compute_s * stretch, codec_s=e.codec_s * stretch) for e in lane)
         )
     return replace(first, lanes=tuple(lanes))
-
-
-def is_reduction(op: str) -> bool:
-    """Return whether an operation's name is that of an all-reduce."""
-    return op in (Op.MEAN.value, Op.SUM.value)

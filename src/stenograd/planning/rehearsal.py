@@ -165,16 +165,18 @@ def rehearse(
     check_count("world_size", world_size, "give the number of workers")
     programs: dict[str, tuple[Program, float]] = {}
     left_out: dict[str, str] = {}
+    trial = replace(trial, batches=first_batches(trial))  # once: an iterator would give others every time
     with untouched(trial):
         floor = _Floor(trial)
         floor.measure(_FLOOR_WARM_UP)
         floor.reset()
-        own_s = floor.measure(5, at_most_s=seconds / 8)
+        floor.measure(5, at_most_s=seconds / 8)
+        own_s = floor.profile().floor_s
         each_s = seconds / max(len(methods), 1)
         for one in methods:
             how = method(one)
-            per_step = own_s * 2
-            count = int(min(max(each_s / per_step - _WARM_UP - 2, 3), 12))
+            # As if coding took as long as the step, and with the periods and steps that are not counted.
+            count = int(min(max(each_s / (2 * own_s) - _WARM_UP - 6, 2), 12))
             before = floor.measure(1)
             try:
                 recorded = periods(trial, how, world_size, count, bucket_bytes=bucket_bytes)
