@@ -152,15 +152,17 @@ def _parts(shown: Sequence[Prediction]) -> str:
     axes.set_yticks(places, [p.method for p in shown])
     axes.invert_yaxis()
     axes.set_xlabel("ms per step that a free resource would save; they overlap, so the sum means nothing")
-    axes.legend(frameon=False, fontsize=8, ncols=3)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=6)
     rows = [(p.method, *(f"{1e3 * p.saved_s[part]:.3g}" for part in _PARTS)) for p in shown]
     what = "For each method, the milliseconds that a step would save if one resource were free."
     return _picture(figure, "parts", "What limits each method", what, _table(("method", *_PARTS), rows))
 
 
 def _timelines(plan: Plan) -> str:
-    """Draw one step of the recommended method above one of dense."""
+    """Draw a step, or a whole round, of the recommended method above a step of dense."""
     texts = list(dict.fromkeys((plan.method, DENSE)))
+    steps = {text: plan.programs[text].steps for text in texts}
+    names_of = {t: f"a step of {t}" if n == 1 else f"a round of {n} steps of {t}" for t, n in steps.items()}
     runs: dict[str, Timeline] = {text: plan.timeline(text, spans=True) for text in texts}
     figure, axes = _figure(1.2 + 1.3 * len(texts))
     colours = {"compute": "#0072B2", "codec": "#E69F00", "collective": "#009E73", "wait": "#BBBBBB"}
@@ -175,17 +177,17 @@ def _timelines(plan: Plan) -> str:
                 )
                 times = (f"{1e3 * s.start_s:.3g}", f"{1e3 * s.end_s:.3g}")
                 rows.append((text, _lane_name(lane), s.kind, *times))
-            names.append(f"{text}: {_lane_name(lane)}")
+            names.append(f"{names_of[text]}: {_lane_name(lane)}")
             at += 1
     for kind, colour in colours.items():
         axes.barh(0, 0, color=colour, label=kind)
     axes.set_yticks(range(at), names)
     axes.invert_yaxis()
-    axes.set_xlabel("ms from the step's start")
-    axes.legend(frameon=False, fontsize=8, ncols=4)
-    what = f"What each thread and the network do in a step of {' and of '.join(texts)}."
+    axes.set_xlabel("ms from the start")
+    figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=4)
+    what = f"What each thread and the network do in {' and in '.join(names_of.values())}."
     head = ("method", "where", "what", "from ms", "to ms")
-    return _picture(figure, "steps", "One step", what, _table(head, rows[:400]))
+    return _picture(figure, "steps", "What happens when", what, _table(head, rows[:400]))
 
 
 def _lane_name(lane: int) -> str:
