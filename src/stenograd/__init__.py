@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         WireError,
     )
     from stenograd.launch.process_group import World, init, shutdown
+    from stenograd.planning.plan import Plan, load_plan, plan
+    from stenograd.planning.trial import Trial
     from stenograd.sync.distribute import distribute
     from stenograd.sync.gradient_sync import GradientSync
     from stenograd.sync.replica_guard import ReplicaGuard
@@ -58,6 +60,7 @@ __all__ = [
     "NonFiniteError",
     "PeerLost",
     "PerRank",
+    "Plan",
     "ReplicaDivergence",
     "ReplicaGuard",
     "Site",
@@ -65,6 +68,7 @@ __all__ = [
     "TensorTypeError",
     "Traffic",
     "Transport",
+    "Trial",
     "WireError",
     "World",
     "ddp",
@@ -72,10 +76,12 @@ __all__ = [
     "heat",
     "init",
     "load_checkpoint",
+    "load_plan",
     "load_state",
     "method",
     "methods",
     "mlbench",
+    "plan",
     "reshard",
     "save_checkpoint",
     "save_state",
@@ -96,6 +102,8 @@ _HOMES = {
     "compression.error_feedback": ["ErrorFeedback"],
     "errors": [name for name in __all__ if name.endswith(("Error", "Lost", "Divergence"))],
     "launch.process_group": ["World", "init", "shutdown"],
+    "planning.plan": ["Plan", "load_plan", "plan"],
+    "planning.trial": ["Trial"],
     "sync.distribute": ["distribute"],
     "sync.gradient_sync": ["GradientSync"],
     "sync.replica_guard": ["ReplicaGuard"],

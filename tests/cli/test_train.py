@@ -60,7 +60,21 @@ def test_two_workers(trained):
     checkpoints = [
         f"checkpoint-step{step}{e}" for step, ends in zip((12, 24), sets, strict=True) for e in ends
     ]
-    assert names == [*checkpoints, "metrics.jsonl", "result.json", "run.json"]
+    assert names == [*checkpoints, "metrics.jsonl", "result.json", "run.json", "steps.json"]
+
+
+def test_steps_json_splits_the_steps_of_every_rank(trained):
+    """24 steps of two ranks; the phases' medians are within the step's, and the ledger is the run's."""
+    folder, _ = trained
+    ranks = json.loads((folder / "steps.json").read_text())["ranks"]
+    assert [rank["steps"] for rank in ranks] == [24, 24]
+    for rank in ranks:
+        at = {part: quantiles["0.5"] for part, quantiles in rank["quantiles_s"].items()}
+        assert all(at[part] > 0 for part in ("forward", "backward", "optimizer"))
+        assert at["forward"] + at["backward"] < at["step"]
+        sent = sum(e["moved_bytes"] for e in rank["ledger"] if e["kind"] in ("training", "control"))
+        assert sent == result(folder)["moved_bytes"]
+        assert rank["machine"]["threads"] == 1
 
 
 def newest(folder):

@@ -1,4 +1,4 @@
-"""The command line: `stenograd demo`, `train`, `compare`, `methods` and `doctor`.
+"""The command line: `stenograd demo`, `train`, `compare`, `plan`, `link`, `simulate`, `emulate`, ...
 
 Commands import what they need when they run, so that help and bad options answer at once.
 """

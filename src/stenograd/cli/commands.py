@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,14 @@ _METHODS = (
     "Methods, separated by commas or semicolons; may be repeated. A comma followed by KEY=VALUE "
     "continues a method: topk:ratio=0.05,dense_below=64,sign are two."
 )
+_TRIAL = "Your own training: a function that returns a stenograd.Trial."
+_LINK = "RATE[/DOWN][,LATENCY], such as 1gbit,0.2ms, or a file of stenograd link --out."
+_ACCURACY = "What a recommended method may do to gradients."
+_WHERE = "Where it will run"
+_PER_HOST = "Workers on each host (default: 1, or as launched)."
+_CORES = "Cores per worker (default: a share of this machine's)."
+_CHECK = "A run of stenograd train --out to compare with."
+_FILE = "Show or check this plan.json, and measure nothing."
 
 app = typer.Typer(
     help="Data-parallel PyTorch training that sends less.",
@@ -108,6 +117,99 @@ def compare(
     from stenograd.cli.compare import run
 
     return run(options, methods, out)
+
+
+@app.command()
+def link(
+    seconds: Annotated[float, opt.option("X", "About how long to measure, from 2.")] = 10.0,
+    workers: Annotated[int | None, opt.option("N", opt.WORKERS)] = None,
+    out: Annotated[Path | None, opt.option("FILE", "File for what was measured, for stenograd plan.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    timeout_s: Annotated[float, opt.option("X", "Seconds after which a silent worker is lost.")] = 300.0,
+) -> int:
+    """Measure the network between workers through the collectives that training uses.
+
+    It needs two workers or more: start it under torchrun, mpiexec or srun as you start a training, or give
+    --workers for processes on this machine. Rates count packet headers. Latency is that of one message
+    between two workers, with all workers idle and with all of them computing.
+
+    Example: torchrun --nnodes 2 --nproc-per-node 1 ... -m stenograd link --out link.json
+    """
+    from stenograd.cli.link import run
+
+    return run(opt.Options(workers=workers, timeout_s=timeout_s), seconds, out, as_json)
+
+
+@app.command()
+@opt.with_options
+def plan(
+    options: opt.Options,
+    trial: Annotated[str | None, opt.option("FILE.py:FUNCTION", _TRIAL, opt.WORK)] = None,
+    methods: Annotated[list[str] | None, opt.option("TEXT", _METHODS, opt.WORK)] = None,
+    link: Annotated[str | None, opt.option("LINK", _LINK, _WHERE)] = None,
+    ranks_per_host: Annotated[int | None, opt.option("N", _PER_HOST, _WHERE)] = None,
+    cores: Annotated[float | None, opt.option("X", _CORES, _WHERE)] = None,
+    accuracy: Annotated[str, opt.option("exact|rounded|lossy", _ACCURACY, opt.WORK)] = "lossy",
+    seconds: Annotated[float, opt.option("X", "About how long to measure and rehearse.")] = 30.0,
+    out: opt.Out = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    check: Annotated[Path | None, opt.option("DIR", _CHECK, opt.FILES)] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="FILE", help="Show or check this plan.json; measure nothing."),
+    ] = None,
+    tolerance: Annotated[float, opt.option("X", "By how much a checked run may differ, as a share.")] = 0.25,
+) -> int:
+    """Predict before training what a step takes under each method, and which method to use.
+
+    It trains a copy of the model for some steps without a network, notes everything that each method would
+    send, and replays that on the link. Alone it needs --workers and --link; under torchrun, mpiexec or srun
+    it measures the link between the ranks.
+
+    Example: stenograd plan --task digits --workers 4 --link 100mbit,0.2ms
+    """
+    from stenograd.cli.plan import Asked, run
+
+    asked = Asked(
+        options=options,
+        trial=trial,
+        methods=methods,
+        link=link,
+        accuracy=accuracy,
+        ranks_per_host=ranks_per_host,
+        cores=cores,
+        seconds=seconds,
+        out=out,
+        as_json=as_json,
+        check=check,
+        plan=plan_file,
+        tolerance=tolerance,
+    )
+    return run(asked)
+
+
+@app.command()
+def simulate(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json of stenograd plan --out.")],
+    workers: Annotated[str, opt.option("N..M", "Numbers of workers, such as 2..1024 or 8,16.")] = "2..1024",
+    hosts: Annotated[str | None, opt.option("HxW", "Hosts and workers on each (default: 1 each).")] = None,
+    inside: Annotated[str | None, opt.option("LINK", "Between workers of a host.")] = None,
+    between: Annotated[str | None, opt.option("LINK", "Between hosts (default: the plan's).")] = None,
+    slow: Annotated[str | None, opt.option("P%:Fx", "Workers that are slow in a step, and how much.")] = None,
+    methods: Annotated[list[str] | None, opt.option("TEXT", _METHODS)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> int:
+    """Extrapolate a plan to other numbers of workers, hosts and links.
+
+    It says from where on a ring of all workers is limited by latency, and what one bucket, two levels or
+    rarer rounds would give. Nothing is measured: beyond the workers that were compared with real runs, it is
+    arithmetic.
+
+    Example: stenograd simulate plan/plan.json --workers 2..1024 --hosts 128x8 --between 1gbit,0.1ms
+    """
+    from stenograd.cli.simulate import run
+
+    return run(plan_file, workers, hosts, inside, between, slow, methods, as_json)
 
 
 @app.command()

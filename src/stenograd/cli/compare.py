@@ -13,11 +13,11 @@ from stenograd.catalog.method import Method, method, methods
 from stenograd.cli.folder import make_folder, versions, write_json
 from stenograd.cli.loop import Trainer
 from stenograd.cli.options import Options
-from stenograd.cli.plan import Plan, make_plan
 from stenograd.cli.plot import plot
 from stenograd.cli.ranks import in_ranks
 from stenograd.cli.report import Display, headline, megabytes, percent
 from stenograd.cli.rows import Row
+from stenograd.cli.setup import Setup, make_setup
 from stenograd.cli.table import show
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError, LaunchError, PeerLost, StenogradError
@@ -64,7 +64,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ready:
-    plan: Plan
+    setup: Setup
     methods: list[Method]
     out: Path | None
     explain: Callable[[Sequence[Result]], str] | None
@@ -122,10 +122,10 @@ def _prepare(
     if options.epochs == 0:
         raise ConfigError("--epochs must be at least 1 for a comparison, got 0: leave it out, or use train")
     chosen = list({(how := method(text)).text: how for text in texts}.values())
-    plan = make_plan(options, world_size)
+    setup = make_setup(options, world_size)
     if out is not None:
         make_folder(out)
-    return _Ready(plan=plan, methods=chosen, out=out, explain=explain)
+    return _Ready(setup=setup, methods=chosen, out=out, explain=explain)
 
 
 def _body(ready: _Ready, driver: Driver) -> int:
@@ -134,7 +134,7 @@ def _body(ready: _Ready, driver: Driver) -> int:
     lost: StenogradError | None = None
     for how in ready.methods:
         try:
-            results.append(_measure(ready.plan, how, driver, display))
+            results.append(_measure(ready.setup, how, driver, display))
         except (PeerLost, LaunchError) as error:
             lost = error  # nobody is left to train the other methods with
             break
@@ -142,24 +142,24 @@ def _body(ready: _Ready, driver: Driver) -> int:
             results.append(Result(method=how.text, error=str(error)))
             display.line(f"{how.text}: {error}")
     if driver.rank == 0:
-        _show(ready.plan, results)
+        _show(ready.setup, results)
         if ready.explain is not None:
             print(ready.explain(results), flush=True)
         if ready.out is not None:
-            _write(ready.plan, results, ready.out, display)
+            _write(ready.setup, results, ready.out, display)
     if lost is not None:
         raise lost
     return 1 if any(result.error is not None for result in results) else 0
 
 
-def _measure(plan: Plan, how: Method, driver: Driver, display: Display) -> Result:
-    trainer = Trainer(plan, how, driver)
+def _measure(setup: Setup, how: Method, driver: Driver, display: Display) -> Result:
+    trainer = Trainer(setup, how, driver)
     try:
-        display.line(headline(plan, how, sum(p.numel() for p in trainer.model.parameters())))
+        display.line(headline(setup, how, sum(p.numel() for p in trainer.model.parameters())))
         # Attaching is not the method's cost: ranks wait there for the one that compiles its kernels.
         start, attached_s, rows = time.perf_counter(), trainer.sync.traffic.wait_s, list[Row]()
-        with display.bar(how.text, plan.epochs * plan.steps) as tick:
-            for epoch in range(1, plan.epochs + 1):
+        with display.bar(how.text, setup.epochs * setup.steps) as tick:
+            for epoch in range(1, setup.epochs + 1):
                 rows.append(trainer.run_epoch(epoch, tick))
         seconds = time.perf_counter() - start
         fingerprint, wait_s = trainer.check_equal(), trainer.sync.traffic.wait_s - attached_s
@@ -167,7 +167,9 @@ def _measure(plan: Plan, how: Method, driver: Driver, display: Display) -> Resul
         trainer.sync.close()
     steps = sum(row.steps for row in rows)
     last, sent = rows[-1], sum(row.dense_bytes / row.compression for row in rows)
-    display.line(f"  eval accuracy {percent(last.eval_accuracy)} after {plan.epochs} epochs, {seconds:.1f} s")
+    display.line(
+        f"  eval accuracy {percent(last.eval_accuracy)} after {setup.epochs} epochs, {seconds:.1f} s"
+    )
     return Result(
         method=how.text,
         eval_accuracy=last.eval_accuracy,
@@ -183,11 +185,11 @@ def _measure(plan: Plan, how: Method, driver: Driver, display: Display) -> Resul
     )
 
 
-def _show(plan: Plan, results: Sequence[Result]) -> None:
-    workers = "1 worker" if plan.world_size == 1 else f"{plan.world_size} workers"
-    title = f"{plan.task.name}, {workers}, {plan.epochs} epochs of {plan.steps} steps"
+def _show(setup: Setup, results: Sequence[Result]) -> None:
+    workers = "1 worker" if setup.world_size == 1 else f"{setup.world_size} workers"
+    title = f"{setup.task.name}, {workers}, {setup.epochs} epochs of {setup.steps} steps"
     head = ("method", "eval accuracy", "eval loss", "ms/step", "sent/step", "compression", "waited", "total")
-    show(head, [_cells(result) for result in results], f"{title}, seed {plan.options.seed}")
+    show(head, [_cells(result) for result in results], f"{title}, seed {setup.options.seed}")
 
 
 def _cells(result: Result) -> list[str]:
@@ -215,17 +217,17 @@ def _cells(result: Result) -> list[str]:
     ]
 
 
-def _write(plan: Plan, results: Sequence[Result], out: Path, display: Display) -> None:
+def _write(setup: Setup, results: Sequence[Result], out: Path, display: Display) -> None:
     about = {
-        "task": plan.task.name,
-        "world_size": plan.world_size,
-        "seed": plan.options.seed,
-        "epochs": plan.epochs,
-        "steps_per_epoch": plan.steps,
-        "recipe": asdict(plan.recipe),
+        "task": setup.task.name,
+        "world_size": setup.world_size,
+        "seed": setup.options.seed,
+        "epochs": setup.epochs,
+        "steps_per_epoch": setup.steps,
+        "recipe": asdict(setup.recipe),
         "versions": versions(),
     }
     write_json(out / "compare.json", {**about, "methods": [asdict(result) for result in results]})
     display.line(f"wrote {out / 'compare.json'}")
     curves = {result.method: result.epochs for result in results if result.epochs}
-    display.line(plot(out / "compare.png", plan.task.name, curves))
+    display.line(plot(out / "compare.png", setup.task.name, curves))

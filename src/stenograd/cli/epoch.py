@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stenograd import tasks
-from stenograd.cli.plan import Plan
+from stenograd.cli.setup import Setup
 
 __all__ = ["Progress"]
 
@@ -53,11 +53,11 @@ class Progress:
         if not self.legs or self.legs[-1][0] != world_size:
             self.legs.append([world_size, 0])
 
-    def steps_left(self, plan: Plan) -> int:
+    def steps_left(self, setup: Setup) -> int:
         """Return the number of steps to go, equal on every rank."""
-        return self._legs_steps(plan, _pool(plan, self.epoch, self.legs)) - self.legs[-1][1]
+        return self._legs_steps(setup, _pool(setup, self.epoch, self.legs)) - self.legs[-1][1]
 
-    def batches(self, plan: Plan, rank: int) -> Iterator[Tensor]:
+    def batches(self, setup: Setup, rank: int) -> Iterator[Tensor]:
         """Yield this rank's remaining batches.
 
         Where the number of workers changed, what all of them had seen in this epoch is left out, and the
@@ -65,48 +65,48 @@ class Progress:
         N - 1 samples that are too few for N workers are left out. An epoch of a given number of steps keeps
         that number.
         """
-        pool = _pool(plan, self.epoch, self.legs)
-        steps = self._legs_steps(plan, pool)
+        pool = _pool(setup, self.epoch, self.legs)
+        steps = self._legs_steps(setup, pool)
         if steps == 0:
             return iter(())
         world_size, taken = self.legs[-1]
-        return islice(_cut(plan, pool, self.epoch, steps, rank, world_size), taken, None)
+        return islice(_cut(setup, pool, self.epoch, steps, rank, world_size), taken, None)
 
-    def _legs_steps(self, plan: Plan, pool: Tensor) -> int:
+    def _legs_steps(self, setup: Setup, pool: Tensor) -> int:
         before = sum(steps for _, steps in self.legs[:-1])
-        return _steps(plan, len(pool), before, self.legs[-1][0])
+        return _steps(setup, len(pool), before, self.legs[-1][0])
 
 
-def _pool(plan: Plan, epoch: int, legs: Sequence[Sequence[int]]) -> Tensor:
+def _pool(setup: Setup, epoch: int, legs: Sequence[Sequence[int]]) -> Tensor:
     """Return the samples that were left when the last leg began."""
-    pool, before = torch.arange(plan.task.train_size), 0
+    pool, before = torch.arange(setup.task.train_size), 0
     for world_size, taken in legs[:-1]:
-        steps = _steps(plan, len(pool), before, world_size)
-        seen = torch.zeros(plan.task.train_size, dtype=torch.bool)
+        steps = _steps(setup, len(pool), before, world_size)
+        seen = torch.zeros(setup.task.train_size, dtype=torch.bool)
         for rank in range(world_size if steps else 0):
-            for batch in islice(_cut(plan, pool, epoch, steps, rank, world_size), taken):
+            for batch in islice(_cut(setup, pool, epoch, steps, rank, world_size), taken):
                 seen[batch] = True
         left, before = pool[~seen[pool]], before + taken
-        again = plan.recipe.steps_per_epoch is not None and len(left) < legs[-1][0]
+        again = setup.recipe.steps_per_epoch is not None and len(left) < legs[-1][0]
         pool = pool if again else left
     return pool
 
 
-def _steps(plan: Plan, samples: int, before: int, world_size: int) -> int:
+def _steps(setup: Setup, samples: int, before: int, world_size: int) -> int:
     """Return how many steps a leg takes that begins with these samples after `before` steps."""
-    fixed = plan.recipe.steps_per_epoch
+    fixed = setup.recipe.steps_per_epoch
     if fixed is not None:
         return fixed - before
     if samples < world_size:
         return 0
-    return tasks.steps_per_epoch(samples, world_size, plan.recipe.batch_size, None)
+    return tasks.steps_per_epoch(samples, world_size, setup.recipe.batch_size, None)
 
 
-def _cut(plan: Plan, pool: Tensor, epoch: int, steps: int, rank: int, world_size: int) -> Iterator[Tensor]:
+def _cut(setup: Setup, pool: Tensor, epoch: int, steps: int, rank: int, world_size: int) -> Iterator[Tensor]:
     """Cut a rank's shard of the pool in batches."""
-    options = plan.options
+    options = setup.options
     shuffle = options.shards == "shuffled"
     mine = pool[tasks.shard(len(pool), rank, world_size, shuffle=shuffle, seed=options.seed)]
     return tasks.batches(
-        mine, plan.recipe.batch_size, epoch=epoch, seed=options.seed, shuffle=True, steps=steps
+        mine, setup.recipe.batch_size, epoch=epoch, seed=options.seed, shuffle=True, steps=steps
     )

@@ -1,4 +1,4 @@
-"""The folder of one run: run.json, metrics.jsonl, result.json and the checkpoints."""
+"""The folder of one run: run.json, metrics.jsonl, steps.json, result.json and the checkpoints."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ class RunFolder:
                 file.truncate(before)
                 raise
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Write result.json."""
+    def finish(self, result: Mapping[str, Any], steps: Mapping[str, Any]) -> None:
+        """Write steps.json and result.json."""
+        write_json(self._file("steps"), steps)
         write_json(self._file("result"), result)
 
     def save(self, trainer: Trainer, rows: Sequence[Row]) -> None:

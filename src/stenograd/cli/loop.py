@@ -14,14 +14,16 @@ from stenograd import tasks
 from stenograd.catalog.method import Method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.epoch import Progress
-from stenograd.cli.plan import Plan
 from stenograd.cli.rows import Row, Score
+from stenograd.cli.setup import Setup
+from stenograd.cli.step_times import StepTimes
 from stenograd.comm.agreement import sum_over_ranks
 from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import Op
 from stenograd.kernels.hash import hash_tensor
 from stenograd.sync.distribute import distribute
+from stenograd.sync.phases import Phases
 from stenograd.sync.replica_guard import ReplicaGuard
 
 __all__ = ["Trainer"]
@@ -37,37 +39,40 @@ class Trainer:
     differ in size (by at most one sample a step), a sample of the smaller batch weighs a little more.
 
     Args:
-        plan: what to train; equal on every rank.
+        setup: what to train; equal on every rank.
         method: how gradients travel.
         driver: for scores, which are not part of the method's traffic.
 
     Attributes:
         step_s: seconds of the newest 10,000 training steps of this rank, without evaluation.
+        times: the same steps phase by phase.
         taken: number of steps taken, skipped ones included.
         progress: of the epoch under way.
     """
 
-    def __init__(self, plan: Plan, method: Method, driver: Driver) -> None:
-        self.plan, self.driver = plan, driver
-        self.model = plan.task.model(plan.options.seed).to(plan.device)
-        self.optimizer = plan.recipe.make_optimizer(self.model)
-        self._total_steps = plan.recipe.epochs * plan.steps
-        self.scheduler = plan.recipe.make_scheduler(self.optimizer, self._total_steps)
+    def __init__(self, setup: Setup, method: Method, driver: Driver) -> None:
+        self.setup, self.driver = setup, driver
+        self.model = setup.task.model(setup.options.seed).to(setup.device)
+        self.optimizer = setup.recipe.make_optimizer(self.model)
+        self._total_steps = setup.recipe.epochs * setup.steps
+        self.scheduler = setup.recipe.make_scheduler(self.optimizer, self._total_steps)
         self.step_s: deque[float] = deque(maxlen=_STEPS_TIMED)
         self.taken = 0
         self.progress = Progress(epoch=0)
-        opt = plan.options
+        opt = setup.options
         self.sync = distribute(
             self.model, self.optimizer, method, bucket_bytes=opt.bucket_bytes, timeout_s=opt.timeout_s
         )
         self._guard = ReplicaGuard(self.model, driver)
+        self.times = StepTimes()
+        self._phases = Phases(self.model, [self.optimizer], self.times.note)
 
     def begin_epoch(self, epoch: int) -> int:
         """Begin an epoch, or go on with it where `go_on` found it begun; return the steps to go."""
         if self.progress.epoch != epoch:
             self.progress = Progress(epoch=epoch)
         self.progress.join(self.driver.world_size)
-        return self.progress.steps_left(self.plan)
+        return self.progress.steps_left(self.setup)
 
     def run_epoch(self, epoch: int, on_step: Callable[[], None] = lambda: None) -> Row:
         """Train for one epoch, or what is left of it, and evaluate.
@@ -81,7 +86,11 @@ class Trainer:
         """
         self.begin_epoch(epoch)
         now = self.progress
-        self._train(now, on_step)
+        self._phases.watch()
+        try:
+            self._train(now, on_step)
+        finally:
+            self._phases.close()
         start = time.perf_counter()
         trained = self._score([now.loss, now.correct, now.count])
         with self.sync.consensus():
@@ -106,7 +115,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> Score:
         """Judge the model by every evaluation sample, each on one rank."""
-        task, device = self.plan.task, self.plan.device
+        task, device = self.setup.task, self.setup.device
         self.model.eval()
         sums = [0.0, 0.0, 0.0]
         pieces = tasks.eval_batches(task.eval_size, self.driver.rank, self.driver.world_size, _EVAL_BATCH)
@@ -131,7 +140,7 @@ class Trainer:
     def parts(self) -> dict[str, Any]:
         """Return what a checkpoint holds, as `save_checkpoint` and `load_checkpoint` take it."""
         named = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        return {**named, "sync": self.sync, "timeout_s": self.plan.options.timeout_s}
+        return {**named, "sync": self.sync, "timeout_s": self.setup.options.timeout_s}
 
     def position(self) -> dict[str, Any]:
         """Return where the training stands, for a checkpoint's `extra`; all ranks call it."""
@@ -158,12 +167,13 @@ class Trainer:
     def _train(self, now: Progress, on_step: Callable[[], None]) -> None:
         """Take the epoch's remaining steps, and keep account of them."""
         dense = self._dense_bytes_per_step()
-        for indices in now.batches(self.plan, self.driver.rank):
+        for indices in now.batches(self.setup, self.driver.rank):
             start = time.perf_counter()
             before = self._bytes()
             loss, correct, count = self._step(indices)
             seconds = time.perf_counter() - start
             self.step_s.append(seconds)
+            self.times.step(seconds)
             now.seconds += seconds
             now.loss, now.correct = now.loss + loss * count, now.correct + correct
             now.count, now.skipped = now.count + count, now.skipped + (not count)
@@ -177,7 +187,7 @@ class Trainer:
 
     def _step(self, indices: torch.Tensor) -> tuple[float, int, int]:
         """Take one step; a count of 0 says that it was skipped: on all ranks, or on this one in a round."""
-        task, device = self.plan.task, self.plan.device
+        task, device = self.setup.task, self.setup.device
         inputs, targets = task.train_batch(indices)
         self.optimizer.zero_grad()
         loss, correct, count = task.loss(self.model, inputs.to(device), targets.to(device))

@@ -11,7 +11,7 @@ import torch
 from stenograd.catalog.method import METHOD_KEYS, Method, method
 from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import Entry, entries, schedules
-from stenograd.cli.plan import check_option
+from stenograd.cli.setup import check_option
 from stenograd.cli.table import show
 from stenograd.comm.simulate import exchange
 from stenograd.comm.traffic import Traffic

@@ -1,118 +1,181 @@
-"""Turns options into a plan: data loaded, recipe made, every value checked before a worker starts."""
+"""`stenograd plan`: what a training's steps will take, and which method to use."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from stenograd import tasks
-from stenograd.catalog.method import Method
+from stenograd.checkpoint.files import write_atomically
+from stenograd.cli.compare import split_methods
+from stenograd.cli.folder import make_folder
 from stenograd.cli.options import Options
-from stenograd.data.buckets import assign
-from stenograd.errors import ConfigError, bad_value, check_count
-from stenograd.tasks import Recipe, Task
+from stenograd.cli.plan_check import check_run
+from stenograd.cli.ranks import in_ranks
+from stenograd.cli.setup import make_setup
+from stenograd.cli.table import console, show
+from stenograd.comm.agreement import agree, everyone
+from stenograd.comm.driver import Driver
+from stenograd.errors import ConfigError
+from stenograd.launch.process_group import detect
+from stenograd.planning.advice import check_accuracy
+from stenograd.planning.link import Link, load_link
+from stenograd.planning.measure_link import measure_link
+from stenograd.planning.plan import Plan, default_cores, load_plan, plan, with_slowest
+from stenograd.planning.report import page
+from stenograd.planning.trial import Trial, load_trial
+from stenograd.planning.units import rate_text, time_text
 
-__all__ = ["Plan", "check_option", "make_plan"]
-
-_MOST_THREADS = 1024  # PyTorch crashed with 100,000
-_LONGEST_S = 31_536_000
-_RECIPE_KEYS = ("batch_size", "lr", "momentum", "weight_decay")
+__all__ = ["Asked", "run", "show_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A training that can start.
+class Asked:
+    """What `stenograd plan` was asked for.
 
     Attributes:
-        options: what the command line said.
-        task: data and model.
-        recipe: the task's, with the options applied.
-        epochs: number of epochs, 0 to evaluate only.
-        steps: steps in an epoch, equal on every rank.
-        world_size: number of ranks.
-        device: where the model lives.
+        options: the training's, where no trial is given.
+        trial: FILE.py:FUNCTION; None for the task of the options.
+        methods: to look at; None for all.
+        link: text or a file; None to measure it between the ranks of a launcher.
+        accuracy: what a recommended method may do to gradients.
+        ranks_per_host: None for those of the launcher, or 1.
+        cores: of each worker; None for a share of this machine's.
+        seconds: about how long to measure and rehearse.
+        out: folder for plan.json and report.html.
+        as_json: whether to print JSON.
+        check: a run's folder to compare with, instead of a recommendation alone.
+        plan: a plan's file to check, instead of a new one.
+        tolerance: by how much a checked run's step may differ, as a share.
     """
 
     options: Options
-    task: Task
-    recipe: Recipe
-    epochs: int
-    steps: int
-    world_size: int
-    device: torch.device
-
-    def identity(self, method: Method) -> dict[str, Any]:
-        """Return what must be equal for a run to be continued bit for bit.
-
-        The number of epochs is part of it only where the learning rate depends on it.
-        """
-        recipe = asdict(self.recipe)
-        if self.recipe.min_lr is None or self.epochs == 0:
-            del recipe["epochs"]
-        return {
-            "task": self.task.name,
-            "method": method.text,
-            "world_size": self.world_size,
-            "seed": self.options.seed,
-            "shards": self.options.shards,
-            "bucket_bytes": self.options.bucket_bytes,
-            "train_size": self.task.train_size,
-            "eval_size": self.task.eval_size,
-            "recipe": recipe,
-        }
+    trial: str | None = None
+    methods: Sequence[str] | None = None
+    link: str | None = None
+    accuracy: str = "lossy"
+    ranks_per_host: int | None = None
+    cores: float | None = None
+    seconds: float = 30.0
+    out: Path | None = None
+    as_json: bool = False
+    check: Path | None = None
+    plan: Path | None = None
+    tolerance: float = 0.25
 
 
-def make_plan(options: Options, world_size: int) -> Plan:
-    """Load the task and check everything that can be checked without the other ranks.
+def run(asked: Asked) -> int:
+    """Plan, and return the exit status: 1 where a checked run is not as predicted."""
+    check_accuracy(asked.accuracy)
+    if asked.plan is not None:
+        return _told(asked, load_plan(asked.plan))
+    if asked.link is not None and detect(os.environ).launcher == "alone":
+        return _told(asked, _made(asked, _link(asked.link), asked.options.workers or 2, None))
+    return in_ranks(asked.options, lambda world_size: world_size, lambda _, driver: _measured(asked, driver))
 
-    Raises:
-        ConfigError: an option breaks its rule.
-        DataError: a data file is missing or damaged, or there are fewer samples than ranks.
-    """
-    _check(options)
-    task = tasks.load(options.task, options.data)
-    changes: dict[str, Any] = {k: v for k in _RECIPE_KEYS if (v := getattr(options, k)) is not None}
-    if options.epochs:
-        changes["epochs"] = options.epochs
-    recipe = replace(task.recipe, **changes)
-    return Plan(
-        options=options,
-        task=task,
-        recipe=recipe,
-        epochs=recipe.epochs if options.epochs is None else options.epochs,
-        steps=tasks.steps_per_epoch(task.train_size, world_size, recipe.batch_size, recipe.steps_per_epoch),
-        world_size=world_size,
-        device=torch.device(options.device),
+
+def _measured(asked: Asked, driver: Driver) -> int:
+    """Measure the link between these ranks if none is given, rehearse on all at once, and tell on rank 0."""
+    if driver.world_size < 2:
+        raise ConfigError(
+            "a plan needs a link: give --link 1gbit,0.2ms and --workers, or start it under torchrun on the "
+            "machines that will train"
+        )
+    if asked.link is None:
+        link: str | Link = measure_link(Driver.own(timeout_s=asked.options.timeout_s), asked.seconds / 3)
+    else:
+        link = _link(asked.link)
+    found = with_slowest(agree(driver, lambda: _made(asked, link, driver.world_size, driver)), driver)
+    status = _told(asked, found) if driver.rank == 0 else 0
+    return max(int(text) for text in everyone(driver, str(status)))
+
+
+def _link(text: str) -> str | Link:
+    path = Path(text)
+    return load_link(path) if path.suffix == ".json" or path.is_file() else text
+
+
+def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -> Plan:
+    name, trial = _trial(asked, workers)
+    per_host = asked.ranks_per_host
+    if per_host is None:
+        per_host = link.hosts.count(0) if isinstance(link, Link) and len(link.hosts) == workers else 1
+    here = detect(os.environ).local_world_size if driver is not None else per_host
+    return plan(
+        trial,
+        workers=workers,
+        link=link,
+        methods=split_methods(asked.methods) if asked.methods else None,
+        accuracy=asked.accuracy,
+        ranks_per_host=per_host,
+        cores=asked.cores or default_cores() / here,
+        seconds=asked.seconds * 2 / 3,
+        bucket_bytes=asked.options.bucket_bytes,
+        name=name,
     )
 
 
-def check_option(name: str, got: int | None, most: int = 2**31 - 1) -> None:
-    """Refuse a count that is not in [1, most]; None is no count.
+def _trial(asked: Asked, workers: int) -> tuple[str, Trial]:
+    """Return the user's trial, or a task's as one."""
+    if asked.trial is not None:
+        return asked.trial, load_trial(asked.trial)
+    setup = make_setup(asked.options, workers)
+    model = setup.task.model(asked.options.seed).to(setup.device)
+    size = setup.recipe.batch_size
+    batches = [setup.task.train_batch(torch.arange(at * size, (at + 1) * size)) for at in range(4)]
 
-    Raises:
-        ConfigError: naming the option.
-    """
-    if got is not None:
-        check_count(name, got, "use 1 or more" if got < 1 else "use less", most=most)
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, targets = (part.to(setup.device) for part in batch)
+        return setup.task.loss(model, inputs, targets)[0]
+
+    return asked.options.task, Trial(model, setup.recipe.make_optimizer(model), batches, loss)
 
 
-def _check(options: Options) -> None:
-    check_option("--threads", options.threads, _MOST_THREADS)
-    if options.epochs is not None and options.epochs < 0:
-        raise bad_value("--epochs", "must be at least 0", options.epochs, "use 0 to evaluate only")
-    check_option("--epochs", options.epochs or None)
-    check_option("--batch-size", options.batch_size)
-    if not 0 <= options.seed < 2**63:
-        raise bad_value("--seed", "must be from 0 to 2^63 - 1", options.seed, "use 0, 1, 2, ...")
-    if options.shards not in ("contiguous", "shuffled"):
-        raise bad_value("--shards", "must be contiguous or shuffled", options.shards, "choose one of the two")
-    if not 0 < options.timeout_s <= _LONGEST_S:
-        rule = f"must be above 0 and at most {_LONGEST_S} (a year)"
-        raise bad_value("--timeout-s", rule, options.timeout_s, "leave it at 300")
-    if options.device not in ("cpu", "cuda"):
-        raise bad_value("--device", "must be cpu or cuda", options.device, "choose one of the two")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda needs a CUDA device, and this PyTorch sees none: use --device cpu")
-    assign({}, options.bucket_bytes)
+def _told(asked: Asked, found: Plan) -> int:
+    if asked.out is not None:
+        make_folder(asked.out)
+        found.save(asked.out / "plan.json")
+        write_atomically(asked.out / "report.html", page(found).encode())
+    if asked.as_json:
+        told = found.as_json()
+        console().print_json(json.dumps({k: told[k] for k in ("method", "reason", "notes", "predictions")}))
+    else:
+        show_plan(found)
+    return 0 if asked.check is None else check_run(found, asked.check, asked.tolerance)
+
+
+def show_plan(found: Plan) -> None:
+    """Print predictions, the recommendation and its reason, and what was assumed."""
+    hosts = found.world_size // found.ranks_per_host
+    link = "measured" if found.link.measured else "assumed"
+    hop = time_text(found.link.costs["all-reduce"].hop_s)
+    title = (
+        f"{found.work['name'] or 'training'}: {found.work['parameters']:,} parameters, "
+        f"{found.world_size} workers on {hosts} hosts, {link} link {rate_text(found.link.bps)}, {hop} a hop; "
+        f"a step without exchange takes {time_text(found.profile.floor_s)}"
+    )
+    rows = [
+        (
+            p.method,
+            f"{1e3 * p.seconds[1]:.3g}",
+            f"{1e3 * p.seconds[0]:.3g} to {1e3 * p.seconds[2]:.3g}",
+            f"{p.moved_bytes / 1e6:.3g}",
+            f"{p.collectives:.3g}",
+            p.limit,
+            "-" if p.method == "dense" else p.pays_text,
+            "recommended" if p.method == found.method else "",
+        )
+        for p in sorted(found.predictions, key=lambda p: p.seconds[1])
+    ]
+    head = ("method", "ms/step", "80 %", "MB/step", "messages", "limit", "faster than dense", "")
+    show(head, rows, title)
+    screen = console()
+    screen.print(found.reason, soft_wrap=True)
+    for note in found.notes:
+        screen.print(f"- {note}", soft_wrap=True)

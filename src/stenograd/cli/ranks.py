@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from stenograd.cli.options import Options
-from stenograd.cli.plan import check_option
+from stenograd.cli.setup import check_option
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stenograd.catalog.method import Method
-from stenograd.cli.plan import Plan
 from stenograd.cli.rows import Row
+from stenograd.cli.setup import Setup
 from stenograd.cli.table import console
 from stenograd.errors import bad_value
 
@@ -38,11 +38,11 @@ def megabytes(nbytes: float) -> str:
     return f"{mb:.2f} MB" if mb >= 1 or mb == 0 else f"{mb:.3g} MB"
 
 
-def headline(plan: Plan, method: Method, parameters: int) -> str:
+def headline(setup: Setup, method: Method, parameters: int) -> str:
     """Say in one line what is trained."""
-    workers = "1 worker" if plan.world_size == 1 else f"{plan.world_size} workers"
-    sizes = f"{plan.task.train_size:,} training and {plan.task.eval_size:,} evaluation samples"
-    return f"{plan.task.name}: {sizes}, {parameters:,} parameters, {workers}, method {method.text}"
+    workers = "1 worker" if setup.world_size == 1 else f"{setup.world_size} workers"
+    sizes = f"{setup.task.train_size:,} training and {setup.task.eval_size:,} evaluation samples"
+    return f"{setup.task.name}: {sizes}, {parameters:,} parameters, {workers}, method {method.text}"
 
 
 def row_line(row: Row, epochs: int) -> str:

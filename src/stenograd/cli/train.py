@@ -14,10 +14,11 @@ from stenograd.checkpoint.api import Loaded
 from stenograd.cli.folder import RunFolder, make_folder
 from stenograd.cli.loop import Trainer
 from stenograd.cli.options import Options
-from stenograd.cli.plan import Plan, check_option, make_plan
 from stenograd.cli.ranks import in_ranks
 from stenograd.cli.report import Display, headline, megabytes, percent, row_line
 from stenograd.cli.rows import Row
+from stenograd.cli.setup import Setup, check_option, make_setup
+from stenograd.cli.step_times import report
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
@@ -54,7 +55,7 @@ class _Ready:
     """A job that was checked."""
 
     job: Job
-    plan: Plan
+    setup: Setup
     method: Method
     folder: RunFolder | None
     resume: bool
@@ -72,14 +73,14 @@ def _prepare(job: Job, world_size: int) -> _Ready:
     for name, given in (("--resume", job.resume), ("--save-steps", job.save_steps is not None)):
         if given and job.out is None:
             raise ConfigError(f"{name} needs --out: give the folder of the run")
-    plan = make_plan(job.options, world_size)
-    folder = RunFolder(job.out, plan.identity(how)) if job.out is not None else None
+    setup = make_setup(job.options, world_size)
+    folder = RunFolder(job.out, setup.identity(how)) if job.out is not None else None
     resume = job.resume
     if folder is not None:
         resume = resume or (_restarts() and folder.holds_run())
         folder.check(resume)
         make_folder(folder.path)
-    return _Ready(job=job, plan=plan, method=how, folder=folder, resume=resume)
+    return _Ready(job=job, setup=setup, method=how, folder=folder, resume=resume)
 
 
 def _restarts() -> bool:
@@ -88,11 +89,11 @@ def _restarts() -> bool:
 
 
 def _body(ready: _Ready, driver: Driver) -> int:
-    trainer = Trainer(ready.plan, ready.method, driver)
+    trainer = Trainer(ready.setup, ready.method, driver)
     display = Display(driver.rank)
     try:
         parameters = sum(p.numel() for p in trainer.model.parameters())
-        display.line(headline(ready.plan, ready.method, parameters))
+        display.line(headline(ready.setup, ready.method, parameters))
         rows = _resumed(ready, trainer, display)
         trace = ready.job.trace
         with trainer.sync.trace(str(trace)) if trace is not None else nullcontext():
@@ -115,7 +116,7 @@ def _resumed(ready: _Ready, trainer: Trainer, display: Display) -> list[Row]:
     elif ready.resume:
         display.line(f"no checkpoint in {ready.job.out} yet: starting from the beginning")
     if (folder := ready.folder) is not None:
-        about = {"epochs": ready.plan.epochs, "steps_per_epoch": ready.plan.steps}
+        about = {"epochs": ready.setup.epochs, "steps_per_epoch": ready.setup.steps}
         _on_rank_0(trainer, lambda: folder.begin([asdict(row) for row in rows], about))
     return rows
 
@@ -144,7 +145,7 @@ def _workers(count: int) -> str:
 
 
 def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -> list[Row]:
-    epochs = ready.plan.epochs
+    epochs = ready.setup.epochs
     for epoch in range(len(rows) + 1, epochs + 1):
         with display.bar(f"epoch {epoch}/{epochs}", trainer.begin_epoch(epoch)) as tick:
             row = trainer.run_epoch(epoch, _Step(ready, trainer, rows, tick))
@@ -176,7 +177,7 @@ def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) 
     with trainer.sync.consensus():
         score = trainer.evaluate()
     result = {
-        **ready.plan.identity(ready.method),
+        **ready.setup.identity(ready.method),
         "epochs": len(rows),
         "eval_loss": score.loss,
         "eval_accuracy": score.accuracy,
@@ -186,8 +187,9 @@ def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) 
         "skipped": sum(row.skipped for row in rows),
         "fingerprint": trainer.check_equal(),
     }
+    steps = report(trainer.times, trainer.sync.traffic, trainer.driver)
     if ready.folder is not None:
-        _on_rank_0(trainer, partial(ready.folder.finish, result))
+        _on_rank_0(trainer, partial(ready.folder.finish, result, steps))
     display.line(
         f"after {len(rows)} epochs: eval accuracy {percent(score.accuracy)}, loss {score.loss:.4f}, "
         f"{result['seconds']:.1f} s, {megabytes(result['moved_bytes'])} sent per worker, "

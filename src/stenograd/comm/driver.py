@@ -17,6 +17,7 @@ from stenograd.comm.groups import as_group
 from stenograd.comm.packing import pack, pack_rows
 from stenograd.comm.pending import All, Pending, Several
 from stenograd.comm.pipeline import Pipeline
+from stenograd.comm.routes import Route, route
 from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged
@@ -29,7 +30,6 @@ __all__ = ["Driver", "Pending", "Pipeline"]
 
 T = TypeVar("T")
 _ROLL_CALL_S = 2.0  # how long survivors wait for each other to name the lost
-_SWIFT_BYTES = 1 << 17  # that all ranks gather; more is limited by the link, and a ring shares that better
 
 
 class Driver:
@@ -121,16 +121,13 @@ class Driver:
         if self.world_size == 1 or not tensor.numel():
             return
         dense = tensor.contiguous()
-        sender = self._global_rank(source)
         what = f"broadcast of {tensor.numel()} elements"
         label = PLAIN if counted else Label(ATTACH)
         place = (self.rank - source) % self.world_size
         nbytes = dense.numel() * dense.element_size()
         self.traffic.count_broadcast(nbytes, place, self.world_size, label=label)
         start = time.perf_counter()
-        self.await_work(
-            self._issue(lambda: dist.broadcast(dense, sender, self.group, True), what), what, start
-        )
+        self.await_work(self._issue(lambda: self._transmit_from(source, dense), what), what, start)
         self.traffic.tally(label, "broadcast").wait_s += time.perf_counter() - start
         if dense is not tensor:
             tensor.copy_(dense)
@@ -268,9 +265,7 @@ class Driver:
         if self.world_size > 1 and op is Op.MEAN:
             flat.mul_(1.0 / self.world_size)  # before summing, as DDP does: the sum cannot overflow
         what = f"all-reduce of {flat.numel()} {flat.dtype} elements"
-        work = self._collective(
-            Op.MEAN, flat, lambda: dist.all_reduce(flat, group=self.group, async_op=True), what, label
-        )
+        work = self._collective(Op.MEAN, flat, flat, what, label)
 
         def finish() -> Reply:
             if len(tensors) == 1:
@@ -287,16 +282,7 @@ class Driver:
         what = f"all-gather of {mine.numel()} bytes a rank"
         if size == 1:
             everyone.copy_(mine)
-        swift = mine.device.type == "cpu" and size > 2 and size * mine.numel() <= _SWIFT_BYTES
-        call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        handed = mine
-        if swift:  # gloo's all-gather is a ring: size - 1 messages, each after the one before
-            call, handed = dist.all_to_all_single, mine.repeat(size)
-
-        def issue() -> Any:
-            return call(everyone, handed, group=self.group, async_op=True)
-
-        work = self._collective(Op.GATHER, mine, issue, what, label, swift)
+        work = self._collective(Op.GATHER, mine, everyone, what, label)
 
         def finish() -> Reply:
             return [unpack(row) for row in everyone.view(self.world_size, mine.numel())]
@@ -308,10 +294,7 @@ class Driver:
         mine, unpack = pack_rows(request.tensors)  # (world size, bytes a row)
         theirs = mine.clone() if self.world_size == 1 else torch.empty_like(mine)
         what = f"all-to-all of {mine.numel()} bytes a rank"
-        call = dist.all_to_all_single
-        work = self._collective(
-            Op.SCATTER, mine, lambda: call(theirs, mine, group=self.group, async_op=True), what, label
-        )
+        work = self._collective(Op.SCATTER, mine, theirs, what, label)
         return Pending(self, work, lambda: [unpack(row) for row in theirs], what, label, Op.SCATTER)
 
     def _start_exchange(self, request: Request, label: Label) -> Pending:
@@ -332,27 +315,48 @@ class Driver:
         nbytes, framed = mine.numel(), mine.device.type == "cpu"
         what = f"exchange of {nbytes} bytes with rank(s) {', '.join(str(of(peer)) for peer in everyone)}"
         self.traffic.count(Op.EXCHANGE, nbytes, self.world_size, peers, sources, label=label, framed=framed)
-        rows = zip(sources, theirs, strict=True)
-        receives = [dist.P2POp(dist.irecv, row, of(source), self.group) for source, row in rows]
-        sends = [dist.P2POp(dist.isend, mine, of(peer), self.group) for peer in peers]
-        works = self._issue(lambda: dist.batch_isend_irecv(receives + sends), what)
-        return Pending(self, All(works), finish, what, label, Op.EXCHANGE)
+        work = self._issue(lambda: self._transmit_to(peers, sources, mine, theirs), what)
+        return Pending(self, work, finish, what, label, Op.EXCHANGE)
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def _collective(
-        self, op: Op, handed: Tensor, call: Callable[[], Any], what: str, label: Label, swift: bool = False
-    ) -> Any:
+    def _collective(self, op: Op, handed: Tensor, received: Tensor, what: str, label: Label) -> Any:
         itemsize = handed.element_size()
         nbytes = handed.numel() * itemsize
         if nbytes == 0:
             return None
         framed = handed.device.type == "cpu"  # others go through NCCL, whose messages are not known
-        self.traffic.count(
-            op, nbytes, self.world_size, label=label, itemsize=itemsize, framed=framed, direct=swift
-        )
-        return self._issue(call, what) if self.world_size > 1 else None
+        self.traffic.count(op, nbytes, self.world_size, label=label, itemsize=itemsize, framed=framed)
+        if self.world_size == 1:
+            return None
+        return self._issue(lambda: self._transmit(op, handed, received), what)
+
+    # These three alone hand tensors to torch.distributed; a rehearsal replaces them.
+
+    def _transmit(self, op: Op, handed: Tensor, received: Tensor) -> Any:
+        """Begin a collective that fills `received`, for an all-reduce `handed` itself; return its work."""
+        options: dict[str, Any] = {"group": self.group, "async_op": True}
+        if op in REDUCTIONS:
+            return dist.all_reduce(handed, **options)
+        if op is Op.SCATTER:
+            return dist.all_to_all_single(received, handed, **options)
+        nbytes, on_gloo = handed.numel() * handed.element_size(), handed.device.type == "cpu"
+        if route(op, nbytes, self.world_size, on_gloo=on_gloo) is Route.DIRECT:
+            return dist.all_to_all_single(received, handed.repeat(self.world_size), **options)
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(received, handed, **options)
+
+    def _transmit_to(self, peers: Sequence[int], sources: Sequence[int], mine: Tensor, theirs: Tensor) -> Any:
+        """Begin an exchange with neighbours that fills a row of `theirs` per source; return its work."""
+        of, rows = self._global_rank, zip(sources, theirs, strict=True)
+        receives = [dist.P2POp(dist.irecv, row, of(source), self.group) for source, row in rows]
+        sends = [dist.P2POp(dist.isend, mine, of(peer), self.group) for peer in peers]
+        return All(dist.batch_isend_irecv(receives + sends))
+
+    def _transmit_from(self, source: int, tensor: Tensor) -> Any:
+        """Begin a broadcast; return its work."""
+        return dist.broadcast(tensor, self._global_rank(source), self.group, True)
 
     def _lost(self, what: str, cause: RuntimeError, start: float) -> NoReturn:
         waited_s = time.perf_counter() - start

@@ -93,6 +93,8 @@ class Pipeline(Generic[T]):
         self, index: int, rounds: Rounds[T], last: AnyPending | None, label: Label, reply: Reply
     ) -> None:
         start = time.perf_counter()
+        if self._driver.tracer is not None:
+            self._driver.tracer.coding_begins()
         try:
             request = rounds.send(reply)
         except StopIteration as stop:

@@ -21,6 +21,7 @@ from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.piggyback import Flags
 from stenograd.comm.saved_state import check_state
 from stenograd.comm.step_end import End, Outcome, on, record, shows_finite, warn_of_overflow
+from stenograd.comm.trace_events import hand_over
 from stenograd.comm.traffic import CONTROL, Label
 from stenograd.compression.contract import Compressor, Exchange, State
 from stenograd.data.buckets import Bucket, assign
@@ -184,10 +185,7 @@ class TensorExchange:
         self._slots[index].state = {key: value.clone() for key, value in state.items()}
 
     def submit(self, index: int) -> None:
-        """Hand over the next bucket, filled, in order; returns at once.
-
-        The last one waits for `finish`, whose flags it carries.
-        """
+        """Hand over the next filled bucket; the last one waits for `finish`, whose flags it carries."""
         self._check_sound()
         self._send_held()
         x = self.flat(index)
@@ -216,7 +214,7 @@ class TensorExchange:
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
         if not self._waits:
-            return self._thread.submit(self._collect, jobs, held, end)
+            return hand_over(self.driver.tracer, self._thread, self._collect, jobs, held, end)
         done: Future[Outcome] = Future()
         done.set_result(self._collect(jobs, held, end))
         return done
@@ -289,7 +287,7 @@ class TensorExchange:
         if self._held is not None and self._inline:
             self._launch(*self._held)
         elif self._held is not None:
-            self._jobs.append(self._thread.submit(self._launch, *self._held))
+            self._jobs.append(hand_over(self.driver.tracer, self._thread, self._launch, *self._held))
         self._held = None
 
     @torch.no_grad()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch.autograd import profiler
 
-__all__ = ["KINDS", "MAX_EVENTS", "Event", "Tracer", "as_json", "span", "write"]
+__all__ = ["KINDS", "MAX_EVENTS", "Event", "Tracer", "as_json", "hand_over", "span", "write"]
 
 MAX_EVENTS = 200_000
 KINDS = ("forward", "backward", "wait", "encode", "collective", "decode", "step")
 
 # Kind, start and end in seconds of the rank's own clock, and what else is known.
+T = TypeVar("T")
 Event: TypeAlias = tuple[str, float, float, Mapping[str, Any]]
 
 _NOTHING = nullcontext()
@@ -56,6 +58,18 @@ class Tracer:
         if self.dropped == 1:
             text = f"the trace is full with {self.max_events} events and leaves out later ones"
             warnings.warn(f"{text}: trace fewer steps, or raise max_events", stacklevel=2)
+
+    def coding_begins(self) -> None:
+        """Hear that a method computes from now on; a recorder of programs notes when."""
+
+    def hand_over(self, thread: Executor, job: Callable[..., T], *args: Any) -> Future[T]:
+        """Let a thread do a job; a recorder of programs notes here what waits for what."""
+        return thread.submit(job, *args)
+
+
+def hand_over(tracer: Tracer | None, thread: Executor, job: Callable[..., T], *args: Any) -> Future[T]:
+    """Let a thread do a job, and tell the tracer, if there is one."""
+    return thread.submit(job, *args) if tracer is None else tracer.hand_over(thread, job, *args)
 
 
 def span(kind: str, needed: bool = True) -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, TextIO
 
 from stenograd.comm.gloo_framing import Frames, broadcast_frames, frames
+from stenograd.comm.routes import Route, route
 from stenograd.data.requests import REDUCTIONS, Op
 
 __all__ = ["ATTACH", "CONTROL", "PLAIN", "TRAINING", "Entry", "Label", "Tally", "Traffic", "moved_bytes"]
@@ -220,7 +221,6 @@ class Traffic:
         label: Label = PLAIN,
         itemsize: int = 1,
         framed: bool = True,
-        direct: bool = False,
     ) -> None:
         """Add one collective.
 
@@ -233,8 +233,8 @@ class Traffic:
             label: what it is for.
             itemsize: bytes of an element.
             framed: whether it goes through gloo.
-            direct: whether an all-gather sends to each rank at once, instead of around a ring.
         """
+        direct = op is Op.GATHER and route(op, nbytes, world_size, on_gloo=framed) is Route.DIRECT
         moved = moved_bytes(op, nbytes, world_size, len(peers))
         framing = Frames()
         if framed and direct:

@@ -6,17 +6,16 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stenograd.comm.agreement import agree
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.trace_events import MAX_EVENTS, Tracer, as_json, write
 from stenograd.errors import ConfigError, bad_value
+from stenograd.sync.phases import Phases
 
 __all__ = ["MAX_EVENTS", "Tracing", "clock_offsets"]
 
@@ -53,17 +52,13 @@ class Tracing:
         if not isinstance(max_events, int) or isinstance(max_events, bool) or max_events < 1:
             raise bad_value("max_events", "must be a whole number of at least 1", max_events, "leave it out")
         self.path, self.driver, self._drivers = os.fspath(path), drivers[0], drivers
-        self._model, self._optimizers = model, list(optimizers)
         self._tracer = Tracer(max_events)
-        self._handles: list[Any] = []
-        self._began: dict[str, float] = {}
+        self._phases = Phases(model, optimizers, self._tracer.add)
 
     def __enter__(self) -> Tracing:
         agree(self.driver, self._check_path)
         self._clocks = clock_offsets(self.driver)
-        hooks: list[Callable[[Any], Any]] = [self._watch_model, *[self._watch] * len(self._optimizers)]
-        for hook, target in zip(hooks, [self._model, *self._optimizers], strict=True):
-            hook(target)
+        self._phases.watch()
         for driver in self._drivers:
             driver.tracer = self._tracer
         return self
@@ -71,61 +66,13 @@ class Tracing:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for driver in self._drivers:
             driver.tracer = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._phases.close()
         if kind is not None:
             write(f"{self.path}.rank{self.driver.rank}", as_json([(0.0, self._tracer.events)]))
             return
         mine = json.dumps([self._tracer.dropped, self._tracer.events]).encode()
         packed = self.driver.gather_bytes(zlib.compress(mine, 1), _CPU)
         agree(self.driver, lambda: self._write(packed))
-
-    def begin(self, kind: str, *_: object) -> None:
-        """Note when something begins; a second beginning without an end counts as none."""
-        self._began.setdefault(kind, time.perf_counter())
-
-    def end(self, kind: str, *_: object) -> None:
-        """Note when it ends."""
-        start = self._began.pop(kind, None)
-        if start is not None:
-            self._tracer.add(kind, start, time.perf_counter())
-
-    def _watch_model(self, model: nn.Module) -> None:
-        self._handles.append(model.register_forward_pre_hook(partial(self.begin, "forward")))
-        self._handles.append(model.register_forward_hook(self._after_forward))
-
-    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        self._handles.append(optimizer.register_step_pre_hook(partial(self.begin, "step")))
-        self._handles.append(optimizer.register_step_post_hook(partial(self.end, "step")))
-
-    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        self.end("forward")
-        self._began.pop("backward", None)  # of a backward pass that failed
-        for leaf in _tensors(output):
-            if leaf.requires_grad:
-                leaf.register_hook(self._on_output_gradient)
-
-    def _on_output_gradient(self, grad: Tensor) -> None:
-        """Note that a backward pass begins, and have its end noted.
-
-        This comes before any parameter's gradient, so the first callback runs before the engine's, which
-        waits for the exchange, and what that callback queues runs after it.
-        """
-        if "backward" in self._began or not self._handles:
-            return
-        self.begin("backward")
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-
-        def computed() -> None:
-            self.begin("wait")
-            queue(averaged)
-
-        def averaged() -> None:
-            self.end("wait")
-            self.end("backward")
-
-        queue(computed)
 
     def _check_path(self) -> None:
         if self.driver.rank != 0:
@@ -151,16 +98,6 @@ class Tracing:
             "dropped_events": [dropped for dropped, _ in told],
         }
         write(self.path, trace)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def clock_offsets(driver: AnyDriver) -> list[tuple[float, float]]:

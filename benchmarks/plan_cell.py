@@ -1,0 +1,136 @@
+"""What a rank does in the validation of `stenograd plan`: predict, write that down, then measure.
+
+Started by plan_validation.py on emulated hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import WORKS, loss
+from plan import rounds_order
+
+import stenograd
+from stenograd.comm.driver import Driver
+from stenograd.planning.measure_link import measure_link
+from stenograd.planning.plan import plan, with_slowest
+
+FLOOR = "none"
+_WARM_UP_STEPS = 4
+
+
+class Rival:
+    """A model trained under one method, or by itself."""
+
+    def __init__(self, text: str, name: str, rank: int) -> None:
+        self.model, self._inputs, self._targets = WORKS[name].make(rank)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.sync: Any = None
+        if text != FLOOR:
+            self.sync = stenograd.distribute(self.model, self._optimizer, text)
+
+    def trial(self) -> stenograd.Trial:
+        """Return it for the planner."""
+        batches = [(self._inputs, self._targets)]
+        return stenograd.Trial(self.model, self._optimizer, batches, lambda m, b: loss(m(b[0]), b[1]))
+
+    def turn_s(self, steps: int) -> float:
+        """Train, and return the mean seconds per step of the slowest rank."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._optimizer.zero_grad()
+            loss(self.model(self._inputs), self._targets).backward()
+            self._optimizer.step()
+        taken = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return taken.item()
+
+
+def predictions(args: argparse.Namespace, world: stenograd.World) -> dict[str, Any]:
+    """Plan on all ranks; rank 0 writes it down and prints its digest before anything is measured."""
+    trial = Rival(FLOOR, args.model, world.rank).trial()
+    link = measure_link(Driver.own(), args.seconds / 3)
+    cores = (os.cpu_count() or 1) / world.world_size  # all emulated hosts share this machine
+    found = plan(
+        trial,
+        workers=world.world_size,
+        link=link,
+        methods=args.methods,
+        cores=cores,
+        seconds=args.seconds * 2 / 3,
+        name=args.model,
+    )
+    found = with_slowest(found, Driver.own())
+    told = {
+        "floor_s": found.profile.floor_s,
+        "link_bps": link.bps,
+        "method": found.method,
+        "seconds": {p.method: p.seconds for p in found.predictions},
+        "moved_bytes": {p.method: p.moved_bytes for p in found.predictions},
+        "limit": {p.method: p.limit for p in found.predictions},
+    }
+    if world.rank == 0:
+        found.save(args.out.with_suffix(".plan.json"))
+        text = json.dumps(told, sort_keys=True)
+        args.out.with_suffix(".predicted.json").write_text(text)
+        print(f"predicted {args.model}: sha256 {hashlib.sha256(text.encode()).hexdigest()}", flush=True)
+    return told
+
+
+def measured(args: argparse.Namespace, rank: int) -> dict[str, Any]:
+    """Let all methods take turns, and return each turn's seconds per step and the bytes per step."""
+    texts = [FLOOR, *dict.fromkeys(stenograd.method(m).text for m in ("dense", *args.methods))]
+    rivals = {text: Rival(text, args.model, rank) for text in texts}
+    warm = {text: rival.turn_s(_WARM_UP_STEPS) for text, rival in rivals.items()}
+    # Whole periods of schedules: four steps.
+    steps = {text: 4 * max(1, min(10, round(args.turn_s / warm[text] / 4))) for text in texts}
+    before = {text: r.sync.traffic.moved_bytes for text, r in rivals.items() if r.sync}
+    turns: dict[str, list[float]] = {text: [] for text in texts}
+    for order in rounds_order(len(texts), args.rounds):
+        for index in order:
+            turns[texts[index]].append(rivals[texts[index]].turn_s(steps[texts[index]]))
+    sent = {
+        text: (rivals[text].sync.traffic.moved_bytes - counted) / (args.rounds * steps[text])
+        for text, counted in before.items()
+    }
+    for rival in rivals.values():
+        if rival.sync:
+            rival.sync.close()
+    return {
+        "turns_s": turns,
+        "moved_bytes": sent,
+        "median_s": {t: statistics.median(v) for t, v in turns.items()},
+    }
+
+
+def main() -> None:
+    """Predict and measure one model on the link at hand."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=list(WORKS), required=True)
+    parser.add_argument("--methods", nargs="+", required=True)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--turn-s", type=float, default=0.8)
+    parser.add_argument("--seconds", type=float, default=18.0)
+    parser.add_argument("--unshaped", action="store_true", help="only measure")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    world = stenograd.init(timeout_s=120)
+    told = {} if args.unshaped else {"predicted": predictions(args, world)}
+    told |= {"measured": measured(args, world.rank)}
+    if world.rank == 0:
+        args.out.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

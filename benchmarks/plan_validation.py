@@ -1,0 +1,157 @@
+"""Compares predictions of `stenograd plan` with real training on emulated hosts.
+
+    python benchmarks/plan_validation.py --cells cnn:2:100mbit gpt-small:2:300mbit cnn:3:100mbit --out DIR
+
+For every cell MODEL:HOSTS:RATE the ranks measure the link, plan, and write the predictions down; their digest
+is printed; only then do the methods train, in turns, in as many blocks as --rounds. With --unshaped they also
+train without a limit on the link, for a baseline that needs it. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hosts import Hosts, parse_rate
+
+from stenograd.planning.plan import load_plan, predicted
+
+HERE = Path(__file__).parent
+METHODS = ["fp16", "topk:ratio=0.01", "topk:ratio=0.05", "sign", "qsgd", "powersgd:rank=2", "local:every=4"]
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+BASELINE = "unshaped + bytes / rate"
+ERRORS = (
+    "error",
+    "error with the run's floor",
+    "floor + bytes / rate",
+    "run's floor + bytes / rate",
+    BASELINE,
+    "repeat",
+)
+
+
+def out_of(cell: str, args: argparse.Namespace) -> Path:
+    """Return the file of a cell."""
+    return args.out / f"{cell.replace(':', '-').replace('/', '_')}.json"
+
+
+def run(cell: str, args: argparse.Namespace, *, unshaped: bool = False) -> dict[str, Any]:
+    """Predict and measure one cell, or measure it without a limit on the link."""
+    model, hosts, rate = cell.split(":")
+    rate = "none" if unshaped else rate
+    out = out_of(f"{model}:{hosts}:{rate}", args)
+    if out.exists():
+        return json.loads(out.read_text())
+    command = [sys.executable, str(HERE / "plan_cell.py"), "--model", model, "--methods", *METHODS]
+    command += ["--rounds", str(args.rounds), "--turn-s", str(args.turn_s), "--out", str(out)]
+    command += ["--seconds", str(args.seconds), *(["--unshaped"] if unshaped else [])]
+    with Hosts(int(hosts), rate) as emulated:
+        lines = emulated.run(command, env=QUIET, timeout_s=900)[0].splitlines()
+    print(
+        f"{cell}{' unshaped' if unshaped else ''}:",
+        *(s for s in lines if s.startswith("predicted")),
+        flush=True,
+    )
+    return json.loads(out.read_text())
+
+
+def with_floor(path: Path, floor_s: float) -> dict[str, float]:
+    """Replay a plan with the step that ranks took by themselves while the methods were measured.
+
+    So what is left of an error is the model's, without what changed on the machine in between.
+    """
+    plan = load_plan(path)
+    slower = floor_s / plan.profile.floor_s
+    profile = replace(plan.profile, step_s=tuple(slower * s for s in plan.profile.step_s))
+    return {p.method: p.seconds[1] for p in predicted(replace(plan, profile=profile)).predictions}
+
+
+def rows(
+    cell: str, found: dict[str, Any], free: dict[str, Any] | None, again: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Return one row for each method of a cell."""
+    told, real = found["predicted"], found["measured"]
+    rate = parse_rate(cell.split(":")[2])
+    assert rate is not None
+    out = []
+    for text, (low, middle, high) in told["seconds"].items():
+        took, turns = real["median_s"][text], real["turns_s"][text]
+        wire_s = 8 * told["moved_bytes"][text] / rate
+        halves = statistics.median(turns[::2]), statistics.median(turns[1::2])
+        out.append(
+            {
+                "cell": cell,
+                "method": text,
+                "predicted_ms": 1e3 * middle,
+                "low_ms": 1e3 * low,
+                "high_ms": 1e3 * high,
+                "measured_ms": 1e3 * took,
+                "error": middle / took - 1,
+                "inside": low <= took <= high,
+                "repeat": abs(halves[0] / halves[1] - 1),
+                "error with the run's floor": again[text] / took - 1,
+                "floor + bytes / rate": (told["floor_s"] + wire_s) / took - 1,
+                "run's floor + bytes / rate": (real["median_s"]["none"] + wire_s) / took - 1,
+                **({} if free is None else {BASELINE: (free["median_s"][text] + wire_s) / took - 1}),
+                "bytes": told["moved_bytes"][text] / real["moved_bytes"][text] - 1,
+                "chosen": text == told["method"],
+            }
+        )
+    return out
+
+
+def summary(table: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return errors of predictions and baselines, and the regret of what was recommended."""
+    found: dict[str, Any] = {"rows": len(table)}
+    for name in ERRORS:
+        errors = sorted(abs(row[name]) for row in table if name in row)
+        if not errors:
+            continue
+        found[name] = [statistics.median(errors), errors[int(0.9 * (len(errors) - 1) + 0.5)], errors[-1]]
+    found["inside the interval"] = statistics.mean(row["inside"] for row in table)
+    found["bytes differ by at most"] = max(abs(row["bytes"]) for row in table)
+    cells = {row["cell"] for row in table}
+    by_cell = {cell: [row for row in table if row["cell"] == cell] for cell in sorted(cells)}
+    best = {cell: min(row["measured_ms"] for row in own) for cell, own in by_cell.items()}
+    regrets = [next(r["measured_ms"] for r in own if r["chosen"]) / best[c] - 1 for c, own in by_cell.items()]
+    found["regret"] = [statistics.mean(regrets), max(regrets)]
+    constant = {}
+    for text in {row["method"] for row in table}:
+        own = [r["measured_ms"] / best[r["cell"]] - 1 for r in table if r["method"] == text]
+        constant[text] = statistics.mean(own)
+    answer = min(constant, key=lambda text: constant[text])
+    found["best constant answer"] = [answer, constant[answer]]
+    return found
+
+
+def main() -> None:
+    """Run all cells and write table and summary."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cells", nargs="+", required=True, metavar="MODEL:HOSTS:RATE")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--turn-s", type=float, default=0.8)
+    parser.add_argument("--seconds", type=float, default=18.0, help="of each plan")
+    parser.add_argument("--unshaped", action="store_true", help="also without a limit, for that baseline")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    table: list[dict[str, Any]] = []
+    for cell in args.cells:
+        found = run(cell, args)
+        free = run(cell, args, unshaped=True)["measured"] if args.unshaped else None
+        floor_s = found["measured"]["median_s"]["none"]
+        table += rows(cell, found, free, with_floor(out_of(cell, args).with_suffix(".plan.json"), floor_s))
+    told = {"summary": summary(table), "rows": table}
+    (args.out / "validation.json").write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps(told["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Turns options into a setup: data loaded, recipe made, every value checked before a worker starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from stenograd import tasks
+from stenograd.catalog.method import Method
+from stenograd.cli.options import Options
+from stenograd.data.buckets import assign
+from stenograd.errors import ConfigError, bad_value, check_count
+from stenograd.tasks import Recipe, Task
+
+__all__ = ["Setup", "check_option", "make_setup"]
+
+_MOST_THREADS = 1024  # PyTorch crashed with 100,000
+_LONGEST_S = 31_536_000
+_RECIPE_KEYS = ("batch_size", "lr", "momentum", "weight_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A training that can start.
+
+    Attributes:
+        options: what the command line said.
+        task: data and model.
+        recipe: the task's, with the options applied.
+        epochs: number of epochs, 0 to evaluate only.
+        steps: steps in an epoch, equal on every rank.
+        world_size: number of ranks.
+        device: where the model lives.
+    """
+
+    options: Options
+    task: Task
+    recipe: Recipe
+    epochs: int
+    steps: int
+    world_size: int
+    device: torch.device
+
+    def identity(self, method: Method) -> dict[str, Any]:
+        """Return what must be equal for a run to be continued bit for bit.
+
+        The number of epochs is part of it only where the learning rate depends on it.
+        """
+        recipe = asdict(self.recipe)
+        if self.recipe.min_lr is None or self.epochs == 0:
+            del recipe["epochs"]
+        return {
+            "task": self.task.name,
+            "method": method.text,
+            "world_size": self.world_size,
+            "seed": self.options.seed,
+            "shards": self.options.shards,
+            "bucket_bytes": self.options.bucket_bytes,
+            "train_size": self.task.train_size,
+            "eval_size": self.task.eval_size,
+            "recipe": recipe,
+        }
+
+
+def make_setup(options: Options, world_size: int) -> Setup:
+    """Load the task and check everything that can be checked without the other ranks.
+
+    Raises:
+        ConfigError: an option breaks its rule.
+        DataError: a data file is missing or damaged, or there are fewer samples than ranks.
+    """
+    _check(options)
+    task = tasks.load(options.task, options.data)
+    changes: dict[str, Any] = {k: v for k in _RECIPE_KEYS if (v := getattr(options, k)) is not None}
+    if options.epochs:
+        changes["epochs"] = options.epochs
+    recipe = replace(task.recipe, **changes)
+    return Setup(
+        options=options,
+        task=task,
+        recipe=recipe,
+        epochs=recipe.epochs if options.epochs is None else options.epochs,
+        steps=tasks.steps_per_epoch(task.train_size, world_size, recipe.batch_size, recipe.steps_per_epoch),
+        world_size=world_size,
+        device=torch.device(options.device),
+    )
+
+
+def check_option(name: str, got: int | None, most: int = 2**31 - 1) -> None:
+    """Refuse a count that is not in [1, most]; None is no count.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if got is not None:
+        check_count(name, got, "use 1 or more" if got < 1 else "use less", most=most)
+
+
+def _check(options: Options) -> None:
+    check_option("--threads", options.threads, _MOST_THREADS)
+    if options.epochs is not None and options.epochs < 0:
+        raise bad_value("--epochs", "must be at least 0", options.epochs, "use 0 to evaluate only")
+    check_option("--epochs", options.epochs or None)
+    check_option("--batch-size", options.batch_size)
+    if not 0 <= options.seed < 2**63:
+        raise bad_value("--seed", "must be from 0 to 2^63 - 1", options.seed, "use 0, 1, 2, ...")
+    if options.shards not in ("contiguous", "shuffled"):
+        raise bad_value("--shards", "must be contiguous or shuffled", options.shards, "choose one of the two")
+    if not 0 < options.timeout_s <= _LONGEST_S:
+        rule = f"must be above 0 and at most {_LONGEST_S} (a year)"
+        raise bad_value("--timeout-s", rule, options.timeout_s, "leave it at 300")
+    if options.device not in ("cpu", "cuda"):
+        raise bad_value("--device", "must be cpu or cuda", options.device, "choose one of the two")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a CUDA device, and this PyTorch sees none: use --device cpu")
+    assign({}, options.bucket_bytes)

@@ -1,0 +1,180 @@
+"""The network between ranks: what is known of it, measured or assumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stenograd.comm.gloo_framing import frames
+from stenograd.comm.routes import Route, route
+from stenograd.comm.traffic import moved_bytes
+from stenograd.data.requests import REDUCTIONS, Op
+from stenograd.errors import DataError, first_line
+from stenograd.planning.units import parse_link
+
+__all__ = ["OPS", "Cost", "Link", "Sample", "assumed", "hops", "load_link", "wire_bytes"]
+
+_FORMAT = 1
+OPS = {"all-reduce": Op.MEAN, "all-gather": Op.GATHER, "all-to-all": Op.SCATTER}
+
+# What gloo made of links between network namespaces of 100 Mbit/s and 1 Gbit/s, headers counted, on the
+# machine of docs/planning.md: bytes per second by the rate that was set. Only for links that nobody measured.
+_GOODPUT = {"all-reduce": 0.94, "all-gather": 0.94, "all-to-all": 0.94}
+_HOP_S = 1.5e-4  # of a small message there, without a link's own latency
+_CPU_S_PER_BYTE = 1.2e-9  # of a rank that sends and receives, kernel time included
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured size of one collective, by the slowest rank.
+
+    Args:
+        op: "all-reduce", "all-gather" or "all-to-all".
+        nbytes: handed to each of them by a rank.
+        at_once: how many were under way at the same time.
+        seconds: until all had ended, one value per repetition.
+        cpu_s: processor time of one rank's process meanwhile, per repetition.
+        busy: whether every rank was computing meanwhile.
+    """
+
+    op: str
+    nbytes: int
+    at_once: int
+    seconds: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+    busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one kind of collective costs, fitted to samples.
+
+    Args:
+        hop_s: seconds for each of its dependent messages, when ranks are idle.
+        busy_hop_s: the same when every rank computes meanwhile.
+        bytes_per_s: that a rank sends while it goes on, packet headers included.
+        cpu_s_per_byte: processor time of a rank for each byte that it sends, and for receiving as many.
+    """
+
+    hop_s: float
+    busy_hop_s: float
+    bytes_per_s: float
+    cpu_s_per_byte: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The network between some ranks.
+
+    Attributes:
+        measured: False where it was described by somebody.
+        hosts: for each rank, the number of its host.
+        up_bps, down_bps: bits per second, headers included, that a host sends and receives.
+        costs: by collective.
+        samples: what the costs were fitted to.
+        cold_s: seconds that a small and a large exchange took after silence, and in a row.
+        seconds: that measuring took.
+        sent_bytes: that each rank sent for it.
+    """
+
+    measured: bool
+    hosts: tuple[int, ...]
+    up_bps: tuple[float, ...]
+    down_bps: tuple[float, ...]
+    costs: Mapping[str, Cost]
+    samples: Sequence[Sample] = ()
+    cold_s: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    sent_bytes: int = 0
+
+    @property
+    def bps(self) -> float:
+        """The rate of the slowest host and direction."""
+        return min(*self.up_bps, *self.down_bps)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON-able values, for `load_link`."""
+        return {"format": _FORMAT, **asdict(self)}
+
+
+def hops(op: Op, nbytes: int, world_size: int) -> int:
+    """Return how many messages of a collective wait for one another.
+
+    Example:
+        >>> hops(Op.MEAN, 1 << 20, 8), hops(Op.GATHER, 1 << 20, 8), hops(Op.GATHER, 100, 8)
+        (14, 7, 1)
+    """
+    if world_size == 1:
+        return 0
+    if op in REDUCTIONS:
+        return 2 * (world_size - 1)
+    return world_size - 1 if route(op, nbytes, world_size) is Route.RING else 1
+
+
+def wire_bytes(op: Op, nbytes: int, world_size: int, *, itemsize: int = 4, peers: int = 1) -> int:
+    """Return what a rank sends for a collective, with the headers that gloo and TCP add.
+
+    Example:
+        >>> wire_bytes(Op.MEAN, 1_000_000, 2) / 1_000_000
+        1.049878
+    """
+    if nbytes == 0:
+        return 0
+    if op is Op.GATHER and route(op, nbytes, world_size) is Route.DIRECT:
+        op, nbytes = Op.SCATTER, world_size * nbytes
+    framing = frames(op, nbytes, world_size, itemsize=itemsize, peers=peers)
+    return moved_bytes(op, nbytes, world_size, peers) + framing.header_bytes
+
+
+def assumed(text: str, hosts: Sequence[int]) -> Link:
+    """Return a link that somebody describes, with what gloo usually makes of one.
+
+    Args:
+        text: `RATE[/DOWN][,LATENCY]`, see `units.parse_link`.
+        hosts: for each rank, the number of its host.
+
+    Example:
+        >>> link = assumed("1gbit,0.2ms", [0, 1])
+        >>> link.measured, link.bps, round(link.costs["all-reduce"].hop_s, 6)
+        (False, 1000000000.0, 0.00035)
+    """
+    said = parse_link(text)
+    slowest = min(said.up_bps, said.down_bps) / 8
+    costs = {
+        op: Cost(_HOP_S + said.latency_s, 2 * _HOP_S + said.latency_s, share * slowest, _CPU_S_PER_BYTE)
+        for op, share in _GOODPUT.items()
+    }
+    count = max(hosts) + 1
+    rates: dict[str, Any] = {"up_bps": (said.up_bps,) * count, "down_bps": (said.down_bps,) * count}
+    return Link(measured=False, hosts=tuple(hosts), costs=costs, **rates)
+
+
+def load_link(path: Path) -> Link:
+    """Read what `stenograd link --out` wrote.
+
+    Raises:
+        DataError: there is no such file, or it is of another kind.
+    """
+    try:
+        return from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise DataError(
+            f"{path}: cannot be read as a link ({first_line(cause)}): give a file of stenograd link --out"
+        ) from cause
+
+
+def from_json(told: Mapping[str, Any]) -> Link:
+    """Undo `Link.as_json`."""
+    values = dict(told)
+    if values.pop("format") != _FORMAT:
+        raise DataError(f"the link's format must be {_FORMAT}, got {told['format']}: measure it again")
+    values["costs"] = {op: Cost(**cost) for op, cost in values["costs"].items()}
+    values["samples"] = tuple(
+        Sample(**{**s, "seconds": tuple(s["seconds"]), "cpu_s": tuple(s["cpu_s"])}) for s in values["samples"]
+    )
+    for key in ("hosts", "up_bps", "down_bps"):
+        values[key] = tuple(values[key])
+    return Link(**values)

@@ -1,0 +1,248 @@
+"""Measures a network through the very collectives that training uses; all ranks do it together."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from stenograd.comm.agreement import everyone
+from stenograd.comm.driver import Driver
+from stenograd.comm.traffic import ATTACH, Label
+from stenograd.data.requests import Op, Request, Rounds, gather
+from stenograd.errors import bad_value
+from stenograd.planning.link import OPS, Cost, Link, Sample, hops, wire_bytes
+from stenograd.sync.handshake import compare
+
+__all__ = ["measure_link"]
+
+_WARM_UP, _PINGS = 5, 20
+_SMALL_BYTES = 64
+_FIRST_BYTES, _APART = 1024, 4
+_MOST_BYTES = 1 << 26
+_REPEATS = 3
+_SILENCE_S = 0.3
+_LABEL = Label(ATTACH)
+
+
+def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
+    """Measure latency, rates and collectives between the ranks of a driver, all of which call it.
+
+    Args:
+        driver: the way to the other ranks, which does nothing else meanwhile.
+        seconds: about how long it may take, from 2; sizes are left out where time is short.
+
+    Raises:
+        ConfigError: there is one rank only, or seconds is below 2.
+    """
+    if driver.world_size < 2:
+        raise bad_value("workers", "must be at least 2 to measure a link", driver.world_size, "start more")
+    if seconds < 2:
+        raise bad_value("seconds", "must be at least 2", seconds, "leave it at 10")
+    start = time.perf_counter()
+    compare(driver, {"measures": "link"})
+    names = list(dict.fromkeys(driver.traffic.hosts))
+    hosts = tuple(names.index(name) for name in driver.traffic.hosts)
+    _Timed(driver).mean_of(Op.MEAN, _SMALL_BYTES, 1, _WARM_UP)
+    timed = _Timed(driver)
+    small = [timed.sample(op, _SMALL_BYTES, repeats=_PINGS) for op in OPS.values()]
+    with _computing():
+        busy = [timed.sample(op, _SMALL_BYTES, repeats=_PINGS, busy=True) for op in OPS.values()]
+    up, down = _rates(timed, hosts, seconds * 0.25)
+    bytes_per_s = min(*up, *down) / 8
+    samples = [*small, *busy, *_by_size(timed, bytes_per_s, start + 0.85 * seconds, seconds / 60)]
+    cold = _cold(timed)
+    costs = {op: _fitted(op, samples, driver.world_size) for op in OPS}
+    return Link(
+        measured=True,
+        hosts=hosts,
+        up_bps=up,
+        down_bps=down,
+        costs=costs,
+        samples=tuple(samples),
+        cold_s=cold,
+        seconds=time.perf_counter() - start,
+        sent_bytes=timed.sent_bytes,
+    )
+
+
+class _Timed:
+    """Runs collectives on all ranks at once and tells the slowest rank's time, equal on all ranks."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.sent_bytes = driver, 0
+
+    def sample(
+        self, op: Op, nbytes: int, at_once: int = 1, repeats: int = _REPEATS, *, busy: bool = False
+    ) -> Sample:
+        """Measure one size of a collective."""
+        requests = [_request(op, nbytes, self.driver.world_size) for _ in range(at_once)]
+        taken, cpu = self._repeated(lambda: requests, repeats)
+        self.sent_bytes += repeats * at_once * wire_bytes(op, nbytes, self.driver.world_size)
+        return Sample(op.value, nbytes, at_once, tuple(taken), tuple(cpu), busy)
+
+    def mean_of(self, op: Op, nbytes: int, at_once: int, repeats: int) -> float:
+        """Return the median seconds of a collective."""
+        return statistics.median(self.sample(op, nbytes, at_once, repeats).seconds)
+
+    def flow(self, senders: Sequence[int], receivers: Sequence[int], nbytes: int, repeats: int) -> float:
+        """Return the seconds for `nbytes` from each sender to each receiver, one way.
+
+        The fastest repetition counts: other programs on a host make some slower, and none faster.
+        """
+        me = self.driver.rank
+        peers = tuple(r for r in sorted(receivers) if me in senders and r != me)
+        sources = tuple(s for s in sorted(senders) if me in receivers and s != me)
+        request = Request(Op.EXCHANGE, (torch.zeros(nbytes, dtype=torch.uint8),), peers, sources)
+        taken, _ = self._repeated(lambda: [request], repeats)
+        self.sent_bytes += repeats * len(peers) * nbytes
+        return min(taken)
+
+    def _repeated(self, make: Callable[[], list[Request]], repeats: int) -> tuple[list[float], list[float]]:
+        times: list[float] = []
+        cpu: list[float] = []
+        for _ in range(repeats):
+            requests = make()
+            self._meet()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            pending = [self.driver.start(request, _LABEL) for request in requests]
+            for each in pending:
+                each.wait()
+            times.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - cpu_start)
+        told = [json.loads(text) for text in everyone(self.driver, json.dumps([times, cpu]))]
+        slowest = [max(values) for values in zip(*(theirs for theirs, _ in told), strict=True)]
+        return slowest, [statistics.mean(values) for values in zip(*(c for _, c in told), strict=True)]
+
+    def _meet(self) -> None:
+        """Let all ranks begin at about the same time."""
+        for _ in range(2):  # the first may find ranks that come late, the second leaves them close together
+            self.driver.start(Request(Op.MEAN, (torch.zeros(1),)), _LABEL).wait()
+
+
+def _request(op: Op, nbytes: int, world_size: int) -> Request:
+    if op is Op.SCATTER:
+        row = max(nbytes // world_size, 1)
+        return Request(op, (torch.zeros(world_size, row, dtype=torch.uint8),))
+    if op is Op.MEAN:
+        return Request(op, (torch.zeros(max(nbytes // 4, 1)),))
+    return Request(op, (torch.zeros(nbytes, dtype=torch.uint8),))
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Multiply matrices in another thread meanwhile, as a backward pass would."""
+    stop = threading.Event()
+
+    def work() -> None:
+        a = torch.ones(256, 256)
+        while not stop.is_set():
+            torch.mm(a, a)  # releases Python's lock
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _rates(
+    timed: _Timed, hosts: Sequence[int], seconds: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Measure what each host sends to all others at once, and receives from them, in bits per second.
+
+    With two hosts a flow shows only the slower of one's sending and the other's receiving rate.
+    """
+    first = [hosts.index(host) for host in range(max(hosts) + 1)]
+    if len(first) == 1:  # one host: between its first two ranks
+        first = [0, 1]
+    budget_s = seconds / (2 * len(first))
+    up: list[float] = []
+    down: list[float] = []
+    for rank in first:
+        others = [other for other in first if other != rank]
+        for found, senders, receivers in ((up, [rank], others), (down, others, [rank])):
+            nbytes, began = 1 << 16, time.perf_counter()
+            taken = timed.flow(senders, receivers, nbytes, _REPEATS)
+            while taken < budget_s / 8 and nbytes < _MOST_BYTES:
+                if timed.driver.run(_largest(time.perf_counter() - began), _LABEL) > budget_s / 2:
+                    break
+                nbytes *= _APART
+                taken = timed.flow(senders, receivers, nbytes, _REPEATS)
+            # The difference leaves out latency, and what a token bucket lets pass at once.
+            less = timed.flow(senders, receivers, nbytes // 4, _REPEATS)
+            sent = wire_bytes(Op.EXCHANGE, nbytes, 2)
+            part = sent - wire_bytes(Op.EXCHANGE, nbytes // 4, 2)
+            found.append(8 * len(others) * max(part / max(taken - less, taken / 4), sent / taken))
+    if len(set(hosts)) == 1:
+        return (min(up),), (min(down),)
+    return tuple(up), tuple(down)
+
+
+def _largest(value: float) -> Rounds[float]:
+    told = yield from gather(torch.tensor([value], dtype=torch.float64))
+    return max(float(theirs) for (theirs,) in told)
+
+
+def _by_size(timed: _Timed, bytes_per_s: float, deadline: float, longest_s: float) -> list[Sample]:
+    """Measure collectives from the largest size that takes so long down to small ones, until time is short.
+
+    The two largest are also measured with two under way at once, which gloo's two threads drive together.
+    """
+    samples: list[Sample] = []
+    nbytes, rank = _MOST_BYTES, 0
+    while (
+        nbytes > _FIRST_BYTES
+        and wire_bytes(Op.GATHER, nbytes, timed.driver.world_size) > bytes_per_s * longest_s
+    ):
+        nbytes //= _APART
+    while nbytes >= _FIRST_BYTES:
+        for op in OPS.values():
+            samples += [timed.sample(op, nbytes, at_once) for at_once in ((1, 2) if rank < 2 else (1,))]
+        if timed.driver.run(_largest(time.perf_counter() - deadline), _LABEL) > 0:
+            break
+        nbytes, rank = nbytes // _APART, rank + 1
+    return samples
+
+
+def _cold(timed: _Timed) -> dict[str, float]:
+    """Measure exchanges right after silence, when TCP may have to find its window again."""
+    found = {}
+    for name, nbytes in (("small", _SMALL_BYTES), ("large", 1 << 18)):
+        warm = timed.mean_of(Op.MEAN, nbytes, 1, _REPEATS)
+        time.sleep(_SILENCE_S)
+        found[f"{name} warm"], found[f"{name} cold"] = warm, timed.mean_of(Op.MEAN, nbytes, 1, 1)
+    return found
+
+
+def _fitted(op: str, samples: Sequence[Sample], world_size: int) -> Cost:
+    """Take hops from the smallest messages, and a rate from a line through all sizes.
+
+    The line `seconds = c + bytes / rate` has the least sum of squared relative errors, so that small sizes
+    count as much as large ones.
+    """
+    own = [s for s in samples if s.op == op and s.at_once == 1]
+    count = hops(OPS[op], _SMALL_BYTES, world_size)
+    idle, busy = (
+        next(statistics.median(s.seconds) for s in own if s.nbytes == _SMALL_BYTES and s.busy is b) / count
+        for b in (False, True)
+    )
+    still = sorted((s for s in own if not s.busy), key=lambda s: s.nbytes)
+    sent = torch.tensor([wire_bytes(OPS[op], s.nbytes, world_size) for s in still], dtype=torch.float64)
+    taken = torch.tensor([statistics.median(s.seconds) for s in still], dtype=torch.float64)
+    ones = torch.ones_like(sent)
+    # Of bytes in units of the largest size: else the two columns would differ by nine digits.
+    line = torch.linalg.lstsq(
+        torch.stack([ones, sent / sent[-1]], 1) / taken[:, None], ones[:, None]
+    ).solution
+    slope = float(line[1]) / float(sent[-1])
+    rate = 1 / slope if slope > 0 else float(sent[-1] / taken[-1])
+    cpu = statistics.median(still[-1].cpu_s) / float(sent[-1])
+    return Cost(idle, max(idle, busy), rate, cpu)

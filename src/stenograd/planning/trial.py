@@ -1,0 +1,155 @@
+"""The user's training as the planner takes it: a model, its optimizer, some batches and a loss."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stenograd.errors import ConfigError, bad_value, first_line
+
+__all__ = ["Trial", "Work", "load_trial", "untouched"]
+
+_BATCHES = 4  # enough to see data-dependent methods differ, few enough to keep
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is trained, for `stenograd plan FILE.py:FUNCTION` and `stenograd.plan`.
+
+    Args:
+        model: the module; a copy of it is trained, on the device where it is.
+        optimizer: over the model's parameters.
+        batches: of one worker, any iterable; the first four are used, so an iterator loses those.
+        loss: `loss(model, batch)` returns the scalar to call `backward()` on.
+
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trial = Trial(model, optimizer, [torch.ones(2, 4)], lambda model, batch: model(batch).mean())
+        >>> trial.loss(trial.model, trial.batches[0]).shape
+        torch.Size([])
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterable[Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+
+
+class Work:
+    """A copy of a trial that may be trained.
+
+    Args:
+        trial: stays as it is.
+        batches: those of the trial that were taken, see `first_batches`.
+
+    Raises:
+        ConfigError: the model or the optimizer cannot be copied.
+    """
+
+    def __init__(self, trial: Trial, batches: list[Any]) -> None:
+        try:
+            self.model, self.optimizer = copy.deepcopy((trial.model, trial.optimizer))
+        except Exception as cause:  # whatever the user's modules do when they are copied
+            raise ConfigError(
+                f"model and optimizer must be copyable, got {first_line(cause)}: make them in the function "
+                "of FILE.py:FUNCTION and hand over nothing that was trained"
+            ) from cause
+        self._batches, self._loss, self._next = batches, trial.loss, 0
+        self.model.train()
+
+    def step(self) -> None:
+        """Take a training step."""
+        batch = self._batches[self._next % len(self._batches)]
+        self._next += 1
+        self.optimizer.zero_grad()
+        self._loss(self.model, batch).backward()
+        self.optimizer.step()
+
+    def idle_step(self) -> None:
+        """Take a step without the model's computing: gradients are zero, and hooks and schedules go on."""
+        self.optimizer.zero_grad()
+        held = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        torch.stack([(p * 0).sum().double() for p in held]).sum().backward()
+        self.optimizer.step()
+
+
+def first_batches(trial: Trial) -> list[Any]:
+    """Return the batches that are used.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = list(islice(trial.batches, _BATCHES))
+    if not found:
+        raise bad_value("batches", "must hold at least one batch", found, "give a list of some")
+    return found
+
+
+@contextmanager
+def untouched(trial: Trial) -> Iterator[None]:
+    """Put all random generators back as they were when a `with` block ends."""
+    devices = sorted({p.device.index or 0 for p in trial.model.parameters() if p.device.type == "cuda"})
+    kept = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+
+
+def load_trial(text: str) -> Trial:
+    """Call the function that `FILE.py:FUNCTION` or `package.module:FUNCTION` names.
+
+    Raises:
+        ConfigError: there is no such file, module or function, or it returns something else.
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon or not place or not name:
+        raise bad_value("the trial", "must be FILE.py:FUNCTION", text, "write train.py:build")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise bad_value("the trial", f"must name a function in {place}", name, "look at its spelling")
+    trial = make()
+    if not isinstance(trial, Trial):
+        kind = type(trial).__name__
+        raise bad_value(f"{name}()", "must return a stenograd.Trial", kind, "see docs/planning.md")
+    return trial
+
+
+def _from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise bad_value("the trial", "must name a file that exists", str(path), "look at its spelling")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look their module up
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _from_package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as cause:
+        raise bad_value("the trial", "must name a module that can be imported", name, "or FILE.py") from cause

@@ -1,0 +1,95 @@
+"""`stenograd plan`, `simulate` and `link` on the command line."""
+
+import json
+
+import pytest
+
+PLAN = (
+    "plan",
+    "--task",
+    "digits",
+    "--batch-size",
+    64,
+    "--workers",
+    2,
+    "--link",
+    "1mbit,0.1ms",
+    "--seconds",
+    1,
+)
+
+
+@pytest.fixture
+def planned(here, tmp_path):
+    """A plan for the run of `trained`, and what was printed."""
+    folder = tmp_path / "plan"
+    status, out, err = here(*PLAN, "--methods", "topk:ratio=0.05", "--out", folder)
+    assert (status, err) == (0, "")
+    return folder, out
+
+
+def test_a_plan_says_what_pays_and_keeps_it(planned, here):
+    """At 1 Mbit/s a dense step sends 287 kB in 2.3 s, top-k of 5 % a seventeenth of that."""
+    folder, out = planned
+    told = json.loads((folder / "plan.json").read_text())
+    assert told["method"] == "topk:ratio=0.05"
+    assert {p["method"] for p in told["predictions"]} == {"dense", "topk:ratio=0.05"}
+    assert "times as fast as dense, which is limited by bandwidth" in out
+    assert "is assumed, not measured" in out
+    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+    status, again, _ = here("plan", "--plan", folder / "plan.json", "--json")
+    assert status == 0
+    assert json.loads(again)["predictions"] == told["predictions"]
+
+
+def test_a_check_compares_with_a_run(planned, here, trained):
+    """The bytes agree to the byte; the time does within any tolerance that is large enough, and no other."""
+    folder, _ = planned
+    run, _ = trained
+    check = ("plan", "--plan", folder / "plan.json", "--check", run)
+    status, out, _ = here(*check, "--tolerance", 1e9)
+    assert status == 0
+    sent = next(line for line in out.splitlines() if "sent per step" in line)
+    assert "+0%" in sent
+    status, out, _ = here(*check, "--tolerance", 1e-9)
+    assert status == 1
+    assert "not as predicted, mostly by its" in out
+
+
+def test_a_plan_is_extrapolated(planned, here):
+    folder, _ = planned
+    arguments = ("simulate", folder / "plan.json", "--workers", "2..8", "--json")
+    status, out, err = here(*arguments)
+    assert (status, err) == (0, "")
+    points = json.loads(out)
+    assert [point["workers"] for point in points] == [2, 4, 8]
+    told = json.loads((folder / "plan.json").read_text())["predictions"]
+    for p in told:
+        assert points[0]["seconds"][p["method"]] == pytest.approx(p["seconds"][1])
+    status, out, _ = here(*arguments[:-1])
+    assert status == 0
+    assert "recorded with 2 workers" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*PLAN, "--accuracy", "perfect"), "accuracy must be one of exact, rounded, lossy"),
+        (("plan", "--workers", 2, "--link", "1gbps"), "write 1gbit"),
+        (("plan",), "give --link 1gbit,0.2ms and --workers"),
+        (("plan", "--trial", "x.py", "--link", "1gbit"), "must be FILE.py:FUNCTION"),
+        (("simulate", "nowhere.json"), "cannot be read as a plan"),
+        (("link",), "--workers must be at least 2 to measure a link"),
+    ],
+)
+def test_wrong_options_are_refused(here, arguments, message):
+    status, _, err = here(*arguments)
+    assert status == 2
+    assert message in err
+
+
+def test_a_link_is_measured_between_two_ranks(on_two_ranks, tmp_path):
+    path = tmp_path / "link.json"
+    out = on_two_ranks("link", "--seconds", 2, "--out", path)
+    assert "Link of 2 workers on one host" in out
+    assert json.loads(path.read_text())["measured"]

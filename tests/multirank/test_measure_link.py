@@ -1,0 +1,61 @@
+"""Measuring a link between real ranks, and the fit on samples that are known."""
+
+import json
+
+import pytest
+
+from stenograd.comm.driver import Driver
+from stenograd.errors import ConfigError
+from stenograd.planning.link import OPS, Sample, assumed, from_json, hops, load_link, wire_bytes
+from stenograd.planning.measure_link import _fitted, measure_link
+
+
+def _measured(rank, seconds):
+    found = measure_link(Driver.own(), seconds)
+    return found.as_json(), found.seconds
+
+
+def test_two_ranks_agree_on_what_they_measured(pool):
+    """One host: one rate each way; every collective was timed, alone, twice at once, and while computing."""
+    (first, taken), (second, _) = pool.run(2, _measured, 2.0)
+    for key in ("hosts", "up_bps", "down_bps", "costs"):
+        if key != "costs":
+            assert first[key] == second[key]
+    assert first["hosts"] == (0, 0)
+    assert first["up_bps"][0] > 1e6
+    samples = first["samples"]
+    assert {s["op"] for s in samples} == set(OPS)
+    assert {s["at_once"] for s in samples} == {1, 2}
+    assert any(s["busy"] for s in samples)
+    assert all(cost["hop_s"] > 0 and cost["bytes_per_s"] > 0 for cost in first["costs"].values())
+    assert from_json(json.loads(json.dumps(first))).as_json() == first
+    assert taken < 60
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_fit_finds_the_line_that_samples_lie_on(op):
+    """4 ranks, seconds = hops * 0.2 ms + bytes / 12.5 MB/s."""
+    sizes = [64, 1 << 12, 1 << 16, 1 << 20]
+
+    def seconds(nbytes):
+        return 2e-4 * hops(OPS[op], 64, 4) + wire_bytes(OPS[op], nbytes, 4) / 12.5e6
+
+    samples = [Sample(op, n, 1, (seconds(n),) * 3, (0.0,) * 3) for n in sizes]
+    samples.append(Sample(op, 64, 1, (2 * seconds(64),), (0.0,), True))
+    cost = _fitted(op, samples, 4)
+    assert cost.bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
+    assert cost.hop_s == pytest.approx(seconds(64) / hops(OPS[op], 64, 4))
+    assert cost.busy_hop_s == pytest.approx(2 * cost.hop_s)
+
+
+def test_a_link_needs_two_ranks_and_time():
+    with pytest.raises(ConfigError, match="at least 2"):
+        measure_link(Driver(), 10)
+
+
+def test_an_assumed_link_survives_a_file(tmp_path):
+    link = assumed("100mbit/20mbit,5ms", [0, 1])
+    assert link.bps == 20e6
+    path = tmp_path / "link.json"
+    path.write_text(json.dumps(link.as_json()))
+    assert load_link(path) == link
