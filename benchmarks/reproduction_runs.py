@@ -32,6 +32,7 @@ __all__ = ["Run", "measure"]
 
 _TIMEOUT_S = 120.0
 _LOSS_TIMEOUT_S = 20.0  # where a rank dies: those that are not its neighbours notice only after that
+_NOTICED = 4  # mixings after which every survivor has had the lost rank as a neighbour, up to 16 ranks
 _STILL = 24  # mixings at learning rate 0 after a loss, in which the mean of the ranks should stay
 
 
@@ -223,12 +224,12 @@ def _survive(rank: int, run: Run, data: Path | None, folder: Path) -> None:
         for indices in trainer.progress.batches(plan, rank):
             if taken == run.dies and rank == run.ranks - 2:
                 os._exit(9)
-            if taken == run.dies + 1:  # the mixing that noticed the loss has been made
+            if taken == run.dies + _NOTICED:  # before that, some ranks would ask the lost one for a mean
                 group["lr"] = 0.0
                 with sync.consensus():
                     start = _flat(trainer)
                 told["distance"] = float((_flat(trainer) - start).norm())
-            if taken == run.dies + 1 + _STILL:
+            if taken == run.dies + _NOTICED + _STILL:
                 group["lr"] = lr
                 with sync.consensus():
                     told["drift"] = float((_flat(trainer) - start).norm())

@@ -25,13 +25,12 @@ def earlier(folder: Path) -> dict[str, dict[str, Any]]:
         told = json.loads((folder / f"{name}.json").read_text())["results"]
         for rival, text in rivals.items():
             run, points = replace(_TEXT, method=text), told[rival]
-            payload = points[-1]["counted_bytes"] or points[-1]["host_bytes"]
+            counted = points[-1]["counted_bytes"]  # None for DDP, which does not count
             found[run.key] = {
                 "loss": points[-1]["eval_loss"],
                 "accuracy": points[-1]["accuracy"],
                 "steps": 1000,
-                "payload_bytes": payload,
-                "moved_bytes": payload,
+                **({} if counted is None else {"moved_bytes": counted}),
                 "curve": [[1000 * p["epoch"] / 5, p["eval_loss"], p["accuracy"]] for p in points],
                 "from": f"{name}.json",
             }
