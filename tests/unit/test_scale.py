@@ -68,6 +68,17 @@ def test_the_plans_own_size_gives_its_prediction(plan):
         assert same.seconds[prediction.method] == pytest.approx(prediction.seconds[1])
 
 
+@pytest.mark.parametrize(
+    ("step_s", "cores", "times"),
+    [(2e-3, 1.0, 2.0), (2e-3, 0.5, 1.0), (2e-3, 0.25, 1.0), (3e-3, 0.5, 1.5), (1e-3, 0.5, 1.0)],
+)
+def test_a_share_of_a_core_is_not_counted_twice(plan, step_s, cores, times):
+    """Steps of 1 ms of processor time: the replay doubles them on half a core, so the clock's 2 ms do not."""
+    profile = Profile((step_s,) * 5, (1e-3,) * 5, 1)
+    found = dataclasses.replace(plan, profile=profile, cores=cores)
+    assert found.slowness.at == pytest.approx((times,) * 3)
+
+
 class _Strict(HTMLParser):
     """Collects what a browser would trip over: tags that do not close in order, and names used twice."""
 

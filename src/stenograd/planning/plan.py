@@ -89,9 +89,12 @@ class Plan:
         """How much longer than recorded the slowest worker computes.
 
         A step waits for the slowest of N workers, so `P(all below t) = P(one below t)^N`. What a step took by
-        the clock beyond its processor time is what else ran on the machine.
+        the clock beyond its processor time is what else ran on the machine. Where a worker has less than a
+        core, the replay slows it by that, so it is taken out here as far as it was in what was measured.
         """
         by_cpu = np.array(self.profile.step_s) / float(np.median(self.profile.cpu_s))
+        usual = float(np.median(by_cpu))
+        by_cpu *= max(usual * min(self.cores, 1.0), min(usual, 1.0)) / usual
         low, middle, high = (float(np.quantile(by_cpu, q ** (1 / self.world_size))) for q in LEVELS)
         return Slowness((low, middle, high), float(np.median(by_cpu)))
 
