@@ -1,5 +1,6 @@
 """Hybrid sharding: FSDP2 inside a replica, our methods between replicas; four gloo ranks as 2 x 2."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.groups import as_group
+from stenograd.comm.groups import as_group, ranks_of
 from stenograd.comm.packing import pack, pack_rows
 from stenograd.comm.pending import All, Pending, Several
 from stenograd.comm.pipeline import Pipeline
@@ -192,7 +192,7 @@ class Driver:
         Raises:
             PeerLost: the survivors did not come, or the store that they would meet at was lost, too.
         """
-        kept = [rank for rank in dist.get_process_group_ranks(self.group) if rank not in lost]
+        kept = [rank for rank in ranks_of(self.group) if rank not in lost]
         start = time.perf_counter()
         try:
             group = make_group(self.group, kept, "without", 2 * self.timeout_s + 2 * _ROLL_CALL_S)
@@ -360,7 +360,7 @@ class Driver:
 
     def _lost(self, what: str, cause: RuntimeError, start: float) -> NoReturn:
         waited_s = time.perf_counter() - start
-        ranks = dist.get_process_group_ranks(self.group)
+        ranks = ranks_of(self.group)
         if self.presence is not None:
             absent = self.presence.absent(self._name, _ROLL_CALL_S)
         else:

@@ -43,5 +43,9 @@ def as_group(group: Any) -> Any:
 
 
 def ranks_of(group: Any) -> list[int]:
-    """Return the ranks of the whole world that are in a group, or in a `DeviceMesh` of one dimension."""
-    return list(dist.get_process_group_ranks(as_group(group)))
+    """Return the ranks of the whole world that are in a group, or in a `DeviceMesh` of one dimension.
+
+    Args:
+        group: None for all ranks, which torch 2.6 itself does not take.
+    """
+    return list(dist.get_process_group_ranks(as_group(group) if group is not None else dist.group.WORLD))
