@@ -64,7 +64,7 @@ def loss_curves(folder: Path, hosts: int) -> dict[str, Curve]:
     """Return the loss curves of trainings of so many ranks by rival; DDP's is that of `dense`."""
     results = json.loads((folder / "reproductions.json").read_text())["results"]
     runs = [family.run for family in GROUPS["curves"].families.values() if family.run.ranks == hosts]
-    done = {method(run.method).text: results.get(run.key, {}) for run in runs}
+    done = {_written(run.method): results.get(run.key, {}) for run in runs}
     return {(DDP if text == "dense" else text): r["curve"] for text, r in done.items() if "curve" in r}
 
 
@@ -75,10 +75,20 @@ def steps_of(folder: Path, hosts: int, rate: str) -> dict[str, dict[str, float]]
         told = json.loads((folder / f"{name}.json").read_text())
         taken = told["settings"]["steps"] * told["settings"]["epochs"]
         for rival, seen in told["results"].items():
-            text = rival if rival in (DDP, FLOOR) else method(rival).text
+            text = rival if rival in (DDP, FLOOR) else _written(rival)
             last = seen[-1]
             per_step[text] = {"seconds": last["seconds"] / taken, "host_bytes": last["host_bytes"] / taken}
     return per_step
+
+
+def _written(text: str) -> str:
+    """Return a method's text without the outer learning rate that DiLoCo has anyway.
+
+    Example:
+        >>> _written("diloco:every=30,outer_lr=0.7")
+        'diloco:every=30'
+    """
+    return method(text.replace(",outer_lr=0.7", "")).text
 
 
 def points(curve: Curve, step: Mapping[str, float]) -> list[dict[str, float]]:
@@ -86,12 +96,12 @@ def points(curve: Curve, step: Mapping[str, float]) -> list[dict[str, float]]:
 
     Example:
         >>> points([[100, 2.5, 0.3]], {"seconds": 0.5, "host_bytes": 10.0})
-        [{'seconds': 50.0, 'host_bytes': 1000.0, 'eval_loss': 2.5}]
+        [{'seconds': 50.0, 'host_bytes': 1000.0, 'eval_loss': 2.5, 'accuracy': 0.3}]
     """
     made = []
-    for taken, loss, _ in curve:
+    for taken, loss, accuracy in curve:
         spent = {name: taken * value for name, value in step.items()}
-        made.append({**spent, "eval_loss": loss})
+        made.append({**spent, "eval_loss": loss, "accuracy": accuracy})
     return made
 
 
