@@ -18,7 +18,7 @@ from stenograd.planning.program import Collective
 __all__ = ["Cluster", "Transfer", "cluster_of", "message_level", "ring_s"]
 
 _MESSAGE_LEVEL_RANKS = 16  # beyond, a closed form: the message level takes time with the square of the ranks
-# Between processes of one host; gloo on the machine of docs/planning.md, through the loopback device.
+# Between processes of one host, through the loopback device; chosen, not fitted.
 _INSIDE_BPS, _INSIDE_HOP_S = 1e10, 1e-4
 _DIRECT = "all-to-all"
 
