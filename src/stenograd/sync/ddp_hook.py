@@ -52,6 +52,7 @@ class DDPHook:
     ) -> None:
         self.method = how
         self.finite = True
+        self._group = ddp.process_group
         self._ddp = weakref.ref(ddp)  # which holds this hook where Python's garbage collector cannot look
         module: nn.Module = ddp.module
         self._driver = Driver.own(ddp.process_group, timeout_s=timeout_s)
@@ -95,7 +96,7 @@ class DDPHook:
     @property
     def group(self) -> Any:
         """DDP's process group."""
-        return self._model.process_group
+        return self._group
 
     @property
     def rank(self) -> int:
