@@ -4,5 +4,3 @@ from importlib.util import find_spec
 
 _MODULES = {"lightning": "lightning", "accelerate": "accelerate", "transformers": "transformers.py"}
 collect_ignore = [f"src/stenograd/{path}" for name, path in _MODULES.items() if find_spec(name) is None]
-if find_spec("pytorch_lightning") is not None and "src/stenograd/lightning" in collect_ignore:
-    collect_ignore.remove("src/stenograd/lightning")

@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts, parse_rate
-
+from stenograd.emulate.hosts import Hosts, parse_rate
 from stenograd.planning.plan import load_plan, predicted
 
 HERE = Path(__file__).parent

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts, HostsError
 from report import document, number, table, write
+
+from stenograd.emulate.hosts import Hosts, HostsError
 
 HERE = Path(__file__).parent
 FLOOR = "none"

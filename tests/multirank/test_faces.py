@@ -111,6 +111,44 @@ def test_a_closure_s_bad_gradient_costs_one_local_step(pool):
     assert torch.equal(broken, whole)
 
 
+class _Unusual(torch.optim.SGD):
+    """Its step takes a closure and something more, by position, or no closure but a number."""
+
+    def step(self, first=None, second=None):
+        self.got = (first() if callable(first) else first, second)
+        super().step()
+
+
+def test_other_arguments_of_a_step_arrive_as_they_were_given():
+    model = mlp(0)
+    optimizer = _Unusual(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, "topk"):
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step(lambda: 1.5, "tracker")
+        assert optimizer.got == (1.5, "tracker")
+        optimizer.step(0.25, second=3)
+        assert optimizer.got == (0.25, 3)
+    stenograd.shutdown()
+
+
+def _group_added_late(rank, world_size):
+    """An optimizer steps without the model's parameters, gets them, and meets a NaN."""
+    model = DistributedDataParallel(mlp(0))
+    other = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    with stenograd.ddp.register(model, "dense", timeout_s=30), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a step is skipped
+        optimizer.step()
+        optimizer.add_param_group({"params": list(model.parameters())})
+        before = flat(model)
+        _steps(model, optimizer, rank, world_size, 0, 1, bad=(0, 1))
+        return torch.equal(flat(model), before)
+
+
+def test_parameters_that_an_optimizer_gets_later_are_kept_from_bad_steps_too(pool):
+    assert pool.run(2, _group_added_late, 2) == [True, True]
+
+
 def _drifting(rank, world_size, face, repair):
     model, optimizer, sync = _attach(face, "sign", check_every=4, repair=repair)
     with sync:

@@ -235,6 +235,25 @@ def test_residuals_of_two_replicas_go_to_one(pool, tmp_path):
             torch.testing.assert_close(residual, owed)
 
 
+def _files(rank, folder):
+    """Traces and states of different shards do not take each other's place."""
+    mesh = _mesh()
+    model, optimizer, sync = _attached(mesh, "topk:ratio=0.1")
+    with sync:
+        with sync.trace(f"{folder}/trace.json"):
+            _step(model, optimizer, 0, rank)
+        keys = list(stenograd.PerRank(sync).state_dict())
+        with pytest.raises(stenograd.ConfigError, match="save_state"):
+            stenograd.save_checkpoint(folder, step=1, model=model, optimizer=optimizer, sync=sync)
+    return keys
+
+
+def test_every_shard_has_files_and_keys_of_its_own(pool, tmp_path):
+    keys = pool.run(4, _files, str(tmp_path), timeout_s=200)
+    assert sorted(k for (k,) in keys) == [f"rank{r}-shard{s}of2" for r in (0, 1) for s in (0, 1)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["trace-shard0of2.json", "trace-shard1of2.json"]
+
+
 def _refused(rank):
     mesh = _mesh()
     said = []

@@ -16,7 +16,7 @@ from stenograd.checkpoint.reshard import reshard_rank
 from stenograd.checkpoint.restoring import Stateful, load_parts, share_of
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
-from stenograd.errors import CheckpointError, bad_value
+from stenograd.errors import CheckpointError, ConfigError, bad_value
 from stenograd.launch.process_group import join
 
 __all__ = ["Loaded", "PerRank", "Stateful", "load_checkpoint", "save_checkpoint"]
@@ -86,7 +86,7 @@ def save_checkpoint(
         The manifest's path.
 
     Raises:
-        ConfigError: step or keep is out of range.
+        ConfigError: step or keep is out of range, or the model is sharded.
         CheckpointError: on every rank, if one lacks room or permission to write, or holds something that
             could not be loaded again (a NumPy number in `extra`); earlier checkpoints are unchanged.
         StenogradError: a part's `state_dict()` raised on a rank; raised on every rank.
@@ -108,6 +108,11 @@ def save_checkpoint(
         raise bad_value("step", "must be a whole number from 0", step, "give the number of steps taken")
     if keep < 1:
         raise bad_value("keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged")
+    if suffix_of(sync):
+        raise ConfigError(
+            "save_checkpoint needs a whole model on every rank, got one sharded by FSDP: save model and "
+            "optimizer with torch.distributed.checkpoint, and sync with stenograd.save_state(folder, sync)"
+        )
     path, driver = Path(folder), connected(group, timeout_s)
     # Whatever may fail on one rank alone runs in agree(): the others would wait for it until the timeout.
     agree(driver, lambda: make_folder(path))
@@ -225,26 +230,35 @@ class PerRank:
         """Return this rank's state under its key; to load from `saved_by` ranks, one state for each."""
         state = self.sync.state_dict()
         if self.saved_by in (None, state["world_size"]):
-            return {f"rank{state['rank']}": state}
+            return {self._key(state["rank"]): state}
         # DCP fills the tensors that it is given, so each saving rank needs tensors of its own.
         saved = ({"rank": rank, "world_size": self.saved_by} for rank in range(self.saved_by or 0))
-        return {f"rank{keys['rank']}": {**self.sync.state_dict(), **keys} for keys in saved}
+        return {self._key(keys["rank"]): {**self.sync.state_dict(), **keys} for keys in saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what DCP has read."""
         mine = self.sync.state_dict()
         rank, world_size = mine["rank"], mine["world_size"]
         if self.saved_by in (None, world_size):
-            self.sync.load_state_dict(state[f"rank{rank}"])
+            self.sync.load_state_dict(state[self._key(rank)])
             return
-        states = [state[f"rank{number}"] for number in range(self.saved_by or 0)]
+        states = [state[self._key(number)] for number in range(self.saved_by or 0)]
         self.sync.load_state_dict(reshard_rank(states, rank, world_size))
+
+    def _key(self, rank: int) -> str:
+        """Return the name of a rank's state; ranks that hold other shards of a model have other names."""
+        return f"rank{rank}{suffix_of(self.sync)}"
 
 
 def connected(group: Any, timeout_s: float) -> Driver:
     """Return the way to the other ranks of a group, after joining them where that has not happened yet."""
     join(timeout_s=timeout_s)
     return Driver(group, timeout_s=timeout_s)
+
+
+def suffix_of(sync: Any) -> str:
+    """Return what tells a sync's states from those of ranks that hold other shards of a model."""
+    return str(getattr(sync, "suffix", ""))
 
 
 def make_folder(folder: Path) -> None:

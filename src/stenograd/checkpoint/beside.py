@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stenograd.checkpoint.api import as_list, connected, make_folder
+from stenograd.checkpoint.api import as_list, connected, make_folder, suffix_of
 from stenograd.checkpoint.collective import read_set, write_set
 from stenograd.checkpoint.restoring import load_parts, share_of
 from stenograd.comm.agreement import agree
@@ -137,4 +137,4 @@ def load_state(
 
 def _place(folder: str | Path, name: str, sync: Any) -> Path:
     """Return where a state belongs; ranks that hold other shards of a model have a folder of their own."""
-    return Path(folder) / f"{name}{getattr(sync, 'suffix', '')}"
+    return Path(folder) / f"{name}{suffix_of(sync)}"

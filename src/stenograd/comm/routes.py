@@ -8,9 +8,8 @@ from stenograd.data.requests import REDUCTIONS, Op
 
 __all__ = ["Route", "route"]
 
-_MOST_DIRECT_BYTES = (
-    1 << 17
-)  # that all ranks gather; more is limited by the link, and a ring shares that better
+# That all ranks gather together; more is limited by the link, and a ring shares that better.
+_MOST_DIRECT_BYTES = 1 << 17
 _FEWEST_DIRECT_RANKS = 3  # two ranks are a ring of one hop anyway
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stenograd.catalog.method import Method, method, methods
 from stenograd.checkpoint.beside import load_state, save_state
@@ -27,7 +25,6 @@ __all__ = [
     "MARK",
     "Attachment",
     "Choice",
-    "Closures",
     "copied",
     "drop_others",
     "folder_of",
@@ -185,54 +182,6 @@ class Attachment:
     def _put(self, values: Iterable[Tensor]) -> None:
         for target, value in zip(self._tensors(), values, strict=True):
             target.copy_(value)
-
-
-class Closures:
-    """Lets optimizers evaluate their closure before they begin to step.
-
-    Lightning hands the forward and backward pass to `optimizer.step` as a closure. What looks at gradients
-    when a step begins (skipping one after a bad exchange, mixing by gossip) would then see those of the step
-    before. The first evaluation is done before all other hooks and handed on; later ones, as LBFGS makes,
-    happen where the optimizer asks for them.
-
-    Make it before anything else hooks into steps, because torch calls such hooks in order of registration,
-    those for all optimizers first.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(1))
-        >>> optimizer, said = torch.optim.SGD([weight], lr=0.1), []
-        >>> closures = Closures()
-        >>> closures.watch([optimizer])
-        >>> _ = optimizer.register_step_pre_hook(lambda *_: said.append("step"))
-        >>> optimizer.step(lambda: said.append("closure"))
-        >>> said
-        ['closure', 'step']
-        >>> closures.close()
-    """
-
-    def __init__(self) -> None:
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        optimizers = self._optimizers
-
-        def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Any:
-            closure = given.get("closure", args[1] if len(args) > 1 else None)
-            if closure is None or optimizer not in optimizers:
-                return None
-            with torch.enable_grad():
-                first = [closure()]
-            again = lambda: first.pop() if first else closure()  # noqa: E731
-            return (args[0],), {**given, "closure": again}
-
-        self._handle = register_optimizer_step_pre_hook(before)
-        weakref.finalize(self, self._handle.remove).atexit = False
-
-    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Do so for these optimizers."""
-        self._optimizers.update(optimizers)
-
-    def close(self) -> None:
-        """Leave all optimizers as they were."""
-        self._handle.remove()
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from stenograd.lightning.attachment import (
     MARK,
     Attachment,
     Choice,
-    Closures,
     copied,
     drop_others,
     load_all,
@@ -78,7 +77,6 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
         super().__init__(**ddp_options)
         self._choice.refuse(self._ddp_kwargs)
         self._attached: list[Attachment] = []
-        self._closures: Closures | None = None
         if self._choice.in_rounds:
             self._backward_sync_control = _RoundsControl(self._attached)
 
@@ -109,7 +107,6 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
                 f"{self._choice.method} needs the model and its optimizers together: call "
                 "fabric.setup(model, optimizer)"
             )
-        self._watch([])
         ddp = super().setup_module(module)
         self._attached.append(self._choice.on_ddp(ddp))
         return ddp
@@ -120,14 +117,8 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
         """Attach the method to a model and its optimizers."""
         if not self._choice.in_rounds:
             return tuple(super().setup_module_and_optimizers(module, optimizers, *rest))
-        self._watch(optimizers)
         self._attached.append(self._choice.on_module(module, optimizers))
         return (module, list(optimizers), *rest)
-
-    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Follow an optimizer's steps."""
-        self._watch([optimizer])
-        return super().setup_optimizer(optimizer)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return a model's state, for methods in rounds the consensus; all ranks call it."""
@@ -156,11 +147,6 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
         if self._attached and isinstance(state, Mapping) and _holds_optimizer(state):
             load_all(self._attached, path, rest.pop(MARK, None))
         return rest
-
-    def _watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if self._closures is None:
-            self._closures = Closures()  # before the method's hooks
-        self._closures.watch(optimizers)
 
 
 class _RoundsControl:

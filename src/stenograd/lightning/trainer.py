@@ -15,7 +15,6 @@ from stenograd.lightning.attachment import (
     MARK,
     Attachment,
     Choice,
-    Closures,
     copied,
     drop_others,
     load_all,
@@ -91,7 +90,6 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
         super().__init__(**ddp_options)
         self._choice.refuse(self._ddp_kwargs)
         self._attached: Attachment | None = None
-        self._closures: Closures | None = None
         self._fitting = False
         self._loaded_path: Any = None
 
@@ -115,14 +113,9 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
         self._fitting = trainer.state.fn == pytorch.trainer.states.TrainerFn.FITTING
         if self._fitting:
             self._close()
-            self._closures = Closures()  # before the method's hooks
         super().setup(trainer)
-        if not self._fitting:
-            return
-        if self._choice.in_rounds:
+        if self._fitting and self._choice.in_rounds:
             self._attached = self._choice.on_module(self.lightning_module, self.optimizers)
-        assert self._closures is not None  # made above
-        self._closures.watch(self.optimizers)
 
     def configure_ddp(self) -> None:
         """Wrap the model, but for methods in rounds."""
@@ -219,9 +212,6 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
         if self._attached is not None:
             self._attached.close()
             self._attached = None
-        if self._closures is not None:
-            self._closures.close()
-            self._closures = None
 
 
 register_names(pytorch.strategies.StrategyRegistry.register, StenogradStrategy)

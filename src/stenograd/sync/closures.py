@@ -29,13 +29,14 @@ def evaluated(args: Sequence[Any], given: Mapping[str, Any]) -> Changed:
         >>> said, changed["closure"](), said
         (['evaluated'], 1.5, ['evaluated'])
     """
-    closure = given.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
+    named = "closure" in given
+    closure = given["closure"] if named else args[1] if len(args) > 1 else None
+    if not callable(closure):  # an optimizer of one's own may take something else
         return None
     with torch.enable_grad():
         first = [closure()]
     again = lambda: first.pop() if first else closure()  # noqa: E731
-    return (args[0],), {**given, "closure": again}
+    return (tuple(args), {**given, "closure": again}) if named else ((args[0], again, *args[2:]), dict(given))
 
 
 def after_closure(act: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Changed]:

@@ -299,12 +299,18 @@ class DDPHook:
             self._guard.check(self.step)
 
     def _moves(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer holds parameters of this model."""
-        if optimizer not in self._optimizers:
+        """Return whether an optimizer holds parameters of this model; looked up again after a bad exchange.
+
+        It may have got a group of them since, and then its step must not apply what is not finite.
+        """
+        known = self._optimizers.get(optimizer)
+        if known is None or (known == -1 and not self.finite):
             held = (p for g in optimizer.param_groups for p in g["params"])
-            if not any(id(p) in self._names for p in held):
-                self._optimizers[optimizer] = -1
-        return self._optimizers.get(optimizer) != -1
+            if any(id(p) in self._names for p in held):
+                self._optimizers.pop(optimizer, None)
+                return True
+            known = self._optimizers[optimizer] = -1
+        return known != -1
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,10 +125,12 @@ class ShardedSync(GradientSync):
         super().__init__(Shards(self._sharded), bare, chosen, group=group, timeout_s=timeout_s, **options)
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
-        """Trace what a `with` block does, on the ranks that hold the same shards; see `Tracing`.
+        """Trace what a `with` block does, a file for each shard; see `Tracing`.
 
-        Each rank of a replica needs a path of its own.
+        "trace.json" becomes "trace-shard0of2.json" with the ranks that hold the first shards, and so on.
         """
+        own = Path(path)
+        path = str(own.with_name(f"{own.stem}{self.suffix}{own.suffix}"))
         return Tracing(path, self._drivers(), self._sharded, self._optimizers, max_events=max_events)
 
     def join(self, **_: Any) -> AbstractContextManager[Any]:
@@ -137,6 +140,11 @@ class ShardedSync(GradientSync):
             ConfigError: always.
         """
         raise ConfigError("a sharded model (FSDP) needs as many batches on every rank: cut the longer ones")
+
+    def refresh(self) -> None:
+        """Find the parameters anew, on every rank alike; needed after unfreezing some."""
+        super().refresh()
+        self._sparse = self._row  # type: ignore[assignment]
 
     def close(self) -> None:
         """Detach from model and optimizer; safe to call twice."""
@@ -186,7 +194,6 @@ class ShardedSync(GradientSync):
     def _end_pass(self) -> None:
         for shard in self._parameters.values():
             self._mirror(shard)
-        self._sparse = self._row  # type: ignore[assignment]
         super()._end_pass()
 
     @torch.no_grad()
