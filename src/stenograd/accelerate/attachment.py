@@ -20,7 +20,6 @@ from stenograd.catalog.method import method as parse
 from stenograd.checkpoint.beside import MissingState, load_state, save_state
 from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, StenogradError, bad_value
-from stenograd.schedules.schedule import What
 from stenograd.sync.ddp_register import register
 from stenograd.sync.distribute import distribute
 from stenograd.sync.handshake import unwrapped
@@ -107,7 +106,7 @@ class Attachment:
         self._waiting: list[nn.Module] = []  # prepared without an optimizer so far
         self._freed: list[_Attached] = []  # by free_memory; a Trainer calls it before each training
         self._folder = ""
-        self.rounds = method.schedule.what is not What.GRADIENTS
+        self.rounds = not method.averages_gradients
         wraps = accelerator.multi_device or accelerator.distributed_type == DistributedType.MULTI_CPU
         if wraps and not self.rounds:
             accelerator.ddp_handler = _handler(self, accelerator.ddp_handler)

@@ -109,6 +109,11 @@ class Method:
         return self.text
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether ranks exchange gradients and stay replicas; otherwise their parameters differ in between."""
+        return self.schedule.what is What.GRADIENTS
+
+    @property
     def clips(self) -> bool:
         """Whether this rank's tensors are clipped before they are compressed."""
         return self.clip_value is not None or self.clip_norm is not None

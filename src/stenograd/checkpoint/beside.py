@@ -14,7 +14,6 @@ from stenograd.checkpoint.collective import read_set, write_set
 from stenograd.checkpoint.restoring import load_parts, share_of
 from stenograd.comm.agreement import agree
 from stenograd.errors import CheckpointError, ConfigError
-from stenograd.schedules.schedule import What
 
 __all__ = ["MissingState", "load_state", "save_state"]
 
@@ -70,7 +69,7 @@ def save_state(
         ('stenograd', 'checkpoint-step0.json')
         >>> sync.close(); stenograd.shutdown()
     """
-    if sync.method.schedule.what is not What.GRADIENTS and (model is None or optimizer is None):
+    if not sync.method.averages_gradients and (model is None or optimizer is None):
         raise ConfigError(
             f"save_state needs the model and the optimizer with {sync.method}, whose ranks have parameters "
             "of their own between rounds: pass model=model, optimizer=optimizer"

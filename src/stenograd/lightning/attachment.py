@@ -17,7 +17,6 @@ from stenograd.catalog.method import Method, method, methods
 from stenograd.checkpoint.beside import load_state, save_state
 from stenograd.compression.contract import Compressor
 from stenograd.errors import CheckpointError, ConfigError
-from stenograd.schedules.schedule import What
 from stenograd.sync.ddp_register import register
 from stenograd.sync.distribute import distribute
 
@@ -67,7 +66,7 @@ class Choice:
     @property
     def in_rounds(self) -> bool:
         """Whether ranks train by themselves between exchanges, so that DDP cannot carry the method."""
-        return self.method.schedule.what is not What.GRADIENTS
+        return not self.method.averages_gradients
 
     def refuse(self, options: Mapping[str, Any]) -> None:
         """Refuse options of DistributedDataParallel where the model is not wrapped in it.
@@ -122,7 +121,7 @@ class Attachment:
     @property
     def in_rounds(self) -> bool:
         """Whether the ranks' parameters differ between exchanges."""
-        return self.sync.method.schedule.what is not What.GRADIENTS
+        return not self.sync.method.averages_gradients
 
     def show(self) -> None:
         """Put the consensus of all ranks in place, until `hide()`; all ranks call it."""

@@ -18,7 +18,6 @@ from stenograd.comm.step_end import Outcome
 from stenograd.compression.contract import Compressor
 from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
-from stenograd.schedules.schedule import What
 from stenograd.sync.filling import Slot
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.handshake import as_optimizers, named, synced_parameters, unwrapped
@@ -102,7 +101,7 @@ class ShardedSync(GradientSync):
         **options: Any,
     ) -> None:
         chosen = method(how)
-        if chosen.schedule.what is not What.GRADIENTS:
+        if not chosen.averages_gradients:
             raise MethodError(
                 f"a sharded model (FSDP) cannot be trained with {chosen}: its ranks hold shards, not "
                 "replicas of their own. Use a method that averages gradients in every step, such as topk"
