@@ -24,7 +24,7 @@ from torch import Tensor
 from stenograd import method, tasks
 from stenograd.cli.loop import Trainer
 from stenograd.cli.options import Options
-from stenograd.cli.plan import Plan, make_plan
+from stenograd.cli.setup import Setup, make_setup
 from stenograd.comm.driver import Driver
 from stenograd.testing.pool import RankPool, RanksFailed
 
@@ -173,19 +173,19 @@ def _enter(run: Run, data: Path | None) -> Trainer:
         shards=shards,
         timeout_s=_LOSS_TIMEOUT_S if run.dies else _TIMEOUT_S,
     )
-    return Trainer(_changed(make_plan(options, dist.get_world_size()), run), method(run.method), Driver())
+    return Trainer(_changed(make_setup(options, dist.get_world_size()), run), method(run.method), Driver())
 
 
-def _changed(plan: Plan, run: Run) -> Plan:
+def _changed(setup: Setup, run: Run) -> Setup:
     """Apply what the command line has no option for."""
-    recipe = plan.recipe
+    recipe = setup.recipe
     if run.sgd:
         floor = None if recipe.min_lr is None else recipe.lr / 10
         recipe = replace(recipe, optimizer="sgd", momentum=run.momentum or 0.0, min_lr=floor)
     if run.steps:
         recipe = replace(recipe, steps_per_epoch=run.steps)
-    task = _ByClass() if run.by_class else plan.task
-    return replace(plan, recipe=recipe, task=task, steps=run.steps or plan.steps)
+    task = _ByClass() if run.by_class else setup.task
+    return replace(setup, recipe=recipe, task=task, steps=run.steps or setup.steps)
 
 
 def _without_one(pool: RankPool, run: Run, data: Path | None) -> dict[str, Any]:
