@@ -110,7 +110,7 @@ class Method:
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether ranks exchange gradients and stay replicas; otherwise their parameters differ in between."""
+        """Whether ranks exchange gradients and stay replicas; else their parameters differ in between."""
         return self.schedule.what is What.GRADIENTS
 
     @property
