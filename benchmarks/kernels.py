@@ -44,7 +44,7 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
     places, values = sparse[0]
     packed, coded = dispatch.pack_places(places, n), dispatch.pack_values(values, "int8")
     rare = x * (torch.rand(n, generator=g) < 0.005)
-    small = [t[:100].clone() for t in (x, lost)]
+    few, kept = x[:100].clone(), lost[:100].clone()
     return {
         "copy_": lambda: out.copy_(x),
         "top-k 1 %: encode with feedback": lambda: dispatch.select_feedback(x, r, k),
@@ -62,12 +62,12 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
         "values 1 % as int8: unpack": lambda: dispatch.unpack_values(coded, "int8", k),
         "finite check": lambda: not_finite(x),
         "torch.aminmax": lambda: torch.aminmax(x),
-        "100 elements, 100 times: top-k encode": hundred(lambda: dispatch.select_feedback(*small, 1)),
+        "100 elements, 100 times: top-k encode": hundred(lambda: dispatch.select_feedback(few, kept, 1)),
         "100 elements, 100 times: sign encode": hundred(
-            lambda: dispatch.sign_encode_feedback(*small, 1024, [100])
+            lambda: dispatch.sign_encode_feedback(few, kept, 1024, [100])
         ),
         "100 elements, 100 times: qsgd encode": hundred(
-            lambda: dispatch.qsgd_encode_feedback(*small, 4, 512, [100], 1)
+            lambda: dispatch.qsgd_encode_feedback(few, kept, 4, 512, [100], 1)
         ),
     }, lambda: r.copy_(lost)
 

@@ -139,7 +139,7 @@ def _train(rank: int, run: Run, data: Path | None) -> dict[str, Any]:
     trainer = _enter(run, data)
     rows = []
     try:
-        for epoch in range(1, (run.stop or trainer.plan.epochs) + 1):
+        for epoch in range(1, (run.stop or trainer.setup.epochs) + 1):
             rows.append(trainer.run_epoch(epoch))
     finally:
         trainer.sync.close()
@@ -216,12 +216,12 @@ def _survive(rank: int, run: Run, data: Path | None, folder: Path) -> None:
     """
     warnings.simplefilter("ignore")  # the one that tells of the loss
     trainer = _enter(run, data)
-    sync, plan, taken, told = trainer.sync, trainer.plan, 0, {}
+    sync, setup, taken, told = trainer.sync, trainer.setup, 0, {}
     group = trainer.optimizer.param_groups[0]
     lr, start = group["lr"], torch.zeros(0)
-    for epoch in range(1, plan.epochs + 1):
+    for epoch in range(1, setup.epochs + 1):
         trainer.begin_epoch(epoch)
-        for indices in trainer.progress.batches(plan, rank):
+        for indices in trainer.progress.batches(setup, rank):
             if taken == run.dies and rank == run.ranks - 2:
                 os._exit(9)
             if taken == run.dies + _NOTICED:  # before that, some ranks would ask the lost one for a mean
@@ -243,7 +243,7 @@ def _survive(rank: int, run: Run, data: Path | None, folder: Path) -> None:
 
 
 def _step(trainer: Trainer, indices: Tensor) -> None:
-    task = trainer.plan.task
+    task = trainer.setup.task
     trainer.optimizer.zero_grad()
     loss, _, _ = task.loss(trainer.model, *task.train_batch(indices))
     loss.backward()
@@ -258,6 +258,6 @@ def _flat(trainer: Trainer) -> Tensor:
 @torch.no_grad()
 def _evaluate(trainer: Trainer) -> tuple[float, float]:
     """Return loss and accuracy on all evaluation samples: the ranks that would share them may be lost."""
-    task = trainer.plan.task
+    task = trainer.setup.task
     loss, correct, count = task.loss(trainer.model, *task.eval_batch(torch.arange(task.eval_size)))
     return loss.item(), correct / count

@@ -129,7 +129,7 @@ class _Centred(torch.autograd.Function):
         return x - total / (len(x) * dist.get_world_size())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """Differentiate the sum of all ranks' losses, to which this rank's rows add by the mean."""
         total = gradient.sum(0)
         dist.all_reduce(total)
