@@ -227,6 +227,9 @@ def methods(
 def doctor() -> int:
     """Show versions, devices and launcher, and try an all-reduce between two processes.
 
+    Started by a launcher, such as torchrun --no-python or srun, its ranks try it between them, time every
+    network interface that all hosts have, and say which one to export.
+
     The exit status is 0 if training with several workers can work here, else 1.
     """
     from stenograd.cli.doctor import run

@@ -1,12 +1,17 @@
-"""`stenograd doctor`: what is installed, what the machine has, and whether two processes can talk."""
+"""`stenograd doctor`: what is installed, what the machine has, and whether processes can talk.
+
+Under a launcher its ranks look at the network between them as well.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -14,8 +19,10 @@ import stenograd
 from stenograd.cli.table import show
 from stenograd.comm.driver import Driver
 from stenograd.data.requests import mean
-from stenograd.errors import StenogradError
-from stenograd.launch.process_group import backends, detect, init, shutdown
+from stenograd.errors import StenogradError, first_line
+from stenograd.launch.interfaces import Reach, best, time_interfaces
+from stenograd.launch.network import GLOO_INTERFACE
+from stenograd.launch.process_group import backends, detect, init, meet, shutdown
 
 __all__ = ["run", "try_all_reduce"]
 
@@ -30,7 +37,16 @@ sys.exit(run_local([sys.executable, "-c", child], 2, timeout_s=30))
 
 
 def run() -> int:
-    """Print the findings, and return 0 if an all-reduce between two processes works, else 1."""
+    """Print the findings, and return 0 if an all-reduce works, else 1.
+
+    The all-reduce is between the ranks of the launch, or between two processes where there is no launcher.
+    """
+    try:
+        launched = detect(os.environ).world_size > 1
+    except StenogradError:
+        launched = False  # told in the row about the launcher
+    if launched:
+        return _run_launched()
     problem = _all_reduce_problem()
     found = {**_versions(), **_machine(), "launcher": _launcher()}
     show(("what", "found"), [*found.items(), ("all-reduce of 2 processes", problem or "works")])
@@ -49,6 +65,63 @@ def try_all_reduce() -> None:
     shutdown()
     if not bool((average == expected).all()):
         raise StenogradError(f"the average must be {expected}, got {average[0].item()}: check the network")
+
+
+def _run_launched() -> int:
+    """Time the interfaces between the ranks, choose one, and average over it; rank 0 prints."""
+    world, store = meet(timeout_s=_LIMIT_S)
+    found = time_interfaces(store, world)
+    chosen = best(found)
+    if chosen is not None:
+        os.environ.setdefault(GLOO_INTERFACE, chosen.name)
+    try:
+        try_all_reduce()
+        problem = None
+    except StenogradError as error:
+        problem = first_line(error)
+    versions = _versions()
+    store.set(f"doctor/{world.rank}", json.dumps([problem, versions]))
+    told = [json.loads(store.get(f"doctor/{rank}")) for rank in range(world.world_size)]
+    failed = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
+    if world.rank == 0:
+        differ = [name for name in versions if len({str(theirs.get(name)) for _, theirs in told}) > 1]
+        show(("what", "found"), [*{**versions, **_machine(), "launcher": _launcher()}.items()])
+        show(
+            ("interface", "address of rank 0", "pairs of hosts", "round trip, ms", "Mbit/s", "problem"),
+            [_interface_row(one) for one in found],
+        )
+        for name in differ:
+            print(f"{name} differs: {', '.join(sorted({str(theirs.get(name)) for _, theirs in told}))}")
+        print(_advice(found, chosen))
+        print(
+            f"all-reduce of {world.world_size} ranks over {os.environ.get(GLOO_INTERFACE, 'the default')}: ",
+            end="",
+        )
+        print("; ".join(failed[:3]) or "works", flush=True)
+    # Rank 0 may host the store: it leaves when the others have read.
+    store.set(f"doctor/read/{world.rank}", "")
+    if world.rank == 0:
+        store.wait([f"doctor/read/{rank}" for rank in range(world.world_size)])
+    return 1 if failed else 0
+
+
+def _interface_row(one: Reach) -> tuple[str, ...]:
+    whole = f"{one.pairs - one.failed} of {one.pairs}"
+    if one.failed == one.pairs:
+        return one.name, one.address, whole, "", "", one.reason
+    return one.name, one.address, whole, f"{one.rtt_ms:.2f}", f"{one.mbit_s:,.0f}", one.reason
+
+
+def _advice(found: Sequence[Reach], chosen: Reach | None) -> str:
+    """Return what to export, or what to look for."""
+    if chosen is None:
+        tried = f"none of {', '.join(one.name for one in found)}" if found else "no common interface"
+        return f"{tried} connects all hosts: open the ports between them, or give interfaces equal names"
+    if chosen.address.startswith("127."):
+        return "All ranks are on one host: they use the loopback interface, and nothing need be exported."
+    names = [GLOO_INTERFACE, *(["NCCL_SOCKET_IFNAME"] if backends()["nccl"] else [])]
+    line = " ".join(f"{name}={chosen.name}" for name in names)
+    return f"The fastest interface that connects all hosts is {chosen.name}. On every host: export {line}"
 
 
 def _all_reduce_problem() -> str | None:

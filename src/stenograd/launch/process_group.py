@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import importlib.util
 import os
 import time
 from collections.abc import Sequence
@@ -20,9 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
     Store,
-    TCPStore,
 )
-from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from stenograd.errors import LaunchError, bad_value, first_line
 from stenograd.launch.barrier import gather_ranks, introduce, store_errors, unmarked_ranks
@@ -32,13 +29,13 @@ from stenograd.launch.local_workers import TIMEOUT_VARIABLE, run_local
 from stenograd.launch.network import (
     GLOO_INTERFACE,
     address_towards,
-    await_port,
     bounded,
     own_address,
     use_loopback,
 )
 from stenograd.launch.rendezvous import Meeting, meeting_point
 from stenograd.launch.restarts import agree_on_start
+from stenograd.launch.stores import agent_has_store, store_through_mpi, tcp_store
 
 __all__ = [
     "Absent",
@@ -50,6 +47,7 @@ __all__ = [
     "go_on_without",
     "init",
     "join",
+    "meet",
     "roll_call",
     "run_local",
     "shutdown",
@@ -123,10 +121,8 @@ def init(
         return session.place.world if session is not None else _joined_world()
     limit_s = _timeout_s(timeout_s)
     deadline = time.monotonic() + limit_s
-    world = detect(os.environ)
-    place = _open_store(meeting_point(world, os.environ), world, deadline)
-    if place.start is None:  # torchrun's agents keep one store over restarts, so keys must differ
-        place.start = agree_on_start(place.store, world, limit_s, deadline) if _agent_has_store() else "0"
+    place = _meet(limit_s, deadline)
+    world = place.world
     store = PrefixStore(f"stenograd/{place.start}/{place.inits}", place.store)
     place.inits += 1
     detector = _start_detector(store, world, place.rendezvous)
@@ -143,6 +139,16 @@ def init(
         raise
     _session = _Session(place, store, chose_interface, detector)
     return world
+
+
+def meet(*, timeout_s: float | None = None) -> tuple[World, Store]:
+    """Meet the other ranks in a store, without connecting to them: for looking into why `init` fails.
+
+    All ranks must call it. Where ranks do not come, the store's own error says so.
+    """
+    limit_s = _timeout_s(timeout_s)
+    place = _meet(limit_s, time.monotonic() + limit_s)
+    return place.world, PrefixStore(f"stenograd/{place.start}/met", place.store)
 
 
 def join(*, timeout_s: float | None = None) -> World:
@@ -248,10 +254,6 @@ def _start_detector(store: Store, world: World, where: Meeting) -> Presence | No
     return detector
 
 
-def _agent_has_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _own_session() -> _Session | None:
     """Return the session if this process made it, and not its parent before a fork."""
     return _session if _session is not None and _session.place.pid == os.getpid() else None
@@ -282,6 +284,14 @@ def _timeout_s(timeout_s: float | None) -> float:
     return value
 
 
+def _meet(limit_s: float, deadline: float) -> _Place:
+    world = detect(os.environ)
+    place = _open_store(meeting_point(world, os.environ), world, deadline)
+    if place.start is None:  # torchrun's agents keep one store over restarts, so keys must differ
+        place.start = agree_on_start(place.store, world, limit_s, deadline) if agent_has_store() else "0"
+    return place
+
+
 def _open_store(where: Meeting, world: World, deadline: float) -> _Place:
     """Open the store at the rendezvous, or return the one that an earlier `init` opened there."""
     global _place
@@ -293,63 +303,13 @@ def _open_store(where: Meeting, world: World, deadline: float) -> _Place:
     elif where.kind == "file":
         store = FileStore(where.path, -1)  # -1: the store does not remove its file; rank 0 does, at exit
     elif where.kind == "mpi":
-        store = _store_through_mpi(world, deadline)
+        store = store_through_mpi(world, deadline)
     else:
-        store = _tcp_store(where.host, where.port, world, deadline)
+        store = tcp_store(where.host, where.port, world, deadline)
     if _place is None:
         atexit.register(_at_exit)
     _place = _Place(where, world, store)
     return _place
-
-
-def _tcp_store(host: str, port: int, world: World, deadline: float) -> Store:
-    """Host the store on rank 0 and connect to it from the others; under torchrun the agent hosts it."""
-    hosting = world.rank == 0 and not _agent_has_store()
-    remaining_s = max(1.0, deadline - time.monotonic())
-    timeout = timedelta(seconds=remaining_s)
-
-    def connect() -> Store:
-        if _agent_has_store():
-            store: Store = next(torch_rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
-            return store
-        return TCPStore(host, port, world.world_size, hosting, timeout, False, True)
-
-    try:
-        if not hosting:  # torch's own wait for the port prints pages of C++ frames when it fails
-            await_port(host, port, deadline)
-        return bounded(connect, remaining_s)
-    except TimeoutError:  # another program's server accepts connections and never answers
-        reason = f"does not answer as rank 0's store within {remaining_s:.0f} s"
-    except Exception as error:
-        reason = first_line(error)
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            reason = "is in use by another program"
-    raise LaunchError(
-        f"rank {world.rank} of {world.world_size} cannot meet the others at {host}:{port}, which {reason}: "
-        f"MASTER_ADDR must be rank 0's host and MASTER_PORT a port that is free there and open to all ranks"
-    )
-
-
-def _store_through_mpi(world: World, deadline: float) -> Store:
-    """Open a port on rank 0 and send it to the others through MPI, since `mpiexec` gives ranks no address."""
-    if importlib.util.find_spec("mpi4py") is None:
-        raise LaunchError(
-            "mpiexec started ranks on several hosts and gave them no address of rank 0: export MASTER_ADDR "
-            "(rank 0's host) and MASTER_PORT (a free port there), or install stenograd[mpi]"
-        )
-    comm = importlib.import_module("mpi4py.MPI").COMM_WORLD
-    if comm.Get_size() != world.world_size:
-        raise LaunchError(
-            f"mpi4py sees {comm.Get_size()} ranks, the launcher started {world.world_size}: "
-            "use the mpiexec of the MPI library that mpi4py uses, or export MASTER_ADDR and MASTER_PORT"
-        )
-    if world.rank != 0:
-        host, port = comm.bcast(None, root=0)
-        return _tcp_store(host, port, world, deadline)
-    timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    store = TCPStore("localhost", 0, world.world_size, True, timeout, False)
-    comm.bcast((own_address(), store.port), root=0)
-    return store
 
 
 def _make_group(

@@ -1,0 +1,132 @@
+"""`stenograd doctor` under a launcher: interfaces between emulated hosts, good ones and traps."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from cli_process import clean_env
+
+from stenograd.emulate.hosts import Hosts, why_not
+from stenograd.emulate.namespaces import names
+from stenograd.launch.interfaces import Reach, best, interfaces, time_interfaces
+
+REASON = why_not()
+
+
+class _Store(dict):
+    """The part of a store that is needed, for threads."""
+
+    def __init__(self):
+        self.set_ = threading.Condition()
+
+    def set(self, key, value):
+        with self.set_:
+            self[key] = value.encode()
+            self.set_.notify_all()
+
+    def get(self, key):
+        with self.set_:
+            assert self.set_.wait_for(lambda: key in self, timeout=30)
+            return self[key]
+
+
+class _World:
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+
+
+def _together(count):
+    store, found = _Store(), {}
+
+    def run(rank):
+        found[rank] = time_interfaces(store, _World(rank, count))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found[rank] for rank in range(count)]
+
+
+@pytest.mark.skipif("lo" not in interfaces(), reason="needs Linux")
+def test_ranks_of_one_host_are_timed_over_loopback():
+    one, two, three = _together(3)
+    assert one == two == three
+    assert [(r.name, r.failed, r.pairs, r.reason) for r in one] == [("lo", 0, 2, "")]
+    assert 0 < one[0].rtt_ms < 1000
+    assert one[0].mbit_s > 10
+
+
+def test_hosts_of_every_number_take_turns(monkeypatch):
+    """Three hosts in a ring have three pairs; one that nobody answers costs its pairs only."""
+    here = threading.local()
+    monkeypatch.setattr("stenograd.launch.interfaces._host", lambda: f"host{threading.get_ident()}")
+    monkeypatch.setattr(
+        "stenograd.launch.interfaces.interfaces",
+        lambda: {"eth0": here.at.replace("10", "20", 1), "ib0": here.at},
+    )
+    real = socket.create_connection
+
+    def connect(address, timeout, source):
+        if address[0] == "10.0.0.2":
+            raise OSError("no route")
+        return real(("127.0.0.1", address[1]), timeout)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    store, found = _Store(), {}
+
+    def run(rank):
+        here.at = f"10.0.0.{rank}"
+        found[rank] = time_interfaces(store, _World(rank, 3))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0] == found[1] == found[2]
+    eth0, ib0 = found[0]
+    assert (eth0.name, eth0.failed, eth0.pairs) == ("eth0", 0, 3)
+    assert (ib0.name, ib0.failed, ib0.pairs, ib0.reason) == ("ib0", 1, 3, "10.0.0.1 to 10.0.0.2: no route")
+    assert best(found[0]) is eth0
+
+
+def test_no_interface_is_best_where_each_fails_somewhere():
+    assert best([Reach("eth0", "10.0.0.1", 1, 3, "no route", 0.1, 900.0)]) is None
+
+
+def _traps(host, number):
+    """A bridge with the same address on every host, as of containers, and a link that leads nowhere."""
+    for command in (
+        "link add br9 type bridge",
+        "addr add 172.31.0.1/16 dev br9",
+        "link set br9 up",
+        "link add void0 type veth peer name void1",
+        f"addr add 10.99.0.{number + 1}/16 dev void0",
+        "link set void0 up",
+        "link set void1 up",
+    ):
+        subprocess.run(["ip", "-n", host, *command.split()], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"hosts cannot be emulated: {REASON}")
+def test_the_interface_to_export_is_named(monkeypatch):
+    for key in set(os.environ) - set(clean_env()):
+        monkeypatch.delenv(key)
+    with Hosts(2, "100mbit") as hosts:
+        for number, name in enumerate(name for name in names(hosts._prefix) if "host" in name):
+            _traps(name, number)
+        without = ["env", "-u", "GLOO_SOCKET_IFNAME", sys.executable, "-m", "stenograd", "doctor"]
+        shown, other = hosts.run(without, timeout_s=120)
+    rows = {line.split("│")[1].strip(): line.split("│")[2:] for line in shown.splitlines() if line[:1] == "│"}
+    assert "2 of 2" in rows["eth0"][1]
+    assert 70 < float(rows["eth0"][3]) < 101
+    assert "both hosts have the address 172.31.0.1" in rows["br9"][4]
+    assert "0 of 2" in rows["void0"][1]
+    assert "On every host: export GLOO_SOCKET_IFNAME=eth0" in shown
+    assert "all-reduce of 2 ranks over eth0: works" in shown
+    assert "│" not in other
