@@ -10,6 +10,7 @@ from torch import nn
 
 import stenograd
 from stenograd.errors import PeerLost
+from stenograd.sync import gossip_rounds
 from stenograd.testing.pool import RanksFailed
 
 STEPS = 8
@@ -83,3 +84,44 @@ def test_without_drop_a_lost_rank_is_an_error_that_names_it(pool, tmp_path):
     assert list(failed.value.errors) == [2], failed.value
     for rank in (0, 1, 3):
         assert pickle.loads((tmp_path / f"{rank}").read_bytes()) == (2,)
+
+
+def _rank_evaluating(rank, folder, hasty):
+    """Rank 2 dies before the others evaluate; rank 0, if hasty, has its mean before it hears of that."""
+    model = nn.Linear(3, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync = stenograd.distribute(model, optimizer, "gossip:graph=ring,lost=drop", timeout_s=6)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+    if rank == 2:
+        os._exit(9)
+    if hasty and rank == 0:
+        real, gossip_rounds.average = gossip_rounds.average, lambda *_, **__: None
+    common = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with sync.consensus():
+            common.append(float(model.weight[0, 0]))
+        assert float(model.weight[0, 0]) == rank
+        if hasty and rank == 0:
+            gossip_rounds.average = real
+        optimizer.zero_grad()
+        model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        with sync.consensus():
+            common.append(float(model.weight[0, 0]))
+    (folder / f"{rank}").write_bytes(pickle.dumps((common, sync.round, sync.world_size, len(sync.events))))
+    sync.close()
+
+
+@pytest.mark.parametrize("hasty", [False, True])
+def test_the_mean_of_survivors_is_there_before_all_have_noticed(pool, tmp_path, hasty):
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(4, _rank_evaluating, tmp_path, hasty)
+    assert list(failed.value.errors) == [2], failed.value
+    mean = (0 + 1 + 3) / 3
+    for rank in (0, 1, 3):
+        common, rounds, size, events = pickle.loads((tmp_path / f"{rank}").read_bytes())
+        first = 0.0 if hasty and rank == 0 else mean
+        assert common == pytest.approx([first, mean], rel=1e-12)
+        assert (rounds, size, events) == (1, 3, 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from stenograd.topology.directed import Directed
 from stenograd.topology.mixing import Checked, Topology, describe
 
 __all__ = ["Gossip"]
+
+T = TypeVar("T")
 
 _LOST = ("raise", "drop")
 
@@ -115,6 +117,8 @@ class Gossip:
         self._whole = driver.rank, driver.world_size
         self._left = list(range(driver.world_size))  # those of the whole group that are left
         self._skip_to = 0
+        self._held = 0  # collectives of all ranks; see `together`
+        self._last: Callable[[], object] = int
         self.events: list[dict[str, Any]] = []
         self.share = torch.ones((), dtype=torch.float64) if push_sum else None
         self.topology = topology
@@ -174,6 +178,30 @@ class Gossip:
                     raise
                 self._drop(error)
         self.step += 1
+
+    def together(self, collective: Callable[[], T]) -> T:
+        """Hold a collective of all ranks, such as their mean, again without those lost meanwhile.
+
+        A rank may have its result when others find that somebody is lost. It takes part again when it meets
+        them, in its next mixing or collective, so that nobody waits in vain.
+
+        Args:
+            collective: what all ranks call, by `driver`, which may be another one each time. It changes
+                nothing of this rank's.
+
+        Raises:
+            PeerLost: a rank is lost, and lost=raise or nobody knows which.
+        """
+        while True:
+            try:
+                found = collective()
+                break
+            except PeerLost as error:
+                if not (self._drops and error.ranks):
+                    raise
+                self._drop(error)
+        self._held, self._last = self._held + 1, collective
+        return found
 
     def _mix(self, parts: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
         weights, targets, driver = self._weights(), self._targets(), self.driver
@@ -242,9 +270,11 @@ class Gossip:
         me = before.name_of(before.rank)
         self.driver = before.without(error.ranks)
         self._left = [rank for i, rank in enumerate(self._left) if before.name_of(i) not in error.ranks]
-        mine = torch.tensor([self.step], device=self.driver.words_device())
-        steps = self.driver.run(gather(mine), Label(method="gossip"))
-        self._skip_to = max(int(step) for (step,) in steps)
+        mine = torch.tensor([self.step, self._held], device=self.driver.words_device())
+        told = [row.tolist() for (row,) in self.driver.run(gather(mine), Label(method="gossip"))]
+        self._skip_to = max(step for step, _ in told)
+        if self._held > min(held for _, held in told):
+            self._last()
         seconds = time.monotonic() - start
         self.events.append({"step": self.step, "lost": list(error.ranks), "seconds": seconds})
         warnings.warn(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,22 +131,27 @@ class GossipSync(RoundSync):
         """Put the exact mean of the ranks' models in place for a `with` block, on all ranks.
 
         By push-sum that is `sum_i w_i x_i / sum_i w_i`. Floating buffers are averaged with buffers=average,
-        and otherwise stay each rank's own.
+        and otherwise stay each rank's own. With lost=drop it is the mean of those that are left.
 
         Raises:
             NonFiniteError: on all ranks: some rank's parameters are not finite.
-            PeerLost: a rank is missing.
+            PeerLost: a rank is lost, and lost=raise or nobody knows which.
         """
         self._hold_if_due()
         tensors = [*self._tensors(), *self._buffers()]
-        own = [t.clone() for t in tensors]
-        average(tensors, self._driver, self._weight(), in_order=True)
+
+        def mean() -> list[Tensor]:
+            self._driver = self._gossip.driver  # another one, if ranks were lost
+            found = [t.clone() for t in tensors]
+            average(found, self._driver, self._weight(), in_order=True)
+            return found
+
+        kept = self._gossip.together(mean)
+        _swap(tensors, kept)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for t, mine in zip(tensors, own, strict=True):
-                    t.copy_(mine)
+            _swap(tensors, kept)
 
     def _weight(self) -> float:
         """Return this rank's weight in the mean; the ranks' weights have mean 1."""
@@ -216,3 +221,11 @@ class GossipSync(RoundSync):
         for name, p in self._parameters.items():
             p.copy_(owed[name])
         self._gossip.anchor(self._tensors())
+
+
+@torch.no_grad()
+def _swap(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    for t, other in zip(tensors, others, strict=True):
+        mine = t.clone()
+        t.copy_(other)
+        other.copy_(mine)
