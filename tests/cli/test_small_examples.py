@@ -1,0 +1,28 @@
+"""The plain loop and the examples of MLBench's optimizers, on the ranks of a launch."""
+
+import re
+from pathlib import Path
+
+import pytest
+from cli_process import script_on_a_rank
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MLBENCH = sorted(path.stem for path in (EXAMPLES / "mlbench").glob("*.py") if path.stem != "digits_loop")
+
+
+def test_the_plain_loop_learns_and_sends_little(pool):
+    """A dense all-reduce would move 4 bytes per parameter of 9,610 in each of 5 x 29 steps."""
+    out, other = pool.run(2, script_on_a_rank, EXAMPLES / "plain_loop.py")
+    assert other == ""
+    lines = re.findall(r"epoch (\d) accuracy (\d\.\d+) sent (\d+\.\d+) MB", out)
+    assert [int(epoch) for epoch, *_ in lines] == [0, 1, 2, 3, 4]
+    assert float(lines[-1][1]) > 0.9
+    assert 0 < float(lines[-1][2]) < 0.15 * 5 * 29 * 4 * 9610 / 1e6
+
+
+@pytest.mark.parametrize("script", MLBENCH)
+def test_an_optimizer_of_mlbench_learns(pool, script):
+    out, other = pool.run(2, script_on_a_rank, EXAMPLES / "mlbench" / f"{script}.py")
+    assert other == ""
+    assert " MB a rank" in out
+    assert float(re.search(r"accuracy (\d+\.\d+) %", out)[1]) > 85
