@@ -19,7 +19,7 @@ import stenograd  # +
 
 
 class Classifier(keras.Sequential):
-    """Steps by an optimizer of torch: Keras's own are none, so that nothing could skip a bad step of theirs."""
+    """Steps by an optimizer of torch, because Keras's own are none."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data

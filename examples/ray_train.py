@@ -1,7 +1,7 @@
 """Ray Train on two CPU workers; the lines marked with + are Stenograd's.
 
-python examples/ray_train.py runs/ray 4 trains for 4 epochs. Called again with 8 it goes on to epoch 8 from its last
-checkpoint, and with a third argument on as many workers.
+python examples/ray_train.py runs/ray 4 trains for 4 epochs. Called again with 8 it goes on to epoch 8 from its
+last checkpoint, and with a third argument on as many workers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def loop(config: dict[str, int]) -> None:
             optimizer.step()
         accuracy = (model(x).argmax(1) == y).float().mean().item()
         with tempfile.TemporaryDirectory() as folder:
-            stenograd.save_checkpoint(folder, step=epoch + 1, **whole)  # + every worker's part; Ray puts them together
+            # Each worker saves its own part, and Ray puts the parts into one folder.
+            stenograd.save_checkpoint(folder, step=epoch + 1, **whole)  # +
             metrics = {"epoch": epoch + 1, "accuracy": accuracy, "megabytes": sync.traffic.moved_bytes / 1e6}
             train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
 

@@ -1,7 +1,7 @@
 """What tests of Ray Train run on every worker, and torchrun on every rank; the last line is JSON.
 
-With "ray" as its first argument this is the driver: it trains with 2 workers, again with 2 from the checkpoints
-that Ray keeps of that, and with 3.
+With "ray" as its first argument this is the driver: it trains with 2 workers, again with 2 from the
+checkpoints that Ray keeps of that, and with 3.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ def test_dense_equals_rays_own_and_exchanges_once_per_optimizer_step(two):
         assert rank["methods"]["dense"]["common"] == rank["plain"]["digest"]
         assert rank["plain"]["moved"] > 1e-3
         assert rank["methods"]["dense"]["exchanges"] == 50
-        assert rank["methods"]["dense"]["bytes"] == 50 * 4 * ELEMENTS
+        assert 1.0 <= rank["methods"]["dense"]["bytes"] / (50 * 4 * ELEMENTS) < 1.01  # and a few flags
 
 
 # What 22 steps send, in multiples of the model; see test_accelerate.py.

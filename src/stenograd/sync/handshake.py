@@ -78,7 +78,8 @@ def as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
     Raises:
         TypeError: something is no optimizer of torch, and holds none as `.optimizer`.
     """
-    several = [given] if hasattr(given, "param_groups") else list(given)
+    one = hasattr(given, "param_groups") or not isinstance(given, Iterable)
+    several = [given] if one else list(given)
     return [_bare(optimizer) for optimizer in several]
 
 
@@ -113,9 +114,10 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
     ):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
+            kind = type(optimizer)
             raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}: pass the "
-                "optimizer inside of it"
+                f"optimizer must be a torch.optim.Optimizer, got {kind.__module__}.{kind.__qualname__}: pass "
+                "the optimizer inside of it, or step by one of torch's"
             )
         optimizer = inner
     return optimizer
