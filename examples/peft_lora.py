@@ -32,5 +32,5 @@ for _ in range(20):
 
 held = [p for p in model.parameters() if p.requires_grad]
 found = {"loss": loss.item(), "steps": sync.step, "sent": sync.traffic.moved_bytes}
-found |= {"elements": sum(p.numel() for p in held), "frozen": sum(p.numel() for p in base.parameters())}
+found |= {"elements": sum(p.numel() for p in held), "of all": sum(p.numel() for p in model.parameters())}
 print(json.dumps(found | {"norm": [p.norm().item() for p in held]}))

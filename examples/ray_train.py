@@ -1,7 +1,7 @@
 """Ray Train on two CPU workers; the lines marked with + are Stenograd's.
 
-python examples/ray_train.py runs/ray 4 trains for 4 epochs. Called again with 8 it goes on to epoch 8 from its
-last checkpoint, and with a third argument on as many workers.
+python examples/ray_train.py runs/ray 4 trains for 4 epochs. Called again with 8 it goes on to epoch 8 from
+its last checkpoint, and with a third argument on as many workers.
 """
 
 from __future__ import annotations
