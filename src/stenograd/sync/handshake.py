@@ -139,11 +139,20 @@ def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     """Refuse a model whose gradients somebody else averages or shards already.
 
     Raises:
-        ConfigError: a part of it is wrapped in DistributedDataParallel or FSDP, or an optimizer is attached.
+        ConfigError: a part of it is wrapped in DistributedDataParallel or FSDP, an optimizer is attached, or
+            another optimizer that holds some of the same parameters.
     """
     if any("add_param_group" in vars(optimizer) for optimizer in optimizers):
         raise ConfigError("optimizer must be attached once, got one attached already: close() the first")
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     for name, module in model.named_modules():
+        if any(
+            isinstance(hook, Wrapping) and hook.watches(held) for hook in module._forward_pre_hooks.values()
+        ):
+            raise ConfigError(
+                "model must be attached once, got one whose gradients are averaged already, for another "
+                "optimizer: they would travel twice; close() the first, or give both optimizers in one call"
+            )
         sharded = any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False))
         if sharded or hasattr(module, "register_comm_hook"):
             kind = f"{type(module).__name__} as {name}" if name else type(module).__name__
@@ -175,6 +184,10 @@ class Wrapping:
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Take the parameters that are averaged here."""
         self._mine, self._harmless = set(map(id, parameters)), set()
+
+    def watches(self, ids: set[int]) -> bool:
+        """Return whether some of the parameters with these ids are averaged here."""
+        return not self._mine.isdisjoint(ids)
 
     def __reduce__(self) -> Any:
         return Wrapping, ()
