@@ -36,7 +36,7 @@ def reference_kernels(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
-@nox.parametrize("framework", ["lightning", "accelerate", "transformers"])
+@nox.parametrize("framework", ["lightning", "accelerate", "transformers", "ray"])
 def frameworks(session: nox.Session, framework: str) -> None:
     """Run the tests inside one framework, at its newest version."""
     session.install("-e", f".[dev,{framework}]", "-c", "constraints.txt")

@@ -30,9 +30,12 @@ def as_group(group: Any) -> Any:
     """Return the process group of a `DeviceMesh` of one dimension; anything else as it is.
 
     Raises:
-        ConfigError: the mesh has several dimensions.
+        ConfigError: the mesh has several dimensions, or torch.distributed does not know the group or its
+            ranks, as it is with torchft's.
     """
     if not hasattr(group, "mesh_dim_names"):
+        if is_group(group):
+            _refuse_stranger(group)
         return group
     if group.ndim != 1:
         raise ConfigError(
@@ -49,3 +52,17 @@ def ranks_of(group: Any) -> list[int]:
         group: None for all ranks, which torch 2.6 itself does not take.
     """
     return list(dist.get_process_group_ranks(as_group(group) if group is not None else dist.group.WORLD))
+
+
+def _refuse_stranger(group: dist.ProcessGroup) -> None:
+    """Refuse a group to whose ranks torch.distributed has no names: no group can be made beside it."""
+    try:
+        known = len(dist.get_process_group_ranks(group))
+    except KeyError:
+        known = 0
+    if known != group.size():
+        raise ConfigError(
+            f"group must be one that torch.distributed made, got {type(group).__name__} of {group.size()} "
+            f"ranks, of which it knows {known}: make one by torch.distributed.new_group; torchft's groups, "
+            "whose ranks change, are not supported"
+        )

@@ -78,7 +78,8 @@ def as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
     Raises:
         TypeError: something is no optimizer of torch, and holds none as `.optimizer`.
     """
-    several = [given] if hasattr(given, "param_groups") else list(given)
+    one = hasattr(given, "param_groups") or not isinstance(given, Iterable)
+    several = [given] if one else list(given)
     return [_bare(optimizer) for optimizer in several]
 
 
@@ -113,9 +114,10 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
     ):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
+            kind = type(optimizer)
             raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}: pass the "
-                "optimizer inside of it"
+                f"optimizer must be a torch.optim.Optimizer, got {kind.__module__}.{kind.__qualname__}: pass "
+                "the optimizer inside of it, or step by one of torch's"
             )
         optimizer = inner
     return optimizer
@@ -137,11 +139,20 @@ def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     """Refuse a model whose gradients somebody else averages or shards already.
 
     Raises:
-        ConfigError: a part of it is wrapped in DistributedDataParallel or FSDP, or an optimizer is attached.
+        ConfigError: a part of it is wrapped in DistributedDataParallel or FSDP, an optimizer is attached, or
+            another optimizer that holds some of the same parameters.
     """
     if any("add_param_group" in vars(optimizer) for optimizer in optimizers):
         raise ConfigError("optimizer must be attached once, got one attached already: close() the first")
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     for name, module in model.named_modules():
+        if any(
+            isinstance(hook, Wrapping) and hook.watches(held) for hook in module._forward_pre_hooks.values()
+        ):
+            raise ConfigError(
+                "model must be attached once, got one whose gradients are averaged already, for another "
+                "optimizer: they would travel twice; close() the first, or give both optimizers in one call"
+            )
         sharded = any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False))
         if sharded or hasattr(module, "register_comm_hook"):
             kind = f"{type(module).__name__} as {name}" if name else type(module).__name__
@@ -173,6 +184,10 @@ class Wrapping:
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Take the parameters that are averaged here."""
         self._mine, self._harmless = set(map(id, parameters)), set()
+
+    def watches(self, ids: set[int]) -> bool:
+        """Return whether some of the parameters with these ids are averaged here."""
+        return not self._mine.isdisjoint(ids)
 
     def __reduce__(self) -> Any:
         return Wrapping, ()
