@@ -128,6 +128,29 @@ def summary(table: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def markdown(table: list[dict[str, Any]]) -> str:
+    """Return a table of all cells; recommended methods are marked with a star."""
+    names = ("error", "floor + bytes / rate", "repeat")
+    lines = [
+        "| cell | method | predicted ms (80 %) | measured ms | error | floor + bytes / rate | repeat error |"
+    ]
+    lines.append("|---|---|---:|---:|---:|---:|---:|")
+    before = None
+    for row in table:
+        model, hosts, rate = row["cell"].split(":")
+        cell = "" if row["cell"] == before else f"{model}, {hosts} hosts, {rate.replace('bit', 'bit/s')}"
+        before = row["cell"]
+        predicted = f"{row['predicted_ms']:.0f} ({row['low_ms']:.0f} to {row['high_ms']:.0f})"
+        if not row["inside"]:
+            predicted += " outside"
+        errors = " | ".join(f"{100 * row[name]:+.0f} %" for name in names)
+        star = " *" if row["chosen"] else ""
+        lines.append(
+            f"| {cell} | {row['method']}{star} | {predicted} | {row['measured_ms']:.0f} | {errors} |"
+        )
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     """Run all cells and write table and summary."""
     parser = argparse.ArgumentParser(
@@ -149,6 +172,7 @@ def main() -> None:
         table += rows(cell, found, free, with_floor(out_of(cell, args).with_suffix(".plan.json"), floor_s))
     told = {"summary": summary(table), "rows": table}
     (args.out / "validation.json").write_text(json.dumps(told, indent=1) + "\n")
+    (args.out / "validation.md").write_text(markdown(table))
     print(json.dumps(told["summary"], indent=1))
 
 

@@ -246,8 +246,8 @@ def _notes(bare: Plan, found: Sequence[Prediction], best: str) -> tuple[str, ...
                 f"{text}: {share:.0%} of a step is latency; larger buckets or rarer rounds save most"
             )
     notes.append(
-        "in real runs on a busy machine the median error of times was 7 to 49 % (docs/planning.md): try the "
-        "method for some steps, and compare by --check"
+        "in real runs the median error of times was 6 % on a quiet machine, 7 to 49 % on a busy one "
+        "(docs/planning.md): try the method for some steps, and compare by --check"
     )
     if accuracy_of(best) == "lossy":
         notes.append("what a lossy method does to accuracy is not predicted: see stenograd compare")
