@@ -24,5 +24,4 @@ def test_the_plain_loop_learns_and_sends_little(pool):
 def test_an_optimizer_of_mlbench_learns(pool, script):
     out, other = pool.run(2, script_on_a_rank, EXAMPLES / "mlbench" / f"{script}.py")
     assert other == ""
-    assert " MB a rank" in out
     assert float(re.search(r"accuracy (\d+\.\d+) %", out)[1]) > 85

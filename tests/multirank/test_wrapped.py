@@ -98,7 +98,7 @@ def test_compiled_autograd_is_refused_by_name(pool):
 
 
 def test_an_optimizer_must_be_one_of_torch():
-    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got str"):
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got builtins\.str"):
         stenograd.distribute(mlp(0), ["adam"], "dense")
 
 

@@ -314,7 +314,9 @@ class RoundSync(Attached):
             return
         self._dense = False
         self._close_gradients()  # takes our `add_param_group` away, too
+        self._wrapping.watch(())  # or our own hook would refuse what averages gradients inside nodes
         self._average_inside()
+        self._wrapping.watch(self._parameters.values())
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
 
