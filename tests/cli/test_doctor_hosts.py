@@ -11,6 +11,7 @@ from cli_process import clean_env
 
 from stenograd.emulate.hosts import Hosts, why_not
 from stenograd.emulate.namespaces import names
+from stenograd.errors import LaunchError
 from stenograd.launch.interfaces import Reach, best, interfaces, time_interfaces
 
 REASON = why_not()
@@ -19,18 +20,11 @@ REASON = why_not()
 class _Store(dict):
     """The part of a store that is needed, for threads."""
 
-    def __init__(self):
-        self.set_ = threading.Condition()
-
     def set(self, key, value):
-        with self.set_:
-            self[key] = value.encode()
-            self.set_.notify_all()
+        self[key] = value.encode()
 
-    def get(self, key):
-        with self.set_:
-            assert self.set_.wait_for(lambda: key in self, timeout=30)
-            return self[key]
+    def check(self, keys):
+        return all(key in self for key in keys)
 
 
 class _World:
@@ -38,10 +32,12 @@ class _World:
         self.rank, self.world_size = rank, world_size
 
 
-def _together(count):
+def _together(count, prepare=lambda rank: None):
+    """What each of several ranks finds, in threads of this process."""
     store, found = _Store(), {}
 
     def run(rank):
+        prepare(rank)
         found[rank] = time_interfaces(store, _World(rank, count))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
@@ -77,22 +73,17 @@ def test_hosts_of_every_number_take_turns(monkeypatch):
         return real(("127.0.0.1", address[1]), timeout)
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    store, found = _Store(), {}
-
-    def run(rank):
-        here.at = f"10.0.0.{rank}"
-        found[rank] = time_interfaces(store, _World(rank, 3))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found[0] == found[1] == found[2]
-    eth0, ib0 = found[0]
+    one, two, three = _together(3, lambda rank: setattr(here, "at", f"10.0.0.{rank}"))
+    assert one == two == three
+    eth0, ib0 = one
     assert (eth0.name, eth0.failed, eth0.pairs) == ("eth0", 0, 3)
     assert (ib0.name, ib0.failed, ib0.pairs, ib0.reason) == ("ib0", 1, 3, "10.0.0.1 to 10.0.0.2: no route")
-    assert best(found[0]) is eth0
+    assert best(one) is eth0
+
+
+def test_ranks_that_do_not_answer_are_named():
+    with pytest.raises(LaunchError, match=r"1 of 2 ranks told 'interfaces/card' within 0\.2 s, missing: 1"):
+        time_interfaces(_Store(), _World(0, 2), limit_s=0.2)
 
 
 def test_no_interface_is_best_where_each_fails_somewhere():

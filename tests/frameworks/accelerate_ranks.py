@@ -1,6 +1,5 @@
 """What tests of the Accelerate adapter run on every rank; the last line is what this rank found, as JSON."""
 
-import hashlib
 import json
 import sys
 import warnings
@@ -10,23 +9,10 @@ import accelerate.local_sgd
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from torch import nn
+from small_model import digest, flat, net
 
 import stenograd
 import stenograd.accelerate
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def digest(model):
-    return hashlib.sha256(flat(model).numpy().tobytes()).hexdigest()
 
 
 class Run:

@@ -5,7 +5,6 @@ checkpoints that Ray keeps of that, and with 3.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -14,25 +13,12 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import nn
+from small_model import digest, flat, net
 
 import stenograd
 
 METHODS = ("topk:ratio=0.05", "sign", "powersgd:rank=1", "local:every=4", "diloco:every=10")
 KEPT = ("topk:ratio=0.05", "local:every=4")
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def digest(model):
-    return hashlib.sha256(flat(model).numpy().tobytes()).hexdigest()
 
 
 class Run:

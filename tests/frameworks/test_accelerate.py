@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("accelerate")
 
 from processes import run_ranks
+from small_model import ELEMENTS, SENT_IN_22_STEPS
 
 pytestmark = pytest.mark.frameworks
-ELEMENTS = 64 * 96 + 96 + 96 * 64 + 64  # of the model in accelerate_ranks.py
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +33,9 @@ def test_rounds_count_optimizer_steps_under_accumulation(two):
     assert [(rank["dense"]["passes of rounds"], rank["dense"]["rounds"]) for rank in two] == [(8, 4)] * 2
 
 
-# What 22 steps send, in multiples of the model: 5 % of its elements take 4 to 8 bytes each; signs take a bit,
-# and biases and scales little more; rank 1 takes a row and a column of each matrix; rounds are 5 and 2.
 @pytest.mark.parametrize(
     ("method", "least", "most"),
-    [
-        ("topk:ratio=0.05", 0.05 * 22, 0.11 * 22),
-        ("sign", 22 / 32, 22 / 16),
-        ("powersgd:rank=1", 0.02 * 22, 0.06 * 22),
-        ("local:every=4", 5, 5),
-        ("diloco:every=10", 2, 2),
-        ("gossip", 22, 22),
-    ],
+    [*SENT_IN_22_STEPS, ("gossip", 22, 22)],
 )
 def test_methods_send_what_is_planned_and_leave_ranks_equal(two, method, least, most):
     first, second = (rank["methods"][method] for rank in two)

@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("ray")
 
 from processes import run_ranks
+from small_model import ELEMENTS, SENT_IN_22_STEPS
 
 pytestmark = pytest.mark.frameworks
-ELEMENTS = 64 * 96 + 96 + 96 * 64 + 64  # of the model in ray_ranks.py
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +31,9 @@ def test_dense_equals_rays_own_and_exchanges_once_per_optimizer_step(two):
         assert 1.0 <= rank["methods"]["dense"]["bytes"] / (50 * 4 * ELEMENTS) < 1.01  # and a few flags
 
 
-# What 22 steps send, in multiples of the model; see test_accelerate.py.
 @pytest.mark.parametrize(
     ("method", "least", "most"),
-    [
-        ("topk:ratio=0.05", 0.05 * 22, 0.11 * 22),
-        ("sign", 22 / 32, 22 / 16),
-        ("powersgd:rank=1", 0.02 * 22, 0.06 * 22),
-        ("local:every=4", 5, 5),
-        ("diloco:every=10", 2, 2),
-    ],
+    SENT_IN_22_STEPS,
 )
 def test_methods_send_what_is_planned_and_leave_ranks_equal(two, method, least, most):
     first, second = (rank["methods"][method] for rank in two)

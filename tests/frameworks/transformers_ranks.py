@@ -1,6 +1,5 @@
 """What tests of the Trainer adapter run on every rank; the last line is what this rank found, as JSON."""
 
-import hashlib
 import json
 import logging
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from small_model import digest, flat
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -39,14 +39,6 @@ def samples(count=160):
     g = torch.Generator().manual_seed(5)
     tokens = torch.randint(1, 64, (count, 8), generator=g)
     return [{"input_ids": row, "labels": int(row[0] > 32)} for row in tokens]
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def digest(model):
-    return hashlib.sha256(flat(model).numpy().tobytes()).hexdigest()
 
 
 class At(TrainerCallback):

@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ from stenograd.cli.table import show
 from stenograd.comm.driver import Driver
 from stenograd.data.requests import mean
 from stenograd.errors import StenogradError, first_line
+from stenograd.launch.barrier import gather_ranks, tell_all
 from stenograd.launch.interfaces import Reach, best, time_interfaces
 from stenograd.launch.network import GLOO_INTERFACE
 from stenograd.launch.process_group import backends, detect, init, meet, shutdown
@@ -70,7 +72,7 @@ def try_all_reduce() -> None:
 def _run_launched() -> int:
     """Time the interfaces between the ranks, choose one, and average over it; rank 0 prints."""
     world, store = meet(timeout_s=_LIMIT_S)
-    found = time_interfaces(store, world)
+    found = time_interfaces(store, world, _LIMIT_S)
     chosen = best(found)
     if chosen is not None:
         os.environ.setdefault(GLOO_INTERFACE, chosen.name)
@@ -80,8 +82,8 @@ def _run_launched() -> int:
     except StenogradError as error:
         problem = first_line(error)
     versions = _versions()
-    store.set(f"doctor/{world.rank}", json.dumps([problem, versions]))
-    told = [json.loads(store.get(f"doctor/{rank}")) for rank in range(world.world_size)]
+    texts = tell_all(store, world, "findings", json.dumps([problem, versions]), _LIMIT_S)
+    told = [json.loads(text) for text in texts]
     failed = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
     if world.rank == 0:
         differ = [name for name in versions if len({str(theirs.get(name)) for _, theirs in told}) > 1]
@@ -98,10 +100,7 @@ def _run_launched() -> int:
             end="",
         )
         print("; ".join(failed[:3]) or "works", flush=True)
-    # Rank 0 may host the store: it leaves when the others have read.
-    store.set(f"doctor/read/{world.rank}", "")
-    if world.rank == 0:
-        store.wait([f"doctor/read/{rank}" for rank in range(world.world_size)])
+    gather_ranks(store, world, "read", _LIMIT_S, time.monotonic() + _LIMIT_S)  # rank 0 may host the store
     return 1 if failed else 0
 
 
@@ -114,6 +113,8 @@ def _interface_row(one: Reach) -> tuple[str, ...]:
 
 def _advice(found: Sequence[Reach], chosen: Reach | None) -> str:
     """Return what to export, or what to look for."""
+    if sys.platform != "linux":
+        return "Interfaces are timed on Linux only."
     if chosen is None:
         tried = f"none of {', '.join(one.name for one in found)}" if found else "no common interface"
         return f"{tried} connects all hosts: open the ports between them, or give interfaces equal names"

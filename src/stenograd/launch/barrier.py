@@ -11,7 +11,15 @@ from stenograd.errors import LaunchError, first_line
 from stenograd.launch.detect import World
 from stenograd.launch.failure_detector import Presence
 
-__all__ = ["Store", "gather_ranks", "introduce", "missing_ranks", "store_errors", "unmarked_ranks"]
+__all__ = [
+    "Store",
+    "gather_ranks",
+    "introduce",
+    "missing_ranks",
+    "store_errors",
+    "tell_all",
+    "unmarked_ranks",
+]
 
 _POLL_S = 0.01  # a launch is late by this at most; stores have no wait that says which key is missing
 _ROLL_CALL_POLL_S = 0.1  # coarser: the store's host may be struggling, and survivors have 2 s
@@ -67,6 +75,26 @@ def gather_ranks(store: Store, world: World, verb: str, limit_s: float, deadline
         else:
             wait([f"{verb}/seen/0"], verb)
             mark(f"{verb}/seen")
+
+
+def tell_all(store: Store, world: World, what: str, text: str, limit_s: float) -> list[str]:
+    """Give every rank a text of each rank, in rank order; all ranks call it with the same `what`, once.
+
+    Rank 0 may host the store: let `gather_ranks` follow before it leaves.
+
+    Raises:
+        LaunchError: ranks did not tell theirs in time; it names them.
+    """
+    keys = [f"{what}/{rank}" for rank in range(world.world_size)]
+    deadline = time.monotonic() + limit_s
+    with store_errors():
+        store.set(keys[world.rank], text)
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise missing_ranks(absent or [0], world.world_size, f"told {what!r}", limit_s)
+            time.sleep(_POLL_S)
+        return [store.get(key).decode() for key in keys]
 
 
 def missing_ranks(absent: list[int], size: int, verb: str, limit_s: float) -> LaunchError:

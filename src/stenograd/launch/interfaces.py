@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stenograd.launch.barrier import Store
+from stenograd.launch.barrier import Store, tell_all
 from stenograd.launch.detect import World
 
 __all__ = ["Reach", "best", "interfaces", "time_interfaces"]
@@ -24,7 +24,7 @@ __all__ = ["Reach", "best", "interfaces", "time_interfaces"]
 _SIOCGIFADDR = 0x8915  # Linux: asks for an interface's IPv4 address
 _PINGS, _PING_BYTES = 20, 64
 _CHUNK = 1 << 18
-_BULK_S = 0.4  # long enough for TCP to open its window on a link with 50 ms of latency
+_BULK_S = 0.4  # eight round trips at 50 ms, in which TCP's window grows
 _LIMIT_S = 3.0  # for connecting, and for any answer; an interface that needs more is of no use
 _BULK, _PING, _END = b"b", b"p", b"e"
 
@@ -85,7 +85,7 @@ def best(found: Sequence[Reach]) -> Reach | None:
     return max(whole, key=lambda one: one.mbit_s, default=None)
 
 
-def time_interfaces(store: Store, world: World) -> list[Reach]:
+def time_interfaces(store: Store, world: World, limit_s: float = 60.0) -> list[Reach]:
     """Time all interfaces that every host has, between neighbouring hosts; all ranks call it.
 
     One rank of each host takes part. Hosts stand in a ring, and each sends to the next; pairs that share no
@@ -94,12 +94,21 @@ def time_interfaces(store: Store, world: World) -> list[Reach]:
     Args:
         store: where the ranks met; nobody else uses it meanwhile.
         world: this process's rank.
+        limit_s: seconds to wait for the other ranks each time, > 0.
 
     Returns:
         What was found, the same on all ranks, in rank 0's order.
+
+    Raises:
+        LaunchError: ranks did not answer in time; it names them.
     """
+
+    def everyone(what: str, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        told = tell_all(store, world, f"interfaces/{what}", json.dumps(value), limit_s)
+        return [json.loads(text) for text in told]
+
     with _serving(world.rank) as port:
-        cards = _everyone(store, world, "card", {"host": _host(), "port": port, "interfaces": interfaces()})
+        cards = everyone("card", {"host": _host(), "port": port, "interfaces": interfaces()})
         leaders = _leaders([str(card["host"]) for card in cards], world.world_size)
         names = [
             name
@@ -116,8 +125,8 @@ def time_interfaces(store: Store, world: World) -> list[Reach]:
                 for sender, receiver in turn:
                     if sender == world.rank:
                         mine[name] = _timed(cards[sender], cards[receiver], name, receiver)
-                _everyone(store, world, f"{name}/{number}", {})
-        told = [one for one in _everyone(store, world, "found", mine) if one]
+                everyone(f"{name}/{number}", {})
+        told = [one for one in everyone("found", mine) if one]
     return [_worst(name, cards[0]["interfaces"][name], [one[name] for one in told]) for name in names]
 
 
@@ -134,13 +143,6 @@ def _host() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     addresses = [address for address in interfaces().values() if not address.startswith("127.")]
     return " ".join([socket.gethostname(), boot, *sorted(addresses)])
-
-
-def _everyone(store: Store, world: World, what: str, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Give all ranks what each of them says; returns when all have said it."""
-    store.set(f"interfaces/{what}/{world.rank}", json.dumps(value))
-    keys = [f"interfaces/{what}/{rank}" for rank in range(world.world_size)]
-    return [json.loads(store.get(key)) for key in keys]
 
 
 def _worst(name: str, address: str, told: Sequence[Mapping[str, Any]]) -> Reach:

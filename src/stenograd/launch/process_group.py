@@ -121,10 +121,8 @@ def init(
         return session.place.world if session is not None else _joined_world()
     limit_s = _timeout_s(timeout_s)
     deadline = time.monotonic() + limit_s
-    place = _meet(limit_s, deadline)
+    place, store = _open(limit_s, deadline)
     world = place.world
-    store = PrefixStore(f"stenograd/{place.start}/{place.inits}", place.store)
-    place.inits += 1
     detector = _start_detector(store, world, place.rendezvous)
     try:
         gather_ranks(store, world, "came", limit_s, deadline)  # first: a get() of a missing key names nobody
@@ -144,11 +142,16 @@ def init(
 def meet(*, timeout_s: float | None = None) -> tuple[World, Store]:
     """Meet the other ranks in a store, without connecting to them: for looking into why `init` fails.
 
-    All ranks must call it. Where ranks do not come, the store's own error says so.
+    All ranks must call it.
+
+    Raises:
+        LaunchError: as `init`; ranks that did not come are named.
     """
     limit_s = _timeout_s(timeout_s)
-    place = _meet(limit_s, time.monotonic() + limit_s)
-    return place.world, PrefixStore(f"stenograd/{place.start}/met", place.store)
+    deadline = time.monotonic() + limit_s
+    place, store = _open(limit_s, deadline)
+    gather_ranks(store, place.world, "came", limit_s, deadline)
+    return place.world, store
 
 
 def join(*, timeout_s: float | None = None) -> World:
@@ -284,12 +287,15 @@ def _timeout_s(timeout_s: float | None) -> float:
     return value
 
 
-def _meet(limit_s: float, deadline: float) -> _Place:
+def _open(limit_s: float, deadline: float) -> tuple[_Place, Store]:
+    """Return the rendezvous of this launch, and a part of its store that nobody has used before."""
     world = detect(os.environ)
     place = _open_store(meeting_point(world, os.environ), world, deadline)
     if place.start is None:  # torchrun's agents keep one store over restarts, so keys must differ
         place.start = agree_on_start(place.store, world, limit_s, deadline) if agent_has_store() else "0"
-    return place
+    store = PrefixStore(f"stenograd/{place.start}/{place.inits}", place.store)
+    place.inits += 1
+    return place, store
 
 
 def _open_store(where: Meeting, world: World, deadline: float) -> _Place:

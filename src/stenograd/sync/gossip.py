@@ -118,7 +118,7 @@ class Gossip:
         self._left = list(range(driver.world_size))  # those of the whole group that are left
         self._skip_to = 0
         self._held = 0  # collectives of all ranks; see `together`
-        self._last: Callable[[], object] = int
+        self._last: Callable[[], object] | None = None
         self.events: list[dict[str, Any]] = []
         self.share = torch.ones((), dtype=torch.float64) if push_sum else None
         self.topology = topology
@@ -273,8 +273,8 @@ class Gossip:
         mine = torch.tensor([self.step, self._held], device=self.driver.words_device())
         told = [row.tolist() for (row,) in self.driver.run(gather(mine), Label(method="gossip"))]
         self._skip_to = max(step for step, _ in told)
-        if self._held > min(held for _, held in told):
-            self._last()
+        if self._last is not None and self._held > min(held for _, held in told):
+            self._last()  # the others wait for it
         seconds = time.monotonic() - start
         self.events.append({"step": self.step, "lost": list(error.ranks), "seconds": seconds})
         warnings.warn(
