@@ -12,7 +12,8 @@ from reproduction_runs import Run
 
 __all__ = ["GROUPS", "earlier"]
 
-_EF21 = "topk:ratio=0.01,feedback=ef21-sgdm"
+_TOPK = "topk:ratio=0.01,values=float32"
+_EF21 = f"{_TOPK},feedback=ef21-sgdm"
 
 
 def earlier(folder: Path) -> dict[str, dict[str, Any]]:
@@ -142,12 +143,12 @@ _RANKS = _SENDERS.replace("divide=senders", "divide=ranks")
 _EARLIER = {
     "text_ddp_unshaped": {"ddp": "dense"},
     "text_20mbit": {
-        "topk:ratio=0.01": "topk:ratio=0.01",
+        "topk:ratio=0.01": _TOPK,  # values travelled so then
         "diloco:every=30": _R4,
         "sparseloco:every=30": _SENDERS,
     },
 }
-_CURVES = ["dense", _R4, "local:every=8", "powersgd:rank=4", "topk:ratio=0.01", _SENDERS]
+_CURVES = ["dense", _R4, "local:every=8", "powersgd:rank=4", _TOPK, _SENDERS]
 _ETAS = [f"diloco:every={every},outer_lr={eta}" for every in (30, 10) for eta in (0.7, 0.4, 1)]
 
 GROUPS = {
@@ -194,11 +195,11 @@ GROUPS = {
     ),
     "R10": Group(
         "error feedback where every rank has other classes; digits, N=4",
-        _class_split(0.5, 0, "dense", "topk:ratio=0.01", _EF21, "topk:ratio=0.01,feedback=ef21")
-        | _class_split(0.1, 0, "topk:ratio=0.01", _EF21)
+        _class_split(0.5, 0, "dense", _TOPK, _EF21, f"{_TOPK},feedback=ef21")
+        | _class_split(0.1, 0, _TOPK, _EF21)
         | _class_split(0.05, 0.5, "diloco:every=10"),
         [
-            _higher(f"{_EF21}, lr={lr}, momentum=0", f"topk:ratio=0.01, lr={lr}, momentum=0")
+            _higher(f"{_EF21}, lr={lr}, momentum=0", f"{_TOPK}, lr={lr}, momentum=0")
             for lr in ("0.5", "0.1")
         ],
     ),
@@ -261,7 +262,7 @@ GROUPS = {
     ),
     "R9": Group(
         "about 40 kB per step each; character GPT, N=2, 1,000 steps",
-        _texts(_TEXT, "topk:ratio=0.01", "powersgd:rank=4", "diloco:every=10/lowbit:format=e3m0")
+        _texts(_TEXT, _TOPK, "powersgd:rank=4", "diloco:every=10/lowbit:format=e3m0")
         | {"demo, SGD lr=0.0003": Family(replace(_TEXT, method="demo", sgd=True, lr=3e-4), 1)},
         losses=True,
     ),
