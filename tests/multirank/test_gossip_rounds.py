@@ -123,7 +123,7 @@ def test_choco_equals_its_equation_in_numpy(order):
             grads.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).double().numpy())
         x, g = np.stack([flat(m.state_dict()).numpy() for m in models]), np.stack(grads)
         write(mixed(x) - lr * g if order.startswith("combine") else mixed(x - lr * g))
-    text = f"gossip:graph=ring,consensus={gamma},order={order}/topk:ratio=0.2"
+    text = f"gossip:graph=ring,consensus={gamma},order={order}/topk:ratio=0.2,values=float32"
     OPTIMIZERS["plain"] = lambda ps: torch.optim.SGD(ps, lr=lr)
     done = simulated(world, text, "plain", steps)
     assert h.shape == (world, n)

@@ -43,7 +43,7 @@ def loop_over_chunks(x, shapes, chunk, ratio):
 @pytest.mark.parametrize("compact", [True, False])
 def test_chunks_are_selected_as_a_plain_loop_does(chunk, ratio, compact):
     xs = gradients(3)
-    codec = TopK(ratio=ratio, chunk=chunk, compact=compact)
+    codec = TopK(ratio=ratio, chunk=chunk, compact=compact, values="float32")
     out = exchange(codec, xs, shapes=SHAPES, want_error=True)
     kept = [loop_over_chunks(x, SHAPES, chunk, ratio) for x in xs]
     assert torch.allclose(out[0].average, (kept[0] + kept[1] + kept[2]) / 3, atol=1e-7)
@@ -62,7 +62,7 @@ def test_what_is_kept_of_a_tensor_does_not_depend_on_its_neighbours():
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_the_mean_over_senders_is_a_plain_loop(world):
     xs = gradients(world, seed=world)
-    codec = TopK(ratio=0.1, chunk=16, divide="senders")
+    codec = TopK(ratio=0.1, chunk=16, divide="senders", values="float32")
     out = exchange(codec, xs, shapes=SHAPES)
     sent = [loop_over_chunks(x, SHAPES, 16, 0.1).double().numpy() for x in xs]
     for i in range(NUMEL):
@@ -80,7 +80,7 @@ def test_senders_also_without_chunks():
 
 
 def test_keeping_whole_chunks_leaves_nothing_behind_whatever_the_decay():
-    fed = ErrorFeedback(inner=TopK(ratio=1.0, chunk=16, divide="senders"))
+    fed = ErrorFeedback(inner=TopK(ratio=1.0, chunk=16, divide="senders", values="float32"))
     states = None
     for step in range(3):
         xs = gradients(2, seed=step)
@@ -167,7 +167,8 @@ def test_a_damaged_message_is_refused():
 @pytest.mark.parametrize("world", [1, 6])
 def test_the_ratio_falls_by_the_same_factor_per_step(world, chunk):
     """From 0.4 by a half per step to 0.05 after three, of 1,000: 400, 200, 100, 50 and 50 are sent."""
-    codec, counts = TopK(ratio=0.05, ratio_from=0.4, ramp_steps=3, compact=False, chunk=chunk), []
+    codec = TopK(ratio=0.05, ratio_from=0.4, ramp_steps=3, compact=False, chunk=chunk, values="float32")
+    counts = []
     for step in range(5):
         spied = []
         xs = [torch.randn(1000, generator=torch.Generator().manual_seed(step + r)) for r in range(world)]

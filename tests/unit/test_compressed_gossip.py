@@ -64,7 +64,7 @@ def test_equals_the_formula_in_numpy():
         moved = [0.5 / 3 * sum(h[j] - h[r] for j in neighbours[r]) for r in range(4)]
         x = x + np.stack(moved).astype(np.float32)
     assert x.shape == (4, n)
-    for rank, (mine, *_) in enumerate(mixed("topk:ratio=0.1", 0.5, 5)):
+    for rank, (mine, *_) in enumerate(mixed("topk:ratio=0.1,values=float32", 0.5, 5)):
         np.testing.assert_allclose(mine.numpy(), x[rank], atol=1e-5)
 
 

@@ -27,7 +27,7 @@ def gradients(world, step, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_it_is_a_plain_loop(eta, dtype):
     """Three ranks, top 10 %: h starts at the first gradient, then takes the largest differences."""
-    fed, k, world = EF21(inner=TopK(ratio=0.1), eta=eta), 25, 3
+    fed, k, world = EF21(inner=TopK(ratio=0.1, values="float32"), eta=eta), 25, 3
     wide = torch.promote_types(dtype, torch.float32)
     known, v, states = [], [], None
     for step in range(8):
@@ -69,7 +69,7 @@ def test_what_is_delivered_is_the_mean_of_what_is_known(inner, world):
 @pytest.mark.parametrize("eta", [1.0, 0.1])
 def test_a_lossless_inner_compressor_delivers_the_mean(eta):
     """Top-k of all: h is v at every step, so G is the mean gradient, or its moving average."""
-    fed, states, moving = EF21(inner=TopK(ratio=1.0), eta=eta), None, None
+    fed, states, moving = EF21(inner=TopK(ratio=1.0, values="float32"), eta=eta), None, None
     for step in range(5):
         xs = gradients(3, step)
         out = exchange(fed, xs, states, shapes=SHAPES, step=step)

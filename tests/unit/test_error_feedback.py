@@ -13,7 +13,7 @@ from stenograd.simulate import exchange
 
 def test_topk_residual_step_by_step():
     """v = [.1, .9, -.3, .2], a quarter: .9 is sent, [.1, 0, -.3, .2] stays; with g = 0 then -.3, .2, .1."""
-    method, v = ErrorFeedback(inner=TopK(ratio=0.25)), torch.tensor([0.1, 0.9, -0.3, 0.2])
+    method, v = ErrorFeedback(inner=TopK(ratio=0.25, values="float32")), torch.tensor([0.1, 0.9, -0.3, 0.2])
     (e,) = exchange(method, [v])
     assert e.average.tolist() == torch.tensor([0, 0.9, 0, 0]).tolist()
     assert e.state["residual"].tolist() == torch.tensor([0.1, 0, -0.3, 0.2]).tolist()

@@ -27,7 +27,7 @@ def gradients(world, step, dtype=torch.float32):
 @pytest.mark.parametrize("beta", [0.5, 0.95])
 def test_the_residual_is_that_of_a_plain_loop(beta, dtype):
     """Top 10 % by torch.topk, on two ranks, for eight steps."""
-    codec, k = TopK(ratio=0.1), -(-NUMEL // 10)
+    codec, k = TopK(ratio=0.1, values="float32"), -(-NUMEL // 10)
     fed = ErrorFeedback(inner=codec, decay=beta)
     wide = torch.promote_types(dtype, torch.float32)
     owed, states = [torch.zeros(NUMEL, dtype=wide) for _ in range(2)], None

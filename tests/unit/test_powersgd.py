@@ -124,9 +124,10 @@ def test_a_fixed_matrix_is_approximated_ever_better():
     assert errors[-1] == pytest.approx(float(np.linalg.norm(sigma[2:])), rel=1e-4)
 
 
-def test_residuals_and_averages_add_up():
+@pytest.mark.parametrize("alternate", [False, True])
+def test_residuals_and_averages_add_up(alternate):
     """sum_r e_r + N * average = sum_r (g_r + e_r_old), every step, and the residuals stay bounded."""
-    method, world, states = ErrorFeedback(inner=PowerSGD(rank=1)), 3, None
+    method, world, states = ErrorFeedback(inner=PowerSGD(rank=1, alternate=alternate)), 3, None
     old, norms = torch.zeros(world, sum(NUMELS)), []
     for step in range(60):
         xs = ranks_of(world, sum(NUMELS), seed=step % 7)
@@ -137,6 +138,67 @@ def test_residuals_and_averages_add_up():
         old = new
         norms.append(float(new.norm()))
     assert max(norms[30:]) < 3 * max(norms[:30])
+
+
+def test_turns_are_numpys():
+    """Even exchanges send mean(M Q) for the last Q, odd ones mean(M^T P) for the last P, each orthonormal."""
+    method, states = PowerSGD(rank=2, alternate=True), None
+    start = method.init(torch.zeros(sum(NUMELS)), Site(shapes=tuple(SHAPES)))
+    known = {i: start[f"q/{i}"].double().numpy() for i in range(len(SHAPES)) if f"q/{i}" in start}
+    assert sorted(known) == [0, 2, 5, 6]
+    for step in range(5):
+        xs = ranks_of(3, sum(NUMELS), seed=step)
+        out = exchange(method, xs, states, shapes=SHAPES, step=step, want_error=True)
+        states = [e.state for e in out]
+        assert all(e.state.keys() == start.keys() for e in out)
+        averages, errors = out[0].average.split(NUMELS), [e.error.split(NUMELS) for e in out]
+        for i, shape in enumerate(SHAPES):
+            parts = [x.split(NUMELS)[i].double().numpy() for x in xs]
+            if i not in known:
+                assert np.allclose(averages[i], np.mean(parts, axis=0), atol=1e-6)
+                assert not any(e[i].any() for e in errors)
+                continue
+            ms = [part.reshape(shape[0], -1) for part in parts]
+            ms = ms if step % 2 == 0 else [m.T for m in ms]
+            basis, _ = np.linalg.qr(known[i])
+            sent = [m @ basis @ basis.T for m in ms]
+            known[i] = np.mean([m @ basis for m in ms], axis=0)
+            for found, wanted in [
+                (averages[i], np.mean(sent, axis=0)),
+                *((e[i], m - own) for e, m, own in zip(errors, ms, sent, strict=True)),
+            ]:
+                wanted = wanted if step % 2 == 0 else wanted.T
+                assert np.allclose(found.view(shape[0], -1), wanted, atol=1e-4)
+
+
+def test_turns_send_one_factor():
+    shapes, requests = [torch.Size(s) for s in [(30, 20), (7,), (30, 20)]], []
+    x, states = torch.ones(sum(s.numel() for s in shapes)), None
+    for step in range(3):
+        (e,) = exchange(
+            PowerSGD(rank=2, alternate=True), [x], states, shapes=shapes, step=step, spy=requests.append
+        )
+        states = [e.state]
+    p, q = (2 * 30 * 2 + 7) * 4, (2 * 20 * 2 + 7) * 4
+    assert [(r.op, r.nbytes) for r in requests] == [(Op.MEAN, n) for n in (p, q, p)]
+
+
+def test_turns_approximate_a_fixed_matrix_ever_better():
+    rng = np.random.default_rng(3)
+    u, v = (np.linalg.qr(rng.standard_normal((n, 15)))[0] for n in (30, 20))
+    sigma = 0.7 ** np.arange(15)
+    m, states, errors = torch.from_numpy(u @ np.diag(sigma) @ v.T).float(), None, []
+    for step in range(80):
+        (e,) = exchange(PowerSGD(rank=2, alternate=True), [m], states, step=step)
+        states = [e.state]
+        errors.append(float((m.reshape(-1) - e.average).norm()))
+    assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(errors))
+    assert errors[-1] == pytest.approx(float(np.linalg.norm(sigma[2:])), rel=1e-4)
+
+
+def test_turns_need_a_warm_start():
+    with pytest.raises(MethodError, match=r"warm_start must be true with alternate=true, .*, got False"):
+        PowerSGD(alternate=True, warm_start=False)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

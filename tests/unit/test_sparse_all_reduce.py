@@ -124,7 +124,7 @@ def test_the_average_is_the_mean_without_the_errors(n, ratio, world, compact, se
 def test_the_average_is_that_of_the_selected():
     """Where it is not zero it is the mean of the k largest outside each rank's region and all inside it."""
     xs = ranks_of(8, 5000)
-    codec = TopK(ratio=0.02)
+    codec = TopK(ratio=0.02, values="float32")
     out = exchange(codec, xs)
     owner, _ = Regions(5000, 100, 8).divide(torch.arange(5000))
     masked = []

@@ -30,11 +30,29 @@ def ranks_of(world: int, n: int, seed: int = 0) -> list[torch.Tensor]:
 def test_topk_sends_the_largest_and_keeps_the_rest(values, ratio):
     x = np.array(values, dtype=np.float32)
     k = math.ceil(ratio * len(x))
-    (e,) = exchange(TopK(ratio=ratio), [torch.from_numpy(x)], want_error=True)
+    (e,) = exchange(TopK(ratio=ratio, values="float32"), [torch.from_numpy(x)], want_error=True)
     sent, kept = e.average.numpy(), e.error.numpy()
     assert (sent + kept == x).all()
     assert (sent * kept == 0).all()
     assert np.sort(np.abs(sent))[-k:].tolist() == np.sort(np.abs(x))[-k:].tolist()
+
+
+@settings(deadline=None, max_examples=50)
+@given(values=floats, ratio=st.floats(0.01, 1))
+def test_topk_rounds_what_it_sends_and_keeps_what_that_loses(values, ratio):
+    """bfloat16 is the upper half of float32: of 8 bits of mantissa, rounded to even."""
+    x = np.array(values, dtype=np.float32)
+    (e,) = exchange(TopK(ratio=ratio), [torch.from_numpy(x)], want_error=True)
+    sent, kept = e.average.numpy(), e.error.numpy()
+    bits = x.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    chosen = sent != 0
+    assert (sent[chosen] == rounded[chosen]).all()
+    assert (sent + kept == x).all()
+    k = math.ceil(ratio * len(x))
+    largest = np.sort(np.abs(x))[::-1]
+    assert chosen.sum() <= k
+    assert (np.abs(x[~chosen]) <= largest[k - 1]).all()
 
 
 @settings(deadline=None, max_examples=50)

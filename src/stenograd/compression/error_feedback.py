@@ -40,10 +40,10 @@ class ErrorFeedback(Compressor):
         >>> from stenograd.compressors.topk import TopK
         >>> from stenograd.simulate import exchange
         >>> method = ErrorFeedback(inner=TopK(ratio=0.25))
-        >>> (first,) = exchange(method, [torch.tensor([0.1, 0.9, -0.3, 0.2])])
+        >>> (first,) = exchange(method, [torch.tensor([0.25, 2.0, -1.0, 0.5])])
         >>> (second,) = exchange(method, [torch.zeros(4)], [first.state])
         >>> second.average
-        tensor([ 0.0000,  0.0000, -0.3000,  0.0000])
+        tensor([ 0.,  0., -1.,  0.])
 
     Reference: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al.,
     "Error Feedback Fixes SignSGD", ICML 2019; Sarfi et al., "Communication Efficient LLM Pre-training with

@@ -120,11 +120,13 @@ class _Rows:
         count: entries a row.
         length: places in a region.
         compact: whether to write places in few bits; then they ascend within a row.
+        halves: whether to write values as bfloat16.
     """
 
     count: int
     length: int
     compact: bool
+    halves: bool
 
     def empty(self, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return places and values, `(rows, count)` each, of rows without entries."""
@@ -133,10 +135,15 @@ class _Rows:
 
     def write(self, places: Tensor, values: Tensor) -> Payload:
         """Write rows as tensors whose first dimension is the number of rows."""
+        values = self.rounded(values)
         if not self.compact:
             return places.to(torch.int32), values
         universe = self.length + self.count
         return torch.stack([pack_places(row, universe) for row in places]), values
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return values as they travel."""
+        return values.bfloat16() if self.halves else values
 
     def read(self, row: Payload) -> tuple[Tensor, Tensor]:
         """Return places and values of one row."""
@@ -181,6 +188,7 @@ class SparseAllReduce(Transport):
     Args:
         regions: from `regions_for`.
         compact: write indices as an Elias-Fano code.
+        halves: send values as bfloat16; what the rounding loses stays in the error as well.
 
     Reference: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk), PPoPP
     2022. There regions are contiguous and re-balanced from time to time, thresholds are estimated, and what
@@ -189,6 +197,7 @@ class SparseAllReduce(Transport):
 
     regions: Regions
     compact: bool
+    halves: bool = False
     rounds: int = 2
 
     def run(
@@ -199,11 +208,12 @@ class SparseAllReduce(Transport):
             x.add_(residual)
         regions = replace(self.regions, step=site.step)
         world, mine = regions.world_size, site.rank
-        first = _Rows(regions.slots, regions.length, self.compact)
-        second = _Rows(regions.kept, regions.length, self.compact)
+        first = _Rows(regions.slots, regions.length, self.compact, self.halves)
+        second = _Rows(regions.kept, regions.length, self.compact, self.halves)
         sums = _padded(regions.take(x, mine), first)
         places, owner, local = _fitting(x, regions)
-        payload = first.write(*_arranged(x.index_select(0, places), owner, local, first, world))
+        chosen = x.index_select(0, places)
+        payload = first.write(*_arranged(chosen, owner, local, first, world))
         rows = yield from scatter(*payload)
         for theirs, values in (first.read(row) for rank, row in enumerate(rows) if rank != mine):
             sums.index_add_(0, theirs, values.to(sums.dtype))
@@ -213,7 +223,7 @@ class SparseAllReduce(Transport):
         average = _assembled(kept, regions, x)
         if not want_error:
             return Exchange(average, state)
-        x.index_fill_(0, places, 0)
+        x.index_copy_(0, places, chosen - first.rounded(chosen).to(x.dtype))
         sent, values = kept[mine]
         inside = sent < regions.length
         sums.index_add_(0, sent[inside], values[inside].to(sums.dtype), alpha=-world)
@@ -274,5 +284,5 @@ def _assembled(received: list[tuple[Tensor, Tensor]], regions: Regions, like: Te
         real = (local < regions.length) & (values != 0)
         places = regions.join(rank, local[real])
         check_places(places, regions.numel)
-        average[places] = values[real]
+        average[places] = values[real].to(like.dtype)
     return average

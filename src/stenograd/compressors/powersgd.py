@@ -23,8 +23,8 @@ from stenograd.compression.contract import (
 from stenograd.compression.orthogonalize import orthogonalize
 from stenograd.compression.small_all_reduce import small_means, small_rounds
 from stenograd.data.finite import Finite, finite_of
-from stenograd.data.requests import Rounds, commit
-from stenograd.errors import MethodError, check_count
+from stenograd.data.requests import Rounds, commit, means
+from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows
 
 __all__ = ["PowerSGD"]
@@ -43,16 +43,22 @@ class PowerSGD(Compressor):
     the average, and no error exceeds M_r. The reference implementations subtract the average, `M_r - P Q^T`,
     whose residual also gathers the differences between the ranks and so walks at random.
 
+    With `alternate` an exchange is half a step of the iteration: `P = mean(M Q)` for the last Q, made
+    orthonormal, with `P Q^T` as the average, and next time `Q = mean(M^T P)` likewise. One factor travels
+    instead of two, in one all-reduce, and one projection is computed instead of two.
+
     Wire: `32 r (n + m)` bits a matrix with `r = min(n, m, rank)`, 32 bits an element for the others (64 for
-    float64), two all-reduces, whatever the number of ranks.
+    float64), two all-reduces, whatever the number of ranks. With `alternate` `32 r n` and `32 r m` in turns.
 
     Args:
         rank: largest rank of an approximation, 1 to 2^31 - 1; 1 to 4 are usual.
         warm_start: whether to start from the last Q (state "q/i" for tensor i) instead of a random one.
         seed: of the random Q; any integer, the same on every rank.
+        alternate: whether to send one factor per exchange, in turns, instead of both; it goes on from the
+            last exchange's factor (states "p/i" and "q/i"), so it needs `warm_start`.
 
     Raises:
-        MethodError: rank outside its range.
+        MethodError: rank outside its range, or alternate without warm_start.
 
     Example:
         >>> import torch
@@ -64,7 +70,7 @@ class PowerSGD(Compressor):
                 [0., 2., 4., 6.]])
 
     Reference: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization", NeurIPS 2019.
+    Optimization", NeurIPS 2019; the turns are those of its authors' later implementation (epfml/powersgd).
     """
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"powersgd": {}}
@@ -73,15 +79,20 @@ class PowerSGD(Compressor):
     rank: int = 4
     warm_start: bool = True
     seed: int = 0
+    alternate: bool = False
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank, "use 4", MethodError)
+        if self.alternate and not self.warm_start:
+            rule = "must be true with alternate=true, which goes on from the last exchange"
+            raise bad_value("warm_start", rule, self.warm_start, "leave one of the two out", MethodError)
 
     @classmethod
     def examples(cls) -> Iterator[PowerSGD]:
-        """Yield a low and a higher rank, the latter also without memory."""
+        """Yield a low and a higher rank, the latter also in turns and without memory."""
         yield cls(rank=1)
         yield cls(rank=4)
+        yield cls(rank=4, alternate=True)
         yield cls(rank=4, warm_start=False)
 
     @property
@@ -95,12 +106,16 @@ class PowerSGD(Compressor):
         width = torch.promote_types(site.dtype, torch.float32).itemsize
         left = sum(len(b.tensors) * b.rank * b.rows for b in batches) + sum(b - a for a, b in dense)
         right = sum(len(b.tensors) * b.rank * b.columns for b in batches)
+        if self.alternate:
+            dense_bytes = width * sum(b - a for a, b in dense)
+            largest = max(width * left, dense_bytes + width * right)
+            return _OneFactor(rounds=small_rounds(largest, site.world_size, site.device))
         sizes = [width * left] + [width * right] * bool(batches)
         rounds = sum(small_rounds(nbytes, site.world_size, site.device) for nbytes in sizes)
         return _TwoFactors(rounds=rounds)
 
     def init(self, like: Tensor, site: Site) -> State:
-        """Draw the first Q of every compressed tensor, equal on all ranks."""
+        """Draw the first Q of every compressed tensor, equal on all ranks; with `alternate` P as well."""
         require_floating(like)
         return self._random_queries(like, site) if self.warm_start else {}
 
@@ -111,10 +126,13 @@ class PowerSGD(Compressor):
     def _random_queries(self, like: Tensor, site: Site) -> State:
         dtype = torch.promote_types(like.dtype, torch.float32)
         generator = site.generator(self.seed, shared=True)
-        shapes = {i: (b.columns, b.rank) for b in _plan(site.shapes, self.rank)[0] for i in b.tensors}
+        batches = _plan(site.shapes, self.rank)[0]
+        shapes = {f"q/{i}": (b.columns, b.rank) for b in batches for i in b.tensors}
+        if self.alternate:
+            shapes |= {f"p/{i}": (b.rows, b.rank) for b in batches for i in b.tensors}
         return {
-            f"q/{i}": torch.randn(shape, generator=generator).to(like.device, dtype)
-            for i, shape in sorted(shapes.items())
+            name: torch.randn(shapes[name], generator=generator).to(like.device, dtype)
+            for name in sorted(shapes, key=_order)
         }
 
 
@@ -154,9 +172,56 @@ class _TwoFactors(Transport):
             average[start:stop] = exact  # before work changes: the reply may lie in it
             if want_error:
                 work[start:stop] = 0
-        for b, *thins in zip(batches, pts, mine, qts, strict=True):
-            expand(work if want_error else None, average, b.place, *thins)
-        state = _next_queries(batches, qts) if codec.warm_start else state
+        for b, pt, own, mean in zip(batches, pts, mine, qts, strict=True):
+            expand(work if want_error else None, average, b.place, (pt, own), (pt, mean))
+        state = _next("q", batches, qts) if codec.warm_start else state
+        error = work.to(x.dtype) if want_error else None
+        return Exchange(average.to(x.dtype), state, error, finite.clamp(max=Finite.YES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OneFactor(Transport):
+    """Average P for the last Q, or Q for the last P, in turns."""
+
+    reports_finite: bool = True
+    frees_residual: bool = True
+
+    def run(
+        self, codec: PowerSGD, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Project on one side in one round; see `Transport.run`."""
+        batches, dense = _plan(site.shapes, codec.rank)
+        work = x.to(torch.promote_types(x.dtype, torch.float32))
+        left = site.step % 2 == 0  # whether P is sent
+        known, new = ("q", "p") if left else ("p", "q")
+        bases = [
+            orthogonalize(torch.stack([state[f"{known}/{i}"] for i in b.tensors])).mT.contiguous()
+            for b in batches
+        ]
+        if residual is not None:
+            for start, stop in dense if left else [(0, work.numel())]:  # projecting on the left adds the rest
+                work[start:stop] += residual[start:stop]
+        pairs = list(zip(batches, bases, strict=True))
+        if left:
+            mine = [project_rows(work, residual, b.place, basis) for b, basis in pairs]
+        else:
+            mine = [project_columns(work, b.place, basis) for b, basis in pairs]
+        # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
+        asked = [*(t.clone() for t in mine), *(work[a:b] for a, b in dense)]
+        reply = yield from (means(asked) if self.rounds == 1 else small_means(asked, site.world_size))
+        finite = finite_of(reply)  # what is not finite makes the projections so
+        if self.frees_residual and (yield from commit(finite)):
+            site = replace(site, buffer=residual)
+        average = site.out(work) if want_error else work
+        for (start, stop), exact in zip(dense, reply[len(batches) :], strict=True):
+            average[start:stop] = exact  # before work changes: the reply may lie in it
+            if want_error:
+                work[start:stop] = 0
+        for (b, basis), own, mean in zip(pairs, mine, reply, strict=False):
+            factors = ((own, basis), (mean, basis)) if left else ((basis, own), (basis, mean))
+            expand(work if want_error else None, average, b.place, *factors)
+        sent, kept = _next(new, batches, reply), {n: t for n, t in state.items() if n.startswith(known)}
+        state = {**sent, **kept} if left else {**kept, **sent}
         error = work.to(x.dtype) if want_error else None
         return Exchange(average.to(x.dtype), state, error, finite.clamp(max=Finite.YES))
 
@@ -217,12 +282,18 @@ def _even_runs(found: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int
     yield run
 
 
-def _next_queries(batches: list[_Batch], qts: list[Tensor]) -> State:
-    """Keep Q's directions; its length would be squared in the next P and leave float32's range."""
+def _next(name: str, batches: Sequence[_Batch], thin: Sequence[Tensor]) -> State:
+    """Keep a factor's directions; its length would be squared in the next one and leave float32's range."""
     state: dict[str, Tensor] = {}
-    for b, qt in zip(batches, qts, strict=True):
-        largest = qt.abs().amax(2, keepdim=True)
-        qs = (qt / torch.where(largest > 0, largest, 1.0)).mT  # (b, m, r)
-        for i, q in zip(b.tensors, qs, strict=True):
-            state[f"q/{i}"] = q.clone(memory_format=torch.contiguous_format)
-    return dict(sorted(state.items()))
+    for b, t in zip(batches, thin, strict=False):  # behind the factors a reply has exact means
+        largest = t.abs().amax(2, keepdim=True)
+        found = (t / torch.where(largest > 0, largest, 1.0)).mT  # (b, n or m, r)
+        for i, factor in zip(b.tensors, found, strict=True):
+            state[f"{name}/{i}"] = factor.clone(memory_format=torch.contiguous_format)
+    return dict(sorted(state.items(), key=lambda item: _order(item[0])))
+
+
+def _order(name: str) -> tuple[str, int]:
+    """Return what sorts the names of state by factor and then by tensor."""
+    factor, tensor = name.split("/")
+    return factor, int(tensor)

@@ -34,23 +34,23 @@ class TopK(Codec):
     which `round(ratio * chunk)` are sent, at least 1: then every layer gets its share, and what is sent of it
     does not depend on buckets. Biased, a contraction with `delta = k / n`: use error feedback.
     Wire: k places of about `2 + log2(n / k)` bits and k values, one all-gather, which moves N-1 times that:
-    at 1 %, 8.6 bits and 32. `values` makes it 38.6 bits together (float30), 24.6 (bfloat16), 16.7 (int8) or
-    10.6 (int2, and 16 bytes per tensor); error feedback sends later what the rounding loses. Places as int32
-    take 64 bits together.
+    at 1 %, 8.6 bits and 16. `values` makes it 40.6 bits together (float32), 38.6 (float30), 24.6 (bfloat16),
+    16.7 (int8) or 10.6 (int2, and 16 bytes per tensor); error feedback sends later what the rounding loses.
+    Places as int32 take 32 bits instead of 8.6.
 
-    From five ranks on, a sparse all-reduce (`stenograd.compression.sparse_all_reduce`) moves at most `24
-    k` bytes whatever N is, if k is at least N: each rank adds up one region of the places, and only about
-    the k largest of the *average* come back. So the average has at most k non-zeros, not up to `N k`.
-    What was selected and is not in the average stays in the error, so `delta` is then no bound for a
-    single rank's. Chunks and `divide=senders` need every rank's message, and a ramp has no k to
-    choose by, so they always gather.
+    From five ranks on, a sparse all-reduce (`stenograd.compression.sparse_all_reduce`) moves at most `18
+    k` bytes whatever N is (24 k with float32), if k is at least N: each rank adds up one region of the
+    places, and only about the k largest of the *average* come back. So the average has at most k
+    non-zeros, not up to `N k`. What was selected and is not in the average stays in the error, so `delta`
+    is then no bound for a single rank's. Chunks and `divide=senders` need every rank's message, and a
+    ramp has no k to choose by, so they always gather.
 
     Args:
         ratio: share of the elements to send, in (0, 1].
         compact: whether places travel as an Elias-Fano code, not as int32.
         values: how float32 values travel: "float32"; "float30", exact for all but those below 2**-62 of the
             largest; "bfloat16"; "int8" with a scale for each 256; or "int2", the means of four bins per
-            tensor. In the sparse all-reduce always float32.
+            tensor. The sparse all-reduce has float32 for the first two and bfloat16 for the others.
         reduce: "gather" for one all-gather; "regions" for the sparse all-reduce; "auto" for what
             moves clearly less.
         chunk: elements per chunk, 1 to 2^31 - 1; 0 to select over the whole bucket. A tensor's last chunk may
@@ -68,8 +68,8 @@ class TopK(Codec):
     Example:
         >>> import torch
         >>> from stenograd.simulate import exchange
-        >>> exchange(TopK(ratio=0.25), [torch.tensor([0.1, 0.9, -0.3, 0.2])])[0].average
-        tensor([0.0000, 0.9000, 0.0000, 0.0000])
+        >>> exchange(TopK(ratio=0.25), [torch.tensor([0.25, 2.0, -1.0, 0.5])])[0].average
+        tensor([0., 2., 0., 0.])
 
     Reference: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017;
     Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022 (regions); Sarfi
@@ -81,7 +81,7 @@ class TopK(Codec):
 
     ratio: float = 0.01
     compact: bool = True
-    values: str = "float32"
+    values: str = "bfloat16"
     reduce: str = "auto"
     chunk: int = 0
     divide: str = "ranks"
@@ -113,10 +113,10 @@ class TopK(Codec):
         for ratio in (0.01, 0.3, 1.0):
             yield cls(ratio=ratio)
             yield cls(ratio=ratio, compact=False)
-        for values in ("float30", "bfloat16", "int8", "int2"):
+        for values in ("float32", "float30", "int8", "int2"):
             yield cls(ratio=0.1, values=values)
         yield cls(ratio=0.1, reduce="regions")
-        yield cls(ratio=0.1, reduce="regions", compact=False)
+        yield cls(ratio=0.1, reduce="regions", compact=False, values="float32")
         yield cls(ratio=0.1, chunk=16)
         yield cls(ratio=0.3, chunk=7, compact=False)
         yield cls(ratio=0.1, ramp_steps=4)
@@ -136,11 +136,13 @@ class TopK(Codec):
     def delta(self) -> float:
         """The k largest hold at least k/n of the energy; chunks of some lengths keep 2/3 of that.
 
-        A bin of four may hold numbers that cancel out, so int2 promises nothing.
+        bfloat16 loses at most 2^-9 of a value, and so 2^-18 of the energy that it sends; float30 less. A
+        bin of four may hold numbers that cancel out, so int2 promises nothing.
         """
         if self.values == "int2":
             return 0.0
-        return self.ratio * (2 / 3) if self.chunk else self.ratio  # 1 of 1.5 - eps is the worst rounding
+        share = self.ratio if self.values == "float32" else self.ratio * (1 - 2**-18)
+        return share * (2 / 3) if self.chunk else share  # 1 of 1.5 - eps is the worst rounding
 
     @property
     def by_regions(self) -> bool:
@@ -153,7 +155,8 @@ class TopK(Codec):
             k = math.ceil(self.ratio * site.numel)
             regions = regions_for(site.numel, k, site, forced=self.reduce == "regions")
             if regions is not None:
-                return SparseAllReduce(regions=regions, compact=self.compact)
+                halves = site.dtype is torch.float32 and self.values not in ("float32", "float30")
+                return SparseAllReduce(regions=regions, compact=self.compact, halves=halves)
         gathered = super().transport(site)
         return replace(gathered, votes=True) if self.divide == "senders" else gathered
 

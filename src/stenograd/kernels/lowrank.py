@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stenograd.kernels.backend import pick, present
 
-__all__ = ["Place", "expand", "orthonormal", "project_columns", "project_rows"]
+__all__ = ["Factors", "Place", "expand", "orthonormal", "project_columns", "project_rows"]
 
 # Where matrices lie in a flat tensor: the first one's start, the distance of their starts, how many they are,
 # rows and columns; in elements.
@@ -54,26 +54,27 @@ def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
     return out
 
 
-def expand(
-    x: Tensor | None, average: Tensor, place: Place, factors: Tensor, mine: Tensor, mean: Tensor
-) -> None:
+# The thin matrices of a product `P Q^T`, as `P^T` and `Q^T`: shapes (count, r, rows) and (count, r, columns).
+Factors = tuple[Tensor, Tensor]
+
+
+def expand(x: Tensor | None, average: Tensor, place: Place, mine: Factors, mean: Factors) -> None:
     """Write `P Q^T` of the mean factors to the average, and take that of this rank's from x, in one pass.
 
     Args:
         x: flat, changed; None where nobody asks for what was lost.
         average: flat like x, written where the matrices are.
         place: where the matrices are.
-        factors: shape (count, r, rows), `P^T`.
-        mine: shape (count, r, columns), this rank's `Q^T`.
-        mean: likewise, the mean over ranks.
+        mine: this rank's factors.
+        mean: those of the mean over ranks.
 
     Example:
-        >>> x, average = torch.ones(4), torch.zeros(4)
-        >>> expand(x, average, (0, 4, 1, 2, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+        >>> x, average, thin = torch.ones(4), torch.zeros(4), torch.ones(1, 1, 2)
+        >>> expand(x, average, (0, 4, 1, 2, 2), (thin, thin), (thin, thin))
         >>> x, average
         (tensor([0., 0., 0., 0.]), tensor([1., 1., 1., 1.]))
     """
-    pick("lowrank", "expand", average, *present(x))(x, average, place, factors, mine, mean)
+    pick("lowrank", "expand", average, *present(x))(x, average, place, mine, mean)
 
 
 def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:

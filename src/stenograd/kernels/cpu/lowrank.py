@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.cpu.jit import kernel, reordering, view
-from stenograd.kernels.lowrank import Place
+from stenograd.kernels.lowrank import Factors, Place
 
 __all__ = ["expand", "orthonormal", "project_columns", "project_rows"]
 
@@ -30,11 +30,9 @@ def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
     return out
 
 
-def expand(
-    x: Tensor | None, average: Tensor, place: Place, factors: Tensor, mine: Tensor, mean: Tensor
-) -> None:
+def expand(x: Tensor | None, average: Tensor, place: Place, mine: Factors, mean: Factors) -> None:
     """Take one product of thin matrices from x and write the other."""
-    thin = [view(t.contiguous()) for t in (factors, mine, mean)]
+    thin = [view(t.contiguous()) for t in (*mine, *mean)]
     _expand(_NONE if x is None else view(x), view(average), place, *thin)
 
 
@@ -89,7 +87,7 @@ def _columns(x: Any, place: Any, factors: Any, out: Any) -> None:
 
 
 @kernel
-def _expand(x: Any, average: Any, place: Any, factors: Any, mine: Any, mean: Any) -> None:
+def _expand(x: Any, average: Any, place: Any, left: Any, right: Any, mean_left: Any, mean_right: Any) -> None:
     """Row by row; every element of the average is the same sum, in the same order, on every rank."""
     start, stride, count, rows, columns = place
     for c in range(count):
@@ -97,14 +95,14 @@ def _expand(x: Any, average: Any, place: Any, factors: Any, mine: Any, mean: Any
             first = start + c * stride + i * columns
             row = average[first : first + columns]
             row[:] = 0
-            for k in range(factors.shape[1]):
-                weight, other = factors[c, k, i], mean[c, k]
+            for k in range(left.shape[1]):
+                weight, other = mean_left[c, k, i], mean_right[c, k]
                 for j in range(columns):
                     row[j] += weight * other[j]
             if x.size:
                 row = x[first : first + columns]
-                for k in range(factors.shape[1]):
-                    weight, other = factors[c, k, i], mine[c, k]
+                for k in range(left.shape[1]):
+                    weight, other = left[c, k, i], right[c, k]
                     for j in range(columns):
                         row[j] -= weight * other[j]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stenograd.kernels.lowrank import Place
+from stenograd.kernels.lowrank import Factors, Place
 
 __all__ = ["expand", "orthonormal", "project_columns", "project_rows"]
 
@@ -25,14 +25,11 @@ def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
     return factors @ _matrices(x, place)
 
 
-def expand(
-    x: Tensor | None, average: Tensor, place: Place, factors: Tensor, mine: Tensor, mean: Tensor
-) -> None:
+def expand(x: Tensor | None, average: Tensor, place: Place, mine: Factors, mean: Factors) -> None:
     """Take one product of thin matrices from x and write the other."""
-    left = factors.mT
     if x is not None:
-        _matrices(x, place).baddbmm_(left, mine, alpha=-1)
-    torch.bmm(left, mean, out=_matrices(average, place))
+        _matrices(x, place).baddbmm_(mine[0].mT, mine[1], alpha=-1)
+    torch.bmm(mean[0].mT, mean[1], out=_matrices(average, place))
 
 
 def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
