@@ -71,7 +71,7 @@ def loss_curves(folder: Path, hosts: int) -> dict[str, Curve]:
 def steps_of(folder: Path, hosts: int, rate: str) -> dict[str, dict[str, float]]:
     """Return seconds and bytes of a host's interface per step on a link, by rival."""
     per_step = {}
-    for name in (f"text{hosts}_{rate}", f"text2_ddp_{rate}"):
+    for name in (f"text{hosts}_{rate}", f"text{hosts}_ddp_{rate}"):
         told = json.loads((folder / f"{name}.json").read_text())
         taken = told["settings"]["steps"] * told["settings"]["epochs"]
         for rival, seen in told["results"].items():

@@ -216,13 +216,15 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
     """Note what this rank brings to each round, and let the victim die in its phase."""
     meet, part = sync._meet, sync._parts[0]
     if die is not None and one.phase in ("sent", "arrived"):
-        name = {"sent": "send", "arrived": "arrive"}[one.phase]
+        arrive = "_await_arrival" if isinstance(part, OuterPart) else "arrive"
+        name = {"sent": "send", "arrived": arrive}[one.phase]
         work = getattr(part, name)
 
-        def then_die() -> None:
-            work()
+        def then_die() -> Any:
+            done = work()
             if len(told["brought"]) > one.round:
                 die()
+            return done
 
         setattr(part, name, then_die)
 

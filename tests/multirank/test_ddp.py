@@ -42,7 +42,7 @@ def test_identity_equals_plain_ddp_bit_for_bit(pool, world_size):
 
 def _identical(rank, world_size, method):
     model, optimizer, hook = _ddp(rank, method)
-    _run(model, optimizer, rank, world_size, 0, 12)
+    _run(model, optimizer, rank, world_size, 0, 8)
     hook.close()
     return flat(model), len(hook._exchange.buckets), hook.traffic.payload_bytes
 

@@ -10,7 +10,7 @@ from torch import nn
 import stenograd
 from stenograd.testing.pool import RanksFailed
 
-LONG = 25  # steps: five times the warm-up of the methods that have one
+LONG = 16  # steps: three times the warm-up of the methods that have one
 
 
 def _dense_run(rank, world_size, bucket_bytes, nesterov):

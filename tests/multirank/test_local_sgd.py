@@ -160,7 +160,7 @@ def test_real_ranks_do_the_same(world, pool):
 @pytest.mark.parametrize(
     "codec", ["bf16", "topk:ratio=0.1", "sign:block=16,dense_below=0", "powersgd:rank=2"]
 )
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])  # with four, sign averages in two phases
 def test_codecs_send_differences(world, codec, kind):
     """H and h as in the loop above, tensor by tensor; buckets of one tensor make both the same."""
     how = stenograd.method(codec)

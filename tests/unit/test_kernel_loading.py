@@ -57,7 +57,7 @@ def test_a_step_loads_no_kernel(fresh_kernels, text, world_size):
     how, generator = method(text), torch.Generator().manual_seed(1)
     load_kernels(how, world_size, [torch.zeros(1)])
     before = loaded()
-    with_kernels = ("topk", "sign", "qsgd", "powersgd", "dgc", "dion", "terngrad")
+    with_kernels = ("topk", "sign", "qsgd", "lowbit", "powersgd", "dgc", "dion", "terngrad")
     assert bool(before) == any(text.startswith(m) for m in with_kernels)
     for shapes in BUCKETS:
         states, numel = None, sum(torch.Size(shape).numel() for shape in shapes)

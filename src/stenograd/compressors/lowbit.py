@@ -6,22 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Feedback, Payload, Site, Transport
 from stenograd.compression.scaled_codes import ScaledCodes
 from stenograd.compression.two_phase import TwoPhase, chunks_for
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.reference.bits import block_views, pack_bits, unpack_bits
-from stenograd.kernels.reference.sign import block_count, check_scales
+from stenograd.kernels.lowbit import lowbit_decode, lowbit_encode
+from stenograd.kernels.reference.lowbit import BITS, SMALLEST, top_of
 
-__all__ = ["FORMATS", "LowBit"]
-
-FORMATS = {"e3m0": 4, "int4": 4, "int2": 2}  # bits per element
-
-_SMALLEST = 2.0**-6  # of the block's largest magnitude: the lowest of e3m0's seven powers of two
-_HALF = 1 << 22  # half a float32's mantissa range: added to the bits, it carries 1.5 * 2^k up to 2^(k+1)
+__all__ = ["LowBit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +60,15 @@ class LowBit(ScaledCodes):
     block: int = 512
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            wanted = f"must be one of {', '.join(FORMATS)}"
+        if self.format not in BITS:
+            wanted = f"must be one of {', '.join(BITS)}"
             raise bad_value("format", wanted, self.format, "use e3m0", MethodError)
         check_count("block", self.block, "use 512", MethodError)
 
     @classmethod
     def examples(cls) -> Iterator[LowBit]:
         """Yield every format, and short blocks."""
-        for name in FORMATS:
+        for name in BITS:
             yield cls(format=name)
         yield cls(format="int4", block=7)
 
@@ -96,62 +90,21 @@ class LowBit(ScaledCodes):
         all others have at most the energy `c = (d - 1) (h / 2)^2`, against `1 + c` in x: `c / (1 + c)` is
         lost. An element of e3m0 above that loses at most a ninth of its energy.
         """
-        half = _SMALLEST / 2 if self.format == "e3m0" else 0.5 / self._top
+        half = SMALLEST / 2 if self.format == "e3m0" else 0.5 / top_of(self.format)
         energy = (self.block - 1) * half**2
         lost = energy / (1 + energy)
         return 1 - (max(lost, 1 / 9) if self.format == "e3m0" else lost)
 
     def transport(self, site: Site) -> Transport:
         """Gather all codes, or average them in two phases where that moves less."""
-        chunks = chunks_for(site, self._bits, self.block)
+        chunks = chunks_for(site, BITS[self.format], self.block)
         return super().transport(site) if chunks is None else TwoPhase(chunks=chunks)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Pack the codes, lowest bit first, and the largest magnitude of each block."""
-        codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
-        scales = [torch.zeros(0, device=x.device)]
-        rows_of = (block_views(t, self.block, site.numels) for t in (x, codes))
-        for rows, out in zip(*rows_of, strict=True):
-            scale = rows.abs().amax(1, keepdim=True).to(torch.float32)
-            scales.append(scale.view(-1))
-            out.copy_(self._codes((rows / torch.where(scale == 0, 1.0, scale)).to(torch.float32)))
-        return pack_bits(codes, self._bits), torch.cat(scales)
-
-    @property
-    def _bits(self) -> int:
-        return FORMATS[self.format]
-
-    @property
-    def _top(self) -> int:
-        """Levels on each side of zero in the integer formats."""
-        return (1 << (self._bits - 1)) - 1
-
-    def _codes(self, y: Tensor) -> Tensor:
-        """Return the code of each number in [-1, 1]; of NaN any, since its block's scale tells."""
-        if self.format != "e3m0":
-            # NaN has no integer that is the same on every machine.
-            return y.mul_(self._top).round_().nan_to_num_(0.0).clamp_(-self._top, self._top).add_(self._top)
-        magnitude = y.abs()
-        exponent = ((magnitude.view(torch.int32) + _HALF) >> 23).sub_(120).clamp_(0, 7)  # 1.0 has 127
-        # What lies between half and 3/4 of the smallest level has too low an exponent, but is nearer to it.
-        torch.maximum(exponent, (magnitude >= _SMALLEST / 2).to(torch.int32), out=exponent)
-        return exponent.add_((y < 0).to(torch.int32), alpha=8)
-
-    def _levels(self, device: torch.device) -> Tensor:
-        """Return the level that each code stands for; code 8 of e3m0 is zero, as 0 is."""
-        if self.format != "e3m0":
-            return (torch.arange(1 << self._bits, device=device, dtype=torch.float32) - self._top) / self._top
-        half = [0.0, *(_SMALLEST * 2.0**k for k in range(7))]
-        return torch.tensor([*half, 0.0, *(-level for level in half[1:])], device=device)
+        return lowbit_encode(x.contiguous(), self.format, self.block, site.numels)
 
     def read(self, payload: Payload, site: Site) -> Tensor:
         """Return what one message says, in float32."""
         codes, scales = payload
-        check_scales([(codes, scales)], block_count(self.block, site.numels, site.numel))
-        places = unpack_bits(codes, self._bits, site.numel).to(torch.int32)
-        values = self._levels(codes.device).index_select(0, places)
-        start = 0
-        for rows in block_views(values, self.block, site.numels):
-            rows.mul_(scales[start : start + len(rows), None])
-            start += len(rows)
-        return values
+        return lowbit_decode((codes, scales), self.format, self.block, site.numels)

@@ -27,8 +27,8 @@ _HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .2rem .8rem; border-bottom: 1px solid #8888; text-align: right; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid #8888; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1rem 0; background: #fff; color: #000; padding: .5rem; }
 svg { max-width: 100%; height: auto; }
