@@ -54,6 +54,7 @@ class FaultRun:
         size: number of ranks.
         folder: for logs, the meeting file and results.
         timeout_s: what the training gets as `--timeout-s`.
+        grace_s: seconds that survivors have on top of it.
         meet: "tcp" or "file".
         on_hosts: whether each rank gets an emulated host.
 
@@ -71,12 +72,13 @@ class FaultRun:
         size: int,
         folder: Path,
         timeout_s: float,
+        grace_s: float,
         meet: str,
         on_hosts: bool,
     ) -> None:
         self.draw, self.size, self.ranks, self.moment, self.seconds = draw, size, list[Rank](), "", 0.0
         self.method = draw.choice(METHODS)
-        self._forks, self._folder, self._timeout_s = forks, folder, timeout_s
+        self._forks, self._folder, self._timeout_s, self._grace_s = forks, folder, timeout_s, grace_s
         self._hosts = Hosts(size, "none") if on_hosts else None
         self._out = folder / "out"
         self._began = self._jobs = 0
@@ -150,14 +152,14 @@ class FaultRun:
         """Let the fault happen now."""
         self._fault_at = time.monotonic()
 
-    def await_end(self, ranks: Sequence[int], grace_s: float) -> None:
+    def await_end(self, ranks: Sequence[int]) -> None:
         """Wait for ranks to end by themselves.
 
         Raises:
             TimeoutError: they did not within twice the time that they have.
         """
         assert self._fault_at is not None
-        deadline = time.monotonic() + 2 * (self._timeout_s + grace_s)
+        deadline = time.monotonic() + 2 * (self._timeout_s + self._grace_s)
         for rank in ranks:
             if not self.ranks[rank].ended.wait(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"rank {rank} did not end")

@@ -29,7 +29,7 @@ from stenograd.cli.table import show
 
 __all__ = ["KINDS", "break_one"]
 
-GRACE_S = 5.0  # after timeout_s, the time in which all survivors must have ended
+GRACE_S = 5.0  # after timeout_s, the time in which all survivors must have ended on idle cores
 _PEERS = "PeerLost"
 
 
@@ -40,9 +40,9 @@ def _at_once(do: str, rank_0: bool, run: FaultRun, verdict: Verdict) -> None:
     run.start({victim: fault})
     run.await_fault(victim)
     rest = [r for r in range(run.size) if r != victim]
-    run.await_end(rest, GRACE_S)
+    run.await_end(rest)
     if do == "raise" and fault["at"] == "save":  # all ranks agree on how a save went
-        run.await_end([victim], GRACE_S)
+        run.await_end([victim])
         run.expect(verdict, range(run.size), "StenogradError", None, f"rank {victim}: ZeroDivisionError")
         return
     run.expect(verdict, rest, _PEERS, [victim])
@@ -50,7 +50,7 @@ def _at_once(do: str, rank_0: bool, run: FaultRun, verdict: Verdict) -> None:
         run.resume(victim)
     if do == "nap":
         run.kill(victim)
-    run.await_end([victim], GRACE_S)
+    run.await_end([victim])
     if do == "raise":
         run.expect(verdict, [victim], "ZeroDivisionError", [])
     if do == "stop":
@@ -80,7 +80,7 @@ def _slow(run: FaultRun, verdict: Verdict) -> None:
 
 def _apart(run: FaultRun, verdict: Verdict, victim: int) -> None:
     everyone = list(range(run.size))
-    run.await_end(everyone, GRACE_S)
+    run.await_end(everyone)
     run.expect(verdict, [r for r in everyone if r != victim], _PEERS, [victim])
     run.expect(verdict, [victim], _PEERS, None)
 
@@ -93,7 +93,7 @@ def _disk(action: str, run: FaultRun, verdict: Verdict) -> None:
     run.await_fault(0)
     run.fill() if action == "fill" else run.freeze()
     everyone = list(range(run.size))
-    run.await_end(everyone, GRACE_S)
+    run.await_end(everyone)
     run.expect(verdict, everyone, "StenogradError|CheckpointError|OSError", None, text)
 
 
@@ -105,14 +105,14 @@ def _port(run: FaultRun, verdict: Verdict) -> None:
     run.begin_fault()
     run.start({})
     everyone = list(range(run.size))
-    run.await_end(everyone, GRACE_S)
+    run.await_end(everyone)
     run.expect(verdict, everyone, "LaunchError", None)
     run.ranks += first
     if not run.goes_on(first):
         verdict.wrong.append("the first job did not go on")
     for rank in range(run.size, 2 * run.size):
         run.kill(rank)
-    run.await_end(list(range(run.size, 2 * run.size)), GRACE_S)
+    run.await_end(list(range(run.size, 2 * run.size)))
 
 
 def _absent(run: FaultRun, verdict: Verdict) -> None:
@@ -121,7 +121,7 @@ def _absent(run: FaultRun, verdict: Verdict) -> None:
     run.begin_fault()
     run.start({}, without=victim)
     rest = [r for r in range(run.size) if r != victim]
-    run.await_end(rest, GRACE_S)
+    run.await_end(rest)
     run.expect(verdict, rest, "LaunchError", None, "" if victim == 0 else f"missing: {victim}")
 
 
@@ -131,7 +131,7 @@ def _mismatch(run: FaultRun, verdict: Verdict) -> None:
     run.begin_fault()
     run.start({}, other_method=victim)
     everyone = list(range(run.size))
-    run.await_end(everyone, GRACE_S)
+    run.await_end(everyone)
     run.expect(verdict, everyone, "MismatchError", None, "method")
 
 
@@ -155,7 +155,14 @@ _TEN = list(KINDS)[:10]
 _ON_HOSTS = ("link-down", "slow-link")
 
 
-def break_one(forks: ForkedRanks, kind: str, seed: int, ranks: int = 0, timeout_s: float = 3.0) -> Verdict:
+def break_one(
+    forks: ForkedRanks,
+    kind: str,
+    seed: int,
+    ranks: int = 0,
+    timeout_s: float = 3.0,
+    grace_s: float = GRACE_S,
+) -> Verdict:
     """Break one training.
 
     Args:
@@ -164,19 +171,20 @@ def break_one(forks: ForkedRanks, kind: str, seed: int, ranks: int = 0, timeout_
         seed: chooses victim, moment, method and meeting point.
         ranks: number of ranks; 0 lets the seed choose 3 or 4.
         timeout_s: what the training gets as `--timeout-s`.
+        grace_s: seconds that survivors have on top of it.
     """
     draw = random.Random(f"{kind}/{seed}")
     size = ranks or draw.choice([3, 4])
     verdict = Verdict(kind, seed)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         meet = "tcp" if "rank0" in kind or kind in ("one-port", *_ON_HOSTS) else draw.choice(["tcp", "file"])
-        with FaultRun(forks, draw, size, Path(folder), timeout_s, meet, kind in _ON_HOSTS) as run:
+        with FaultRun(forks, draw, size, Path(folder), timeout_s, grace_s, meet, kind in _ON_HOSTS) as run:
             verdict.what = f"{size} ranks, {run.method}, {meet}"
             try:
                 KINDS[kind](run, verdict)
                 verdict.what += f", {run.moment}" if run.moment else ""
                 verdict.seconds = run.seconds
-                if run.seconds > timeout_s + GRACE_S:
+                if run.seconds > timeout_s + grace_s:
                     verdict.wrong.append(f"took {run.seconds:.1f} s")
                 verdict.wrong += run.leftovers()
             except TimeoutError as error:
@@ -203,6 +211,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=0, help="0: the seed chooses 3 or 4")
     parser.add_argument("--timeout-s", type=float, default=3.0)
+    parser.add_argument("--grace-s", type=float, default=GRACE_S, help="on top; more where others compute")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--json", action="store_true", help="print one JSON line a run instead of the table")
     args = parser.parse_args()
@@ -213,14 +222,14 @@ def main() -> int:
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     start = time.monotonic()
     with ForkedRanks() as forks, ThreadPoolExecutor(args.jobs) as pool:
-        one = partial(break_one, forks, ranks=args.ranks, timeout_s=args.timeout_s)
+        one = partial(break_one, forks, ranks=args.ranks, timeout_s=args.timeout_s, grace_s=args.grace_s)
         verdicts = []
         for verdict in pool.map(lambda pair: one(*pair), [(kind, seed) for kind in kinds for seed in seeds]):
             verdicts.append(verdict)
             _show(verdict, args.json)
     good = sum(not v.wrong for v in verdicts)
     if not args.json:
-        print(f"\ntimeout_s = {args.timeout_s:g}; survivors have {args.timeout_s + GRACE_S:g} s")
+        print(f"\ntimeout_s = {args.timeout_s:g}; survivors have {args.timeout_s + args.grace_s:g} s")
         rows = [_row(kind, [v for v in verdicts if v.kind == kind]) for kind in kinds]
         show(["fault", "as it should be", "slowest (s)", "errors seen"], rows)
         print(f"\n{good} of {len(verdicts)} in {time.monotonic() - start:.0f} s")

@@ -71,7 +71,7 @@ def test_the_link_has_the_rate():
     code = f"import os\nexec({serve!r} if os.environ['RANK'] == '1' else {send!r})"
     with Hosts(2, "1mbit") as hosts:
         seconds = float(hosts.run([sys.executable, "-c", code], timeout_s=60)[0])
-    assert 1.2 < seconds < 5
+    assert 1.2 < seconds < 12
 
 
 def test_one_failure_ends_all():

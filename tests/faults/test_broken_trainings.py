@@ -15,6 +15,7 @@ KINDS = ("kill", "stop-rank0", "one-port")
 DISKS = ("disk-full",)  # mounts a disk of its own
 LINKS = ("link-down",)
 TIMEOUT_S = 3
+GRACE_S = 25  # the drill allows 5 s; here six ranks share the cores with other tests
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the drill mounts and looks into /proc")
 
@@ -25,8 +26,9 @@ def verdicts():
     kinds = [*KINDS, *(DISKS if os.geteuid() == 0 else ()), *(LINKS if why_not() is None else ())]
     command = [sys.executable, str(ROOT / "drills" / "faults.py"), "--json", "--seeds", "1", "--jobs", "2"]
     command += ["--kinds", ",".join(kinds), "--ranks", "3", "--timeout-s", str(TIMEOUT_S)]
+    command += ["--grace-s", str(GRACE_S)]
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["kind"] for line in lines] == kinds, done.stderr
     return {line["kind"]: line for line in lines}
@@ -34,16 +36,7 @@ def verdicts():
 
 @pytest.mark.parametrize("kind", [*KINDS, *DISKS, *LINKS])
 def test_survivors_say_so_in_time_and_leave_nothing(verdicts, kind):
-    """The named error on every survivor within timeout_s + 5 s, and no process or half file left.
-
-    With other tests on the same cores five seconds say little: then only that nobody waits for ever counts.
-    """
+    """The named error on every survivor in time, and no process or half file left."""
     if kind not in verdicts:
         pytest.skip(why_not() or "mounting a disk needs root")
-    wrong = [line for line in verdicts[kind]["wrong"] if not (_is_busy() and line.startswith("took"))]
-    assert not wrong, "\n".join(verdicts[kind]["wrong"])
-
-
-def _is_busy():
-    """Whether more processes want to run than there are cores, so that times mean little."""
-    return os.getloadavg()[0] > len(os.sched_getaffinity(0))
+    assert not verdicts[kind]["wrong"], "\n".join(verdicts[kind]["wrong"])

@@ -161,16 +161,23 @@ def test_run_local_reports_a_status_and_stops_the_rest(capfd, monkeypatch):
     )
     start = time.monotonic()
     assert run_local([PYTHON, "-c", code], 3) == 1
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     first, *tail = capfd.readouterr().err.splitlines()
     assert first == "stenograd: worker 1 exited with status 1: in shard 1"
     assert tail == ["  no data", "  in shard 1"]
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Waiting for a worker that will not end takes longer than a loaded machine needs for the rest."""
+    monkeypatch.setattr(workers, "_GRACE_S", 30.0)
+    monkeypatch.setattr(workers, "_TERM_S", 30.0)
+
+
 @linux_only
 @pytest.mark.parametrize("victim", [0, 1])
-def test_run_local_does_not_wait_for_a_stopped_worker(victim, capfd):
-    """Not the five seconds for a report, nor the three between SIGTERM and SIGKILL."""
+def test_run_local_does_not_wait_for_a_stopped_worker(victim, capfd, patient):
+    """Not the time for a report, nor that between SIGTERM and SIGKILL."""
     code = (
         "import os, signal, sys, time\n"
         f"if os.environ['RANK'] == '{victim}': os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -179,18 +186,18 @@ def test_run_local_does_not_wait_for_a_stopped_worker(victim, capfd):
     )
     start = time.monotonic()
     assert run_local([PYTHON, "-I", "-S", "-c", code], 3) == 1
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 20
     err = capfd.readouterr().err
     assert "exited with status 1" in err
     assert "nobody answered" in err
 
 
 @linux_only
-def test_run_local_ends_with_the_survivors_of_a_stopped_rank_0(capfd, tmp_path):
+def test_run_local_ends_with_the_survivors_of_a_stopped_rank_0(capfd, tmp_path, patient):
     assert run_local([PYTHON, "-c", STOP, "0", str(tmp_path)], 3, env=clean_env()) == 1
     end = time.time()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["1", "2"]
-    assert end - max(float(file.read_text()) for file in tmp_path.iterdir()) < 4
+    assert end - max(float(file.read_text()) for file in tmp_path.iterdir()) < 20
     assert "rank(s) 0 did not answer" in capfd.readouterr().err
 
 
@@ -203,6 +210,7 @@ def test_a_stopped_worker_does_not_hold_up_the_end_of_a_run(number, tmp_path):
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it\n"
         "from stenograd.launch import local_workers as workers\n"
+        "workers._TERM_S = 30.0\n"
         f"sys.exit(workers.run_local([sys.executable, '-c', {worker!r}], 1))"
     )
     with subprocess.Popen([PYTHON, "-c", parent], env=clean_env()) as process:
@@ -211,7 +219,7 @@ def test_a_stopped_worker_does_not_hold_up_the_end_of_a_run(number, tmp_path):
         start = time.monotonic()
         process.send_signal(number)
         assert process.wait(LIMIT_S) == 128 + number
-        assert time.monotonic() - start < 2.5  # not the three seconds between SIGTERM and SIGKILL
+        assert time.monotonic() - start < 20  # not the time between SIGTERM and SIGKILL
     assert not _runs(int(pid.read_text()))
 
 
@@ -309,7 +317,7 @@ def test_peers_that_never_come(outside, tmp_path):
     start = time.monotonic()
     with pytest.raises(LaunchError, match=r"1 of 4 ranks came within 0.5 s, missing: 0, 2, 3; look"):
         init()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(

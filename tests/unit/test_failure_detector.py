@@ -62,16 +62,16 @@ def dripping(address, clients, text=b"x"):
         connection.close()
 
 
-@pytest.mark.parametrize("connections", [30, 200])
+@pytest.mark.parametrize("connections", [30, 400])
 def test_idle_connections_do_not_make_a_rank_lost(two, connections):
-    """Each has 2 s: 200 of them, 64 at a time, would take 6 s if the oldest did not make room."""
+    """Each has 2 s: 400 of them, 64 at a time, would take 12 s if the oldest did not make room."""
     address, _ = place(two[1])
     with contextlib.ExitStack() as stack:
         for _ in range(connections):
             stack.enter_context(socket.create_connection(address))
         start = time.monotonic()
         assert two[0].absent("world", GRACE_S) == Absent()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("clients", [1, 40, 100])
@@ -94,7 +94,7 @@ def test_a_long_line_has_no_longer_than_a_short_one(two):
             while time.monotonic() - start < 20:
                 connection.sendall(b"x")  # never 65,536 of them
                 time.sleep(0.1)
-        assert time.monotonic() - start < 8  # closed after 2 s, whatever it still sends
+        assert time.monotonic() - start < 15  # closed after 2 s, whatever it still sends
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED, errno.EPERM])
