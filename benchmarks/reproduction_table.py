@@ -198,10 +198,7 @@ GROUPS = {
         _class_split(0.5, 0, "dense", _TOPK, _EF21, f"{_TOPK},feedback=ef21")
         | _class_split(0.1, 0, _TOPK, _EF21)
         | _class_split(0.05, 0.5, "diloco:every=10"),
-        [
-            _higher(f"{_EF21}, lr={lr}, momentum=0", f"{_TOPK}, lr={lr}, momentum=0")
-            for lr in ("0.5", "0.1")
-        ],
+        [_higher(f"{_EF21}, lr={lr}, momentum=0", f"{_TOPK}, lr={lr}, momentum=0") for lr in ("0.5", "0.1")],
     ),
     "R8": Group(
         "deep gradient compression, 0.1 %, a ramp of half the run; digits and MNIST as in R1, N=2",
@@ -267,7 +264,7 @@ GROUPS = {
         losses=True,
     ),
     "curves": Group(
-        "loss curves for the times on slow links; character GPT, N=2, 1,000 steps, and N=4, 800 steps of 0.002",
+        "loss curves for times on slow links; character GPT, N=2, 1,000 steps; N=4, 800 steps at 0.002",
         {
             f"N={run.ranks}: {text}": family
             for run in (_TEXT, _LONGER_4)

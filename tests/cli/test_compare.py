@@ -22,7 +22,7 @@ def test_compare(on_two_ranks, tmp_path):
     dense, half, sparse = told["methods"]
     assert 0.99 < dense["compression"] <= 1
     assert 1.99 < half["compression"] <= 2
-    assert 16 < sparse["compression"] < 17
+    assert 28 < sparse["compression"] < 28.7  # the bias of ten elements goes densely
     assert all(
         len(row["epochs"]) == 1 and row["step_ms"] > 0 and row["error"] is None for row in told["methods"]
     )
