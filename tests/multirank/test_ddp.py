@@ -27,7 +27,7 @@ def _run(model, optimizer, rank, world_size, first, steps):
 def _identity(rank, world_size):
     plain, plain_optimizer, _ = _ddp(rank)
     hooked, hooked_optimizer, hook = _ddp(rank, "dense")
-    for s in range(20):
+    for s in range(10):
         _run(plain, plain_optimizer, rank, world_size, s, 1)
         _run(hooked, hooked_optimizer, rank, world_size, s, 1)
         assert torch.equal(flat(plain), flat(hooked)), f"differs after step {s}"
@@ -42,7 +42,7 @@ def test_identity_equals_plain_ddp_bit_for_bit(pool, world_size):
 
 def _identical(rank, world_size, method):
     model, optimizer, hook = _ddp(rank, method)
-    _run(model, optimizer, rank, world_size, 0, 12)
+    _run(model, optimizer, rank, world_size, 0, 8)
     hook.close()
     return flat(model), len(hook._exchange.buckets), hook.traffic.payload_bytes
 
