@@ -34,8 +34,13 @@ class Slope(nn.Module):
 def _combinations():
     for skip in (0, 1, 2, 3, 4, 5, 8, 20):
         for wait in sorted({0, 1, 2, skip // 2, skip - 1, skip} & set(range(skip + 1))):
-            for local in sorted({1, 2, 3}):
-                yield Skips(skip, local if skip else 0, wait)
+            for local in (1, 2 + wait % 2) if skip else (0,):
+                yield Skips(skip, local, wait)
+
+
+def _combinations_for(layout):
+    """Return all, or where there is one node, which exchanges nothing, every eighth."""
+    return list(_combinations())[:: 8 if layout == "1x4" else 1]
 
 
 def _run_epochs(rank, layout, counts, size, chunk):
@@ -45,7 +50,7 @@ def _run_epochs(rank, layout, counts, size, chunk):
     _, daso = make(model=model, lr=LR, warmup_epochs=0, cooldown_epochs=0, **arguments)
     start = weights(model)
     out = []
-    for number, skips in enumerate(_combinations()):
+    for number, skips in enumerate(_combinations_for(layout)):
         daso._skips, daso.events, daso.last_batch = skips, [], counts[number % len(counts)] - 1
         for at in range(daso.last_batch + 1):
             daso.zero_grad()
@@ -65,11 +70,11 @@ def _run_epochs(rank, layout, counts, size, chunk):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_epoch_ends_equal_with_nothing_in_flight_and_as_the_oracle_says(pool, layout):
-    """Skips 0 to 20, waits 0 to the skip, local skips 1 to 10, 1 to 20 batches; chunks below a tensor."""
+    """Skips 0 to 20, waits 0 to the skip, local skips 1 to 3, 1 to 20 batches; chunks below a tensor."""
     size, counts = 11, [1, 20, 7, 2, 13, 3, 19, 5, 8, 11, 4, 17, 6, 9, 14, 10, 12, 15, 16, 18, 7]
     ranks = pool.run(4, _run_epochs, layout, counts, size, 3)
     start = torch.cat([torch.arange(size - 1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)])
-    for number, skips in enumerate(_combinations()):
+    for number, skips in enumerate(_combinations_for(layout)):
         want, events = oracle(NODES[layout], skips, counts[number % len(counts)], size, LR, start)
         for rank in range(4):
             got, seen = ranks[rank][number]
@@ -226,22 +231,22 @@ def _tiny_updates(rank, downcast, global_method):
     return seen
 
 
-@pytest.mark.parametrize("downcast", [torch.bfloat16, torch.half, torch.float])
-def test_small_updates_survive_the_downcast(pool, downcast):
+def test_small_updates_survive_the_downcast(pool):
     """Ranks send equal weights, so averaging changes nothing but for the delay's pull towards the past."""
-    exact = pool.run(4, _tiny_updates, torch.float, None)[0]
-    for seen in pool.run(4, _tiny_updates, downcast, None):
-        torch.testing.assert_close(seen, exact, rtol=0, atol=2e-7)
-    assert exact.max() < 0.994
+    exact = pool.run(4, _tiny_updates, torch.float, None)
+    for downcast in (torch.bfloat16, torch.half):
+        for seen in (*exact, *pool.run(4, _tiny_updates, downcast, None)):
+            torch.testing.assert_close(seen, exact[0], rtol=0, atol=2e-7)
+    assert exact[0].max() < 0.994
 
 
 def _epochs(rank, layout, how, local, world_size=4):
     model, daso = make(
-        seed=rank, momentum=0.9, warmup_epochs=1, cooldown_epochs=1, total_epochs=6, global_method=how,
+        seed=rank, momentum=0.9, warmup_epochs=1, cooldown_epochs=1, total_epochs=4, global_method=how,
         local_method=local, **LAYOUTS[layout],
     )  # fmt: skip
     seen = []
-    for e in range(6):
+    for e in range(4):
         epoch(rank, model, daso, 6, first=6 * e)
         seen.append(weights(model))
     traffic = daso.traffic_between_nodes.moved_bytes, daso.traffic.moved_bytes
@@ -256,7 +261,7 @@ def _epochs(rank, layout, how, local, world_size=4):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_are_equal_after_every_epoch_with_any_methods(pool, layout, how, local):
     ranks = pool.run(4, _epochs, layout, how, local)
-    for e in range(6):
+    for e in range(4):
         for seen, _ in ranks:
             assert torch.equal(seen[e], ranks[0][0][e])
     assert torch.isfinite(ranks[0][0][-1]).all()

@@ -135,8 +135,7 @@ def _resumed(rank, layout, stop_at, how):
     return weights(model)
 
 
-@pytest.mark.parametrize("how", [None, "topk:ratio=0.1"])
-@pytest.mark.parametrize("layout", ["2x2", "3+1"])
+@pytest.mark.parametrize(("layout", "how"), [("2x2", None), ("3+1", "topk:ratio=0.1")])
 def test_a_resumed_run_equals_an_uninterrupted_one_in_every_phase(pool, layout, how):
     """Batches 3 (warm-up), 8 (with an exchange on its way), 10, 14 (an epoch's end), 25 (cool-down)."""
     whole = pool.run(4, _resumed, layout, 0, how)
@@ -447,8 +446,10 @@ def _in_turn(rank, world_size, how):
     return results
 
 
-@pytest.mark.parametrize("how", ["as it was", "reset", "forgotten", "other optimizer"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [(4, "as it was"), (2, "reset"), (4, "forgotten"), (2, "other optimizer")],
+)
 def test_a_second_daso_takes_over_from_the_first(pool, world_size, how):
     """Heat's own test makes two in turn on one optimizer and closes none. The second was refused."""
     ranks = pool.run(world_size, _in_turn, world_size, how)
