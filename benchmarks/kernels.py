@@ -26,10 +26,10 @@ from stenograd.data.finite import not_finite
 from stenograd.kernels import dispatch
 
 GOALS = {
-    "top-k 1 %: encode with feedback": 3.0,
-    "top-k 1 %: decode and average 4": 2.0,
-    "sign: encode with feedback": 2.5,
-    "qsgd 4 bit: encode with feedback": 4.0,
+    "top-k 1 %: encode with feedback": 1.8,
+    "top-k 1 %: decode and average 4": 0.8,
+    "sign: encode with feedback": 1.4,
+    "qsgd 4 bit: encode with feedback": 2.4,
 }
 
 
