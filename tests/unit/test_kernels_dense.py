@@ -150,18 +150,19 @@ def test_rounding_is_unbiased_and_the_error_stays_in_the_residual(bits):
     assert total[0] == total[5] == total[4] == 0  # the ends and zero are levels
 
 
-def test_the_hash_is_uniform_and_independent_over_places_and_seeds():
+@pytest.mark.parametrize("uniforms", [plain_quantize.uniforms, plain_quantize.short_uniforms])
+def test_the_hash_is_uniform_and_independent_over_places_and_seeds(uniforms):
     """256 bins of 2,560,000 numbers: chi-square has mean 255 and standard deviation 22.6."""
     n = 2_560_000
-    u = plain_quantize.uniforms(1, n)
+    u = uniforms(1, n)
     assert u.min() >= 0
     assert u.max() < 1
     counts = torch.histc(u, 256, 0, 1)
     assert abs(float(((counts - n / 256) ** 2).sum() / (n / 256)) - 255) < 5 * 22.6
     others = [
-        plain_quantize.uniforms(2, n),
-        plain_quantize.uniforms(1 << 32, n),
-        plain_quantize.uniforms(-1, n),
+        uniforms(2, n),
+        uniforms(1 << 32, n),
+        uniforms(-1, n),
     ]
     for other in (*others, u.roll(1), u.roll(2), u.roll(1024)):
         correlation = float(((u - 0.5) * (other - 0.5)).mean() * 12)

@@ -108,7 +108,8 @@ def qsgd_encode_feedback(
     codes, scales = torch.empty_like(x, dtype=torch.uint8), x.new_empty(blocks)
     keys = torch.tensor(reference_quantize.hash_keys(seed), device=x.device)
     left = x if residual is None else residual
-    args = (x, left, starts, keys, codes, scales, float(levels), width, residual is not None)
+    numbers = float(levels), reference_quantize.MOST
+    args = (x, left, starts, keys, codes, scales, *numbers, width, residual is not None)
     _quantize[(blocks,)](*args, **_EXACT)
     return pack_bits(codes, bits), scales
 
@@ -122,6 +123,7 @@ def _quantize(
     codes: Any,
     scales: Any,
     levels: Any,
+    most: Any,
     width: tl.constexpr,
     add: tl.constexpr,
 ) -> None:
@@ -133,14 +135,17 @@ def _quantize(
     if add:
         v += tl.load(left + start + lane, inside, 0.0)
     scale = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    h = (start + lane).to(tl.uint32) ^ tl.load(keys).to(tl.uint32)
+    h = ((start + lane) >> 1).to(tl.uint32) ^ tl.load(keys).to(tl.uint32)
     h ^= h >> 16
     h = (h * 0x7FEB352D) ^ tl.load(keys + 1).to(tl.uint32)
     h ^= h >> 15
     h = h * 0x846CA68B
     h ^= h >> 16
-    unit = tl.where(scale == 0, 1.0, scale)
-    y = (h >> 8).to(tl.float32) * 5.9604644775390625e-08 + tl.div_rn(v, unit) * levels + levels
+    draw = (h >> (((start + lane) & 1) * 16).to(tl.uint32)) & 0xFFFF
+    inverse = tl.div_rn(levels, tl.where(scale == 0, 1.0, scale))
+    inverse = tl.where(inverse > most, most, inverse)
+    inverse = (inverse.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    y = draw.to(tl.float32) * 1.52587890625e-05 + v * inverse + levels
     y = tl.minimum(tl.where(y > 0, y, 0.0), 2 * levels).to(tl.int32)
     tl.store(scales + row, scale)
     tl.store(codes + start + lane, y.to(tl.uint8), inside)

@@ -11,16 +11,23 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = [
+    "add_magnitudes_256",
     "add_signs_32",
     "as_pointer",
     "at_least_32",
+    "bit_count",
+    "in_pairs_32",
     "load_word",
     "lowering",
     "lowest_bit",
     "not_negative_32",
+    "prefetch_32",
+    "store_word",
+    "sum_at_least_32",
 ]
 
 
@@ -34,8 +41,10 @@ def lowering(function: Callable[..., Any]) -> Any:
     return intrinsic(function)
 
 
+insert_function: Any = cgutils.get_or_insert_function
 _LANES = ir.VectorType(ir.IntType(32), 32)
 _FLOATS = ir.VectorType(ir.FloatType(), 32)
+_DOUBLES = ir.VectorType(ir.DoubleType(), 32)
 
 
 def _pointer(context: Any, builder: Any, kind: Any, array: Any, start: Any, to: Any) -> Any:
@@ -50,17 +59,40 @@ def _splat(builder: Any, scalar: Any, to: Any) -> Any:
     return builder.shuffle_vector(first, ir.Constant(to, ir.Undefined), zeros)
 
 
+def _at_least(builder: Any, lanes: Any, bound: Any) -> Any:
+    """Return one bit for each of 32 magnitudes, as integers: no less than `bound`."""
+    magnitude = builder.and_(lanes, ir.Constant(_LANES, [0x7FFFFFFF] * 32))
+    below = builder.sub(bound, ir.Constant(ir.IntType(32), 1))
+    # No magnitude has its highest bit set, and AVX2 compares signed integers only.
+    hit = builder.icmp_signed(">", magnitude, _splat(builder, below, _LANES))
+    return builder.bitcast(hit, ir.IntType(32))
+
+
 @lowering
 def at_least_32(typing: Any, array: Any, start: Any, bound: Any) -> Any:
     """Return one bit for each of 32 floats: whether its bits, less the sign, are at least `bound`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], _LANES), align=4)
-        magnitude = builder.and_(lanes, ir.Constant(_LANES, [0x7FFFFFFF] * 32))
-        hit = builder.icmp_unsigned(">=", magnitude, _splat(builder, args[2], _LANES))
-        return builder.bitcast(hit, ir.IntType(32))
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _LANES)
+        return _at_least(builder, builder.load(pointer, align=4), args[2])
 
     return types.uint32(array, types.int64, types.uint32), code
+
+
+@lowering
+def sum_at_least_32(typing: Any, array: Any, addend: Any, start: Any, bound: Any) -> Any:
+    """Add 32 floats to others, and then do what `at_least_32` does."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        into, more = (
+            _pointer(context, builder, kind, value, args[2], _FLOATS)
+            for kind, value in zip(signature.args[:2], args[:2], strict=True)
+        )
+        total = builder.fadd(builder.load(into, align=4), builder.load(more, align=4))
+        builder.store(total, into, align=4)
+        return _at_least(builder, builder.bitcast(total, _LANES), args[3])
+
+    return types.uint32(array, addend, types.int64, types.uint32), code
 
 
 @lowering
@@ -75,6 +107,23 @@ def not_negative_32(typing: Any, array: Any, start: Any) -> Any:
         return builder.bitcast(hit, ir.IntType(32))
 
     return types.uint32(array, types.int64), code
+
+
+@lowering
+def prefetch_32(typing: Any, array: Any, start: Any) -> Any:
+    """Ask for 32 floats to be brought to the cache, from any place: one outside the array does no harm."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        ask = insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        read, keep, data = (ir.Constant(number, k) for k in (0, 3, 1))
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], ir.IntType(8))
+        for line in (0, 64):
+            builder.call(ask, [builder.gep(pointer, [ir.Constant(number, line)]), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64), code
 
 
 @lowering
@@ -93,6 +142,46 @@ def add_signs_32(typing: Any, array: Any, start: Any, word: Any, scale: Any) -> 
 
 
 @lowering
+def add_magnitudes_256(typing: Any, array: Any, start: Any, sums: Any) -> Any:
+    """Add an eighth of 256 magnitudes to 32 float64: eight of them, 32 places apart, are summed first."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _LANES)
+        eight = None
+        for i in range(8):
+            lanes = builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(64), i)]), align=4)
+            lanes = builder.bitcast(builder.and_(lanes, ir.Constant(_LANES, [0x7FFFFFFF] * 32)), _FLOATS)
+            lanes = builder.fmul(lanes, ir.Constant(_FLOATS, [0.125] * 32))
+            eight = lanes if eight is None else builder.fadd(eight, lanes)
+        zero = ir.Constant(ir.IntType(64), 0)
+        into = _pointer(context, builder, signature.args[2], args[2], zero, _DOUBLES)
+        total = builder.fadd(builder.load(into, align=8), builder.fpext(eight, _DOUBLES))
+        builder.store(total, into, align=8)
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64, sums), code
+
+
+@lowering
+def in_pairs_32(typing: Any, sums: Any) -> Any:
+    """Return the sum of 32 float64: the second half is added to the first, until one is left."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero = ir.Constant(ir.IntType(64), 0)
+        lanes = builder.load(_pointer(context, builder, signature.args[0], args[0], zero, _DOUBLES), align=8)
+        for half in (16, 8, 4, 2, 1):
+            number = ir.VectorType(ir.IntType(32), half)
+            first, second = (
+                builder.shuffle_vector(lanes, lanes, ir.Constant(number, list(range(at, at + half))))
+                for at in (0, half)
+            )
+            lanes = builder.fadd(first, second)
+        return builder.extract_element(lanes, ir.Constant(ir.IntType(32), 0))
+
+    return types.float64(sums), code
+
+
+@lowering
 def load_word(typing: Any, array: Any, start: Any) -> Any:
     """Return eight bytes as one integer, from any address."""
 
@@ -104,13 +193,36 @@ def load_word(typing: Any, array: Any, start: Any) -> Any:
 
 
 @lowering
-def lowest_bit(typing: Any, word: Any) -> Any:
-    """Return the place of the lowest set bit of an integer that is not 0."""
+def store_word(typing: Any, array: Any, start: Any, value: Any) -> Any:
+    """Write one integer as eight bytes, to any address."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.cttz(args[0], ir.Constant(ir.IntType(1), 1)), ir.IntType(64))
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], ir.IntType(64))
+        builder.store(args[2], pointer, align=1)
+        return context.get_dummy_value()
 
-    return types.int64(types.uint32), code
+    return types.none(array, types.int64, types.uint64), code
+
+
+@lowering
+def lowest_bit(typing: Any, word: Any) -> Any:
+    """Return the place of the lowest set bit of an integer, or how many it has if none is set."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+        return place if signature.args[0].bitwidth == 64 else builder.zext(place, ir.IntType(64))
+
+    return types.int64(word), code
+
+
+@lowering
+def bit_count(typing: Any, word: Any) -> Any:
+    """Return how many bits of an integer are set."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.uint64), code
 
 
 @lowering

@@ -10,15 +10,28 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.backend import length_of
-from stenograd.kernels.cpu.jit import addresses, array_at, bits_of, divide, kernel, one_over, peek, put, view
+from stenograd.kernels.cpu.jit import (
+    CHUNK,
+    addresses,
+    array_at,
+    bits_of,
+    divide,
+    kernel,
+    one_over,
+    peek,
+    view,
+)
+from stenograd.kernels.cpu.lanes import prefetch_32, store_word
 from stenograd.kernels.reference.bits import packed_bytes
-from stenograd.kernels.reference.quantize import hash_keys, levels_of
+from stenograd.kernels.reference.quantize import MOST, hash_keys, levels_of
 from stenograd.kernels.reference.sign import block_count, check_scales
 
 __all__ = ["qsgd_decode_mean", "qsgd_encode_feedback"]
 
 _NONE = np.empty(0, np.float32)
 _U32 = np.uint32
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+_MOST = np.float32(MOST)
 
 
 def qsgd_encode_feedback(
@@ -27,23 +40,12 @@ def qsgd_encode_feedback(
     """Round at random, and leave the error in residual."""
     n, levels = sum(numels), levels_of(bits)
     scales = torch.empty(block_count(block, numels, length_of(x, residual)))
-    words = np.empty(n * bits // 32 + 2, np.uint32)
+    packed = np.empty(packed_bytes(n, bits) + 8, np.uint8)  # `store_word` writes up to eight zeros too many
     more, left = (_NONE if t is None else view(t) for t in (x, residual))
-    keys = np.array(hash_keys(seed), np.uint32)
-    codes = _codes(block, numels)
-    _encode(
-        more,
-        left,
-        bits,
-        np.float32(levels),
-        block,
-        np.array(numels, np.int64),
-        keys,
-        codes,
-        words,
-        view(scales),
-    )
-    return torch.from_numpy(words.view(np.uint8)[: packed_bytes(n, bits)]), scales
+    keys, codes = np.array(hash_keys(seed), np.uint32), _codes(block, numels)
+    args = (np.array(numels, np.int64), keys, codes, packed, view(scales))
+    _encode(more, left, bits, np.float32(levels), block, *args)
+    return torch.from_numpy(packed[: packed_bytes(n, bits)]), scales
 
 
 @kernel
@@ -56,11 +58,10 @@ def _encode(
     numels: Any,
     keys: Any,
     words_of_codes: Any,
-    words: Any,
+    packed: Any,
     scales: Any,
 ) -> None:
-    codes = words_of_codes.view(np.uint8)
-    pending, held, at = np.uint64(0), np.uint64(0), 0  # see `put`
+    codes, draws = words_of_codes.view(np.uint8), np.empty(CHUNK // 2 + 1, np.uint32)
     start = row = 0
     for numel in numels:
         end = start + numel
@@ -71,24 +72,27 @@ def _encode(
                 more = x[start:stop]
                 for i in range(v.size):
                     v[i] += more[i]
+            _fetch(x, stop)
             scale = _largest(v)
-            _quantize(v, scale, levels, start, keys, codes)
+            inverse = _inverse(scale, levels)
+            _fetch(residual, stop)
+            for i in range(0, v.size, CHUNK):
+                _quantize(v[i : i + CHUNK], inverse, levels, start + i, keys, draws, codes[i : i + CHUNK])
             if residual.size:
                 step = scale / levels
                 for i in range(v.size):
                     v[i] -= (np.float32(codes[i]) - levels) * step
-            for j in range((v.size + 7) >> 3):
-                words_of_codes[j] = _joined(words_of_codes[j], np.uint64(bits))
-            for i in range(0, v.size, 8):
-                width = bits * min(v.size - i, 8)
-                word = words_of_codes[i >> 3] & _ones(width)
-                pending, held, at = put(words, pending, held, at, word & _ones(32), min(width, 32))
-                if width > 32:
-                    pending, held, at = put(words, pending, held, at, word >> np.uint64(32), width - 32)
+            _pack(words_of_codes, v.size, bits, packed, start * bits)
             scales[row] = scale
             row += 1
             start = stop
-    words[at] = np.uint32(pending)
+
+
+@kernel
+def _fetch(v: Any, start: int) -> None:
+    """Have the cache fetch the elements of the next block while this one is worked on."""
+    for i in range(start, start + CHUNK // 2, 32):
+        prefetch_32(v, i)
 
 
 @kernel
@@ -96,33 +100,60 @@ def _largest(v: Any) -> Any:
     """Return the largest magnitude; NaN is larger than infinity."""
     largest = np.uint32(0)
     for i in range(v.size):
-        largest = max(largest, bits_of(v[i]))
+        bits = _U32(bits_of(v[i]))
+        # numba's `max` would compare in 64 bits, which takes four times as long.
+        largest = bits if bits > largest else largest
     return np.uint32(largest).view(np.float32)
 
 
 @kernel
-def _quantize(v: Any, scale: Any, levels: Any, first: int, keys: Any, codes: Any) -> None:
+def _inverse(scale: Any, levels: Any) -> Any:
+    """Return levels a unit, rounded up so that the largest magnitude still is the last level."""
+    inverse = levels / (scale if scale != 0 else np.float32(1))
+    inverse = _MOST if inverse > _MOST else inverse
+    return np.uint32(np.float32(inverse).view(np.uint32) + np.uint32(1)).view(np.float32)
+
+
+@kernel
+def _quantize(v: Any, inverse: Any, levels: Any, first: int, keys: Any, draws: Any, codes: Any) -> None:
     """Write `floor(s v / m + u) + s` for each; NaN becomes 0."""
-    unit = scale if scale != 0 else np.float32(1)
-    before, within, out = keys[0], keys[1], codes[: v.size]
-    for i in range(v.size):
-        h = _U32(
-            _U32(first + i) ^ before
-        )  # numba widens every result, and 64-bit lanes take 1.3 times as long
+    before, within, at = keys[0], keys[1], first >> 1
+    for i in range(((first + v.size + 1) >> 1) - at):
+        h = _U32(_U32(at + i) ^ before)  # numba widens every result, and 64-bit lanes take 1.3 times as long
         h = _U32(h ^ _U32(h >> _U32(16)))
         h = _U32(_U32(h * _U32(0x7FEB352D)) ^ within)
         h = _U32(h ^ _U32(h >> _U32(15)))
         h = _U32(h * _U32(0x846CA68B))
-        h = _U32(h ^ _U32(h >> _U32(16)))
-        u = np.float32(np.int32(h >> _U32(8))) * np.float32(2.0**-24)
-        y = u + v[i] / unit * levels + levels
+        draws[i] = _U32(h ^ _U32(h >> _U32(16)))
+    halves = draws.view(np.uint16)[first & 1 :]
+    for i in range(v.size):
+        u = np.float32(np.int32(halves[i])) * np.float32(2.0**-16)
+        y = u + v[i] * inverse + levels
         y = y if y > 0 else np.float32(0)
-        out[i] = np.uint8(np.int32(min(y, levels + levels)))
+        codes[i] = np.uint8(np.int32(min(y, levels + levels)))
+
+
+@kernel
+def _pack(words_of_codes: Any, size: int, bits: int, packed: Any, bit: int) -> None:
+    """Write a block's codes from some bit on, eight at a time; what is above them becomes 0."""
+    for j in range((size + 7) >> 3):
+        words_of_codes[j] = _joined(words_of_codes[j], np.uint64(bits))
+    shift, width = np.uint64(bit & 7), np.uint64(8 * bits)
+    pending = np.uint64(packed[bit >> 3]) & ~(_ALL << shift)  # with 8 bits there is never a shift
+    whole, at = size >> 3, bit >> 3
+    for j in range(whole):
+        word = words_of_codes[j] << shift | pending
+        store_word(packed, at, word)
+        pending = word >> width if shift else np.uint64(0)
+        at += bits
+    if size & 7:
+        word = words_of_codes[whole] & _ones(bits * (size & 7))
+        store_word(packed, at, word << shift | pending)
 
 
 @kernel
 def _ones(width: int) -> Any:
-    return np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(64) - np.uint64(width))
+    return _ALL >> (np.uint64(64) - np.uint64(width))
 
 
 @kernel

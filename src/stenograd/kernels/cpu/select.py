@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.cpu.jit import CHUNK, bits_of, kernel, view
-from stenograd.kernels.cpu.lanes import at_least_32, lowest_bit
+from stenograd.kernels.cpu.lanes import at_least_32, bit_count, lowest_bit, sum_at_least_32
 
 __all__ = ["select", "select_feedback"]
 
@@ -42,11 +42,12 @@ def _largest(addend: Any, v: Any, k: int, *, clear: bool) -> tuple[Tensor, Tenso
         reach = math.ceil(expected + 3.5 * math.sqrt(expected)) + 4  # k or more, but for 1 in 4,000
         bound = max(np.partition(sample, sample.size - reach)[sample.size - reach], np.uint32(1))
         room = 3 * k + n // 256
-        some, theirs = _room(room)
-        count = _sweep(addend, v, bound, clear, some, theirs)
+        some, theirs = _room(room + CHUNK)
+        count = _sweep(addend, v, bound, clear, room, some, theirs)
         some, theirs = some[:count], theirs[:count]
         if k <= count < room:
-            _choose(some, theirs, *_kth(theirs, k, bound), v, clear, places, values)
+            kept = _choose(some, theirs, *_kth(theirs, k, bound), v, clear)
+            places[:], values[:] = some[:kept], theirs[:kept]
             return torch.from_numpy(places), torch.from_numpy(values)
         if clear:
             _restore(some, theirs, v)
@@ -80,35 +81,64 @@ def _add(addend: Any, v: Any) -> None:
 
 
 @kernel
-def _sweep(addend: Any, v: Any, bound: Any, clear: bool, places: Any, values: Any) -> Any:
+def _sweep(addend: Any, v: Any, bound: Any, clear: bool, room: int, places: Any, values: Any) -> Any:
     """Add, and write down what is at least the bound until the room is full; return how many that were.
 
-    What is written down becomes zero in v if `clear`.
+    What is written down becomes zero in v if `clear`. There is place for `CHUNK` more than `room`.
     """
+    hits = np.empty(CHUNK // 64, np.uint64)
     count = np.int64(0)
     for start in range(0, v.size, CHUNK):
-        piece = v[start : start + CHUNK]
-        if addend.size:
-            _add(addend[start : start + CHUNK], piece)
-        if count < places.size:
-            count = _scan(piece, start, bound, clear, places, values, count)
+        if count >= room:
+            _add(addend[start:], v[start:])
+            break
+        before, stop = count, min(start + CHUNK, v.size)
+        _mark(addend, v, start, stop, bound, hits.view(np.uint32))
+        count = _written(hits, start, places, count)
+        for i in range(before, count):
+            at = np.uint64(places[np.uint64(i)])  # an unsigned index needs no test for counting from the end
+            values[np.uint64(i)] = v[at]
+            if clear:
+                v[at] = 0
     return count
 
 
 @kernel
-def _scan(v: Any, first: int, bound: Any, clear: bool, places: Any, values: Any, count: Any) -> Any:
-    whole = v.size - v.size % 32
-    for i in range(0, v.size, 32):
-        word = at_least_32(v, i, bound) if i < whole else _at_least(v[whole:], bound)
+def _mark(addend: Any, v: Any, start: int, stop: int, bound: Any, hits: Any) -> None:
+    """Add, and set one bit for each of `CHUNK` elements or fewer that is at least the bound."""
+    whole = (stop - start) // 32
+    if addend.size:
+        for i in range(whole):
+            hits[i] = sum_at_least_32(v, addend, start + 32 * i, bound)
+        for i in range(start + 32 * whole, stop):
+            v[i] += addend[i]
+    else:
+        for i in range(whole):
+            hits[i] = at_least_32(v, start + 32 * i, bound)
+    for i in range(whole, hits.size):
+        hits[i] = _at_least(v[start + 32 * i : stop], bound) if start + 32 * i < stop else np.uint32(0)
+
+
+@kernel
+def _written(hits: Any, first: int, places: Any, count: Any) -> Any:
+    """Write down where bits are set, and return the new count.
+
+    Four are written for every 64 bits, whether set or not: what is beyond the count is written over. So there
+    is nothing to mispredict where elements are few, as they are.
+    """
+    for i in range(hits.size):
+        word = hits[i]
+        start, end = np.uint64(count), count + bit_count(word)
+        base = first + 64 * i
+        for j in range(4):
+            places[start + np.uint64(j)] = base + lowest_bit(word)
+            word &= word - np.uint64(1)
+        at = start + np.uint64(4)
         while word:
-            place = i + lowest_bit(word)
-            word &= word - np.uint32(1)
-            if count < places.size:
-                at = np.uint64(place)  # an unsigned index needs no test for counting from the end
-                places[count], values[count] = first + place, v[at]
-                count += 1
-                if clear:
-                    v[at] = 0
+            places[at] = base + lowest_bit(word)
+            word &= word - np.uint64(1)
+            at += np.uint64(1)
+        count = end
     return count
 
 
@@ -177,16 +207,25 @@ def _kth(v: Any, k: int, base: Any) -> tuple[Any, int]:
 
 
 @kernel
-def _choose(
-    some: Any, theirs: Any, bound: Any, ties: int, v: Any, clear: bool, places: Any, values: Any
-) -> None:
-    """Keep those candidates that are above the bound and the first `ties` at it; put the others back."""
-    count = 0
+def _choose(some: Any, theirs: Any, bound: Any, ties: int, v: Any, clear: bool) -> Any:
+    """Move those above the bound and the first `ties` at it to the front, put others back; return a count.
+
+    Everything is written before it is known whether it counts: a fifth does not, in an order that no
+    branch predictor knows.
+    """
+    others, theirs_too = np.empty(some.size + 1, np.int32), np.empty(some.size + 1, np.float32)
+    count = rest = np.uint64(0)
     for i in range(some.size):
-        bits = bits_of(theirs[i])
-        if bits > bound or (bits == bound and ties > 0):
-            ties -= bits == bound
-            places[count], values[count] = some[i], theirs[i]
-            count += 1
-        elif clear:
-            v[np.uint64(some[i])] = theirs[i]
+        place, value = some[i], theirs[i]
+        bits = bits_of(value)
+        tie = (bits == bound) & (ties > 0)
+        keep = np.uint64((bits > bound) | tie)
+        ties -= np.int64(tie)
+        others[rest], theirs_too[rest] = place, value
+        some[count], theirs[count] = place, value
+        count += keep
+        rest += np.uint64(1) - keep
+    if clear:
+        for j in range(rest):
+            v[np.uint64(others[j])] = theirs_too[j]
+    return np.int64(count)

@@ -20,7 +20,14 @@ from stenograd.kernels.cpu.jit import (
     put,
     view,
 )
-from stenograd.kernels.cpu.lanes import add_signs_32, load_word, not_negative_32
+from stenograd.kernels.cpu.lanes import (
+    add_magnitudes_256,
+    add_signs_32,
+    in_pairs_32,
+    load_word,
+    not_negative_32,
+    prefetch_32,
+)
 from stenograd.kernels.reference.bits import packed_bytes
 from stenograd.kernels.reference.sign import block_count, check_scales
 
@@ -43,7 +50,7 @@ def sign_encode_feedback(
 
 @kernel
 def _encode(x: Any, residual: Any, block: int, numels: Any, words: Any, scales: Any) -> None:
-    lanes = np.empty(64, np.float64)
+    lanes = np.empty(32, np.float64)
     pending, held, at = np.uint64(0), np.uint64(0), 0  # see `put`
     start = row = 0
     for numel in numels:
@@ -57,6 +64,8 @@ def _encode(x: Any, residual: Any, block: int, numels: Any, words: Any, scales: 
                     v[i] += more[i]
             scale = mean_magnitude(v, lanes)
             for i in range(0, v.size, 32):
+                prefetch_32(residual, stop + i)  # while this block is worked on, the next one is on its way
+                prefetch_32(x, stop + i)
                 width = min(v.size - i, 32)
                 word = not_negative_32(v, i) if width == 32 else _not_negative(v[i:])
                 pending, held, at = put(words, pending, held, at, word, width)
@@ -73,20 +82,15 @@ def _encode(x: Any, residual: Any, block: int, numels: Any, words: Any, scales: 
 def mean_magnitude(v: Any, lanes: Any) -> Any:
     """Return the mean magnitude of a block, added in the order of the reference's `lane_means`."""
     lanes[:] = 0
-    whole = v.size - v.size % 64
-    for start in range(0, whole, 64):
-        piece = v[start : start + 64]
-        for i in range(64):
-            lanes[i] += abs(piece[i])
-    rest = v[whole:]
-    for i in range(rest.size):
-        lanes[i] += abs(rest[i])
-    width = 32
-    while width:
-        for i in range(width):
-            lanes[i] += lanes[i + width]
-        width //= 2
-    return np.float32(lanes[0] / v.size)
+    whole = v.size - v.size % 256
+    for start in range(0, whole, 256):
+        add_magnitudes_256(v, start, lanes)
+    for i in range(whole, min(whole + 32, v.size)):
+        eight = np.float32(0)
+        for j in range(i, v.size, 32):
+            eight += abs(v[j]) * np.float32(0.125)
+        lanes[i - whole] += eight
+    return np.float32(in_pairs_32(lanes) * 8 / v.size)
 
 
 @kernel

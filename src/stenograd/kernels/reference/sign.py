@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.backend import corrected, length_of
@@ -13,7 +15,7 @@ from stenograd.kernels.reference.bits import block_views, pack_bits, unpack_bits
 
 __all__ = ["block_count", "check_scales", "lane_means", "sign_decode_mean", "sign_encode_feedback"]
 
-_LANES = 64
+_LANES = 32
 
 
 def sign_encode_feedback(
@@ -33,21 +35,23 @@ def sign_encode_feedback(
 
 
 def lane_means(rows: Tensor) -> Tensor:
-    """Return each row's mean magnitude, added in 64 lanes of float64 that are then added in pairs.
+    """Return each row's mean magnitude: sums of eight, then 32 sums of those in float64, then in pairs.
 
-    With the order fixed, the kernels get the same bits.
+    With the order fixed, the kernels get the same bits. An eighth of each is added, so that nothing
+    overflows.
 
     Example:
         >>> lane_means(torch.tensor([[1.0, -3.0]]))
         tensor([2.])
     """
     lanes = torch.zeros(len(rows), _LANES, dtype=torch.float64, device=rows.device)
-    for piece in rows.split(_LANES, dim=1):
-        lanes[:, : piece.shape[1]] += piece.abs()
+    for piece in rows.split(8 * _LANES, dim=1):
+        eighths = functional.pad(piece.abs() * 0.125, (0, 8 * _LANES - piece.shape[1])).chunk(8, dim=1)
+        lanes += functools.reduce(torch.add, eighths)
     while lanes.shape[1] > 1:
         left, right = lanes.chunk(2, dim=1)
         lanes = left + right
-    return (lanes[:, 0] / rows.shape[1]).to(torch.float32)
+    return (lanes[:, 0] * 8 / rows.shape[1]).to(torch.float32)
 
 
 def sign_decode_mean(
