@@ -24,9 +24,10 @@ class QSGD(Codec):
 
     There are `s = 2^(bits-1) - 1` levels on each side of zero. u has 16 bits, so the rounding is unbiased but
     for `2^-17 m / s`, and every rank rounds for itself, so that the errors average out; the error of an
-    element is below `m / s`. The paper scales by the block's L2 norm, which is about `sqrt(d / (2 ln d))` times its largest magnitude (7 times
-    for 512 Gaussian elements), so nearly all elements would fall between 0 and the first level; with the
-    largest magnitude every level is used and an element's variance is at most `(m / s)^2 / 4`.
+    element is below `m / s`. The paper scales by the block's L2 norm, which is about `sqrt(d / (2 ln d))`
+    times its largest magnitude (7 times for 512 Gaussian elements), so nearly all elements would fall between
+    0 and the first level; with the largest magnitude every level is used and an element's variance is at
+    most `(m / s)^2 / 4`.
     Wire: `bits` an element and 32 bits a block, 4.06 bits an element by default: one all-gather up to three
     ranks, which moves N-1 times that; from four ranks on an all-to-all and an all-gather
     (`stenograd.compression.two_phase`), which move `2 (N-1)/N` times that and a few bytes more a rank. Then
