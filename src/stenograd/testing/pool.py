@@ -17,7 +17,7 @@ from typing import Any
 from stenograd.errors import StenogradError, bad_value
 from stenograd.launch.local_workers import environment
 
-__all__ = ["RankPool", "RanksFailed"]
+__all__ = ["RankPool", "RanksFailed", "start_context"]
 
 
 class RanksFailed(StenogradError):
@@ -46,7 +46,7 @@ class RankPool:
     def __init__(self, size: int) -> None:
         if size < 1:
             raise bad_value("size", "must be at least 1", size, "give the largest number of ranks")
-        self._context = _context()
+        self._context = start_context()
         self._members = [_Member(self._context) for _ in range(size)]
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -98,11 +98,14 @@ class RankPool:
         self.close()
 
 
-def _context() -> Any:
+def start_context() -> Any:
     """Choose how processes start: forked, on Linux, from one that has torch imported and does nothing else.
 
     A fresh interpreter spends 3.3 s of processor time on importing torch and `torch._dynamo` (which the first
     optimizer imports); a fork of one takes 0.05 s, at the start and for each process that is replaced.
+
+    Example:
+        >>> process = start_context().Process(target=print)
     """
     if sys.platform != "linux":
         return mp.get_context("spawn")
