@@ -1,5 +1,6 @@
 """How these tests run the command: as real processes, or in this one where no rank is started."""
 
+import fcntl
 import os
 import sys
 
@@ -57,8 +58,17 @@ def on_two_ranks(pool):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A run of two workers over two epochs; copy it before changing it."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    done = execute(stenograd_command("train", *QUICK, "--workers", 2, "--epochs", 2, "--out", folder))
-    assert (done.returncode, done.stderr) == (0, "")
-    return folder, done.stdout
+    """A run of two workers over two epochs, which all test processes share; copy it before changing it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, told = base / "trained" / "run", base / "trained" / "output"
+    (base / "trained").mkdir(exist_ok=True)
+    with (base / "trained" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            done = execute(
+                stenograd_command("train", *QUICK, "--workers", 2, "--epochs", 2, "--out", folder)
+            )
+            assert (done.returncode, done.stderr) == (0, "")
+            told.write_text(done.stdout)
+    return folder, told.read_text()

@@ -1,15 +1,11 @@
 """The code of the tutorials and of the migration pages runs, each page in a fresh process with one rank."""
 
-import os
-import runpy
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
+import forked
 import pytest
-
-from stenograd.testing.pool import start_context
 
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS))
@@ -30,30 +26,11 @@ batches = [(torch.randn(8, 64), torch.randint(10, (8,))) for _ in range(3)]
 
 
 def run(text, folder):
-    """Run a script in a process of its own, in which every warning is an error.
-
-    It is a fork of one that has only torch imported, which takes a fresh interpreter most of a small page's time.
-    """
+    """Run a script in a process of its own, in which every warning is an error."""
     script = folder / "page.py"
     script.write_text(text)
-    process = start_context().Process(target=be_main, args=(script, dict(os.environ)))
-    process.start()
-    process.join(300)
-    process.kill()
-    assert process.exitcode == 0, (folder / "output").read_text()
-
-
-def be_main(script, environment):
-    """Be the interpreter that was started with a script, and write to a file what it prints."""
-    output = os.open(script.parent / "output", os.O_CREAT | os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    os.environ.clear()
-    os.environ.update(environment, OMP_NUM_THREADS="1")
-    os.chdir(script.parent)
-    sys.argv = [str(script)]
-    warnings.simplefilter("error")
-    runpy.run_path(str(script), run_name="__main__")
+    done = forked.python([script], folder, strict=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

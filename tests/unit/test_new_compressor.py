@@ -8,10 +8,9 @@ with the chance (1 + x / s) / 2. So its expectation is x, and it travels in one 
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 import stenograd
@@ -96,15 +95,7 @@ def extended(tmp_path_factory):
     env = {**os.environ, "PYTHONPATH": str(folder), "STENOGRAD_KERNELS": "reference", "COLUMNS": "200"}
 
     def run(*arguments):
-        done = subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            env=env,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = forked.python(arguments, folder, env)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -140,8 +131,11 @@ print(json.dumps([stenograd.__file__, "coin" in stenograd.methods(), list(mine),
     assert nbytes == -(-100 // 8) + 4
 
 
+MAIN = "import sys; from stenograd.cli import main; sys.exit(main())"
+
+
 def test_the_command_lists_and_compares_it(extended):
-    row = next(line for line in extended("-m", "stenograd", "methods").splitlines() if "coin" in line)
+    row = next(line for line in extended("-c", MAIN, "methods").splitlines() if "coin" in line)
     assert "1 bit per element" in row
     told = extended("-c", "from stenograd.cli.compare import default_methods as d; print(*d())")
     assert "coin" in told.split()

@@ -1,0 +1,52 @@
+"""Programs in processes of their own that are forks of one with torch imported: that takes a second, not four."""
+
+import os
+import runpy
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from subprocess import CompletedProcess
+
+
+def python(arguments, cwd, env=None, strict=False, limit_s=300):
+    """Do as `subprocess.run([sys.executable, *arguments])` does, for a script or for `-c CODE` and arguments.
+
+    Args:
+        arguments: as an interpreter takes them.
+        cwd: folder to run in.
+        env: the environment, or None for this process's.
+        strict: whether every warning is an error.
+        limit_s: seconds until the process is killed.
+    """
+    from stenograd.testing.pool import start_context
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("stdout", "stderr")]
+        environment = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
+        job = [list(map(str, arguments)), str(cwd), environment, strict, [*map(str, files)]]
+        process = start_context().Process(target=_main, args=job)
+        process.start()
+        process.join(limit_s)
+        process.kill()
+        process.join()
+        out, err = (file.read_text() if file.exists() else "" for file in files)
+    return CompletedProcess(arguments, process.exitcode, out, err)
+
+
+def _main(arguments, cwd, environment, strict, files):
+    for stream, name in zip((1, 2), files, strict=True):
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.path[:0] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    if strict:
+        warnings.simplefilter("error")
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path[0] = str(Path(arguments[0]).parent)
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
