@@ -26,13 +26,13 @@ def run(script, *needed):
     [("ignite_loop", ["ignite"]), ("skorch_net", ["skorch"]), ("keras_fit", ["keras"])],
 )
 def test_digits_are_learnt_at_a_fraction_of_the_bytes(script, needed):
-    """Top-k takes 4 to 8 bytes for each of the 5 % of elements that it sends, and a few for flags."""
+    """Top-k takes 2 to 4 bytes for each of the 5 % of elements that it sends, and a few for flags."""
     ranks = run(script, *needed)
     steps = 3 * 29  # epochs of 898 or 899 samples in batches of 32
     for rank in ranks:
         assert rank["accuracy"] > 0.8
         assert rank["steps"] == steps
-        assert 0.05 <= rank["sent"] / (steps * 4 * MODEL) <= 0.11
+        assert 0.025 <= rank["sent"] / (steps * 4 * MODEL) <= 0.05
 
 
 def test_peft_sends_adapters_only():
