@@ -62,6 +62,8 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
         "values 1 % as int8: unpack": lambda: dispatch.unpack_values(coded, "int8", k),
         "finite check": lambda: not_finite(x),
         "torch.aminmax": lambda: torch.aminmax(x),
+        "torch.add": lambda: torch.add(x, lost, out=out),
+        "zero_": lambda: out.zero_(),
         "100 elements, 100 times: top-k encode": hundred(lambda: dispatch.select_feedback(few, kept, 1)),
         "100 elements, 100 times: sign encode": hundred(
             lambda: dispatch.sign_encode_feedback(few, kept, 1024, [100])

@@ -148,7 +148,8 @@ _EARLIER = {
         "sparseloco:every=30": _SENDERS,
     },
 }
-_CURVES = ["dense", _R4, "local:every=8", "powersgd:rank=4", _TOPK, _SENDERS]
+_OFTEN = "diloco:every=10/lowbit:format=e3m0"
+_CURVES = ["dense", _R4, _OFTEN, "local:every=8", "powersgd:rank=4", _TOPK, _SENDERS]
 _ETAS = [f"diloco:every={every},outer_lr={eta}" for every in (30, 10) for eta in (0.7, 0.4, 1)]
 
 GROUPS = {
@@ -259,7 +260,7 @@ GROUPS = {
     ),
     "R9": Group(
         "about 40 kB per step each; character GPT, N=2, 1,000 steps",
-        _texts(_TEXT, _TOPK, "powersgd:rank=4", "diloco:every=10/lowbit:format=e3m0")
+        _texts(_TEXT, _TOPK, "powersgd:rank=4", _OFTEN)
         | {"demo, SGD lr=0.0003": Family(replace(_TEXT, method="demo", sgd=True, lr=3e-4), 1)},
         losses=True,
     ),
@@ -269,7 +270,8 @@ GROUPS = {
             f"N={run.ranks}: {text}": family
             for run in (_TEXT, _LONGER_4)
             for text, family in _texts(run, *_CURVES).items()
-        },
+        }
+        | {"N=4: the same every 10, 1,000 steps": Family(replace(_LONGER_4, method=_OFTEN, epochs=10), 1)},
         losses=True,
     ),
 }

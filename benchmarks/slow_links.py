@@ -31,6 +31,7 @@ from stenograd import method
 
 HERE = Path(__file__).parent
 DDP, FLOOR = "ddp", "none"
+_SPARSE = "sparseloco:every=30"
 Curve = Sequence[Sequence[float]]  # steps, validation loss and accuracy
 
 
@@ -61,11 +62,14 @@ def main() -> None:
 
 
 def loss_curves(folder: Path, hosts: int) -> dict[str, Curve]:
-    """Return the loss curves of trainings of so many ranks by rival; DDP's is that of `dense`."""
+    """Return the loss curves of trainings of so many ranks by rival; DDP's is that of `dense`.
+
+    Where a rival was trained for different numbers of steps, the last of the table counts.
+    """
     results = json.loads((folder / "reproductions.json").read_text())["results"]
     runs = [family.run for family in GROUPS["curves"].families.values() if family.run.ranks == hosts]
-    done = {_written(run.method): results.get(run.key, {}) for run in runs}
-    return {(DDP if text == "dense" else text): r["curve"] for text, r in done.items() if "curve" in r}
+    done = {_written(run.method): results[run.key] for run in runs if "curve" in results.get(run.key, {})}
+    return {(DDP if text == "dense" else text): r["curve"] for text, r in done.items()}
 
 
 def steps_of(folder: Path, hosts: int, rate: str) -> dict[str, dict[str, float]]:
@@ -82,13 +86,14 @@ def steps_of(folder: Path, hosts: int, rate: str) -> dict[str, dict[str, float]]
 
 
 def _written(text: str) -> str:
-    """Return a method's text without the outer learning rate that DiLoCo has anyway.
+    """Return a method's text without the outer learning rate that DiLoCo has anyway, or a preset's name.
 
     Example:
         >>> _written("diloco:every=30,outer_lr=0.7")
         'diloco:every=30'
     """
-    return method(text.replace(",outer_lr=0.7", "")).text
+    whole = method(text.replace(",outer_lr=0.7", "")).text
+    return _SPARSE if whole == method(_SPARSE).text else whole
 
 
 def points(curve: Curve, step: Mapping[str, float]) -> list[dict[str, float]]:
@@ -119,15 +124,16 @@ def summary(
     found: Mapping[str, Curve], steps: Mapping[str, Mapping[str, float]], targets: Sequence[float]
 ) -> str:
     """Format a line per rival: time per step, seconds to every target, and DDP's divided by those."""
-    head = ["rival", "ms per step", "kB per step"]
+    head = ["rival", "ms per step", "kB per step", "steps"]
     for target in targets:
         head += [f"s to {target:g}", "x faster"]
     lines = []
     if FLOOR in steps:
-        lines.append([FLOOR, number(1e3 * steps[FLOOR]["seconds"], 0), *[""] * (1 + 2 * len(targets))])
+        lines.append([FLOOR, number(1e3 * steps[FLOOR]["seconds"], 0), *[""] * (2 + 2 * len(targets))])
     for rival in (name for name in found if name in steps):
         step = steps[rival]
         line = [f"`{rival}`", number(1e3 * step["seconds"], 0), number(step["host_bytes"] / 1e3, 1)]
+        line.append(number(found[rival][-1][0], 0))
         for target in targets:
             mine, base = (_seconds(found[name], steps[name], target) for name in (rival, DDP))
             line += [number(mine, 0), number(base / mine if mine and base else None, 1)]

@@ -1,4 +1,4 @@
-"""Programs in processes of their own that are forks of one with torch imported: that takes a second, not four."""
+"""Programs in processes of their own, forks of one with torch imported: that takes a second, not four."""
 
 import os
 import runpy

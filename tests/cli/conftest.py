@@ -66,9 +66,7 @@ def trained(tmp_path_factory):
     with (base / "trained" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not told.exists():
-            done = execute(
-                stenograd_command("train", *QUICK, "--workers", 2, "--epochs", 2, "--out", folder)
-            )
+            done = execute(stenograd_command("train", *QUICK, "--workers", 2, "--epochs", 2, "--out", folder))
             assert (done.returncode, done.stderr) == (0, "")
             told.write_text(done.stdout)
     return folder, told.read_text()
