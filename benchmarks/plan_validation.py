@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stenograd.emulate.hosts import Hosts, parse_rate
+from stenograd.planning.advice import ACCURACIES, accuracy_of, advised
 from stenograd.planning.plan import load_plan, predicted
 
 HERE = Path(__file__).parent
@@ -128,6 +129,45 @@ def summary(table: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def questions(cell: str, own: list[dict[str, Any]], plan_file: Path) -> list[dict[str, Any]]:
+    """Return what is recommended in a cell for each demand on accuracy, and by how much it is not the best.
+
+    Args:
+        cell: its name.
+        own: its rows.
+        plan_file: the plan made before anything was measured.
+    """
+    predictions = load_plan(plan_file).predictions
+    asked = []
+    for accuracy in ("rounded", "lossy"):
+        index = ACCURACIES.index(accuracy)
+        took = {
+            r["method"]: r["measured_ms"] for r in own if ACCURACIES.index(accuracy_of(r["method"])) <= index
+        }
+        answer, best = advised(predictions, accuracy)[0], min(took, key=lambda text: took[text])
+        slower = {text: ms / took[best] - 1 for text, ms in took.items()}
+        asked.append(
+            {"cell": cell, "accuracy": accuracy, "answer": answer, "best": best, "slower": slower}
+            | {"regret": slower[answer], "dense is best": slower["dense"] <= 0.05}
+        )
+    return asked
+
+
+def answers(asked: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the regret over all questions, the best constant answer, and how often the best changes."""
+    found: dict[str, Any] = {"questions": len(asked)}
+    regrets = [question["regret"] for question in asked]
+    found["regret"] = [statistics.mean(regrets), max(regrets)]
+    everywhere = set.intersection(*(set(question["slower"]) for question in asked))
+    constant = {text: statistics.mean(q["slower"][text] for q in asked) for text in everywhere}
+    found["best constant answer"] = min(constant.items(), key=lambda item: item[1])
+    winners = [question["best"] for question in asked]
+    found["other winner than the most frequent"] = 1 - max(map(winners.count, winners)) / len(winners)
+    dense = [question["answer"] == "dense" for question in asked if question["dense is best"]]
+    found["dense recognised"] = [sum(dense), len(dense)]
+    return found
+
+
 def markdown(table: list[dict[str, Any]]) -> str:
     """Return a table of all cells; recommended methods are marked with a star."""
     names = ("error", "floor + bytes / rate", "repeat")
@@ -165,12 +205,16 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     table: list[dict[str, Any]] = []
+    asked: list[dict[str, Any]] = []
     for cell in args.cells:
         found = run(cell, args)
         free = run(cell, args, unshaped=True)["measured"] if args.unshaped else None
         floor_s = found["measured"]["median_s"]["none"]
-        table += rows(cell, found, free, with_floor(out_of(cell, args).with_suffix(".plan.json"), floor_s))
-    told = {"summary": summary(table), "rows": table}
+        plan_file = out_of(cell, args).with_suffix(".plan.json")
+        own = rows(cell, found, free, with_floor(plan_file, floor_s))
+        table += own
+        asked += questions(cell, own, plan_file)
+    told = {"summary": summary(table) | answers(asked), "rows": table, "questions": asked}
     (args.out / "validation.json").write_text(json.dumps(told, indent=1) + "\n")
     (args.out / "validation.md").write_text(markdown(table))
     print(json.dumps(told["summary"], indent=1))
