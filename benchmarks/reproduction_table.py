@@ -271,7 +271,7 @@ GROUPS = {
             for run in (_TEXT, _LONGER_4)
             for text, family in _texts(run, *_CURVES).items()
         }
-        | {"N=4: the same every 10, 1,000 steps": Family(replace(_LONGER_4, method=_OFTEN, epochs=10), 1)},
+        | {f"N=4: {_OFTEN}, 1,000 steps": Family(replace(_LONGER_4, method=_OFTEN, epochs=10), 1)},
         losses=True,
     ),
 }
