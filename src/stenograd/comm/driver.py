@@ -14,10 +14,11 @@ from torch import Tensor
 
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.groups import as_group, ranks_of
+from stenograd.comm.messages import messages, swap
 from stenograd.comm.packing import pack, pack_rows
-from stenograd.comm.pending import All, Pending, Several
+from stenograd.comm.pending import Pending, Several
 from stenograd.comm.pipeline import Pipeline
-from stenograd.comm.routes import Route, route
+from stenograd.comm.routes import Route, route, swaps
 from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged
@@ -339,20 +340,25 @@ class Driver:
         options: dict[str, Any] = {"group": self.group, "async_op": True}
         if op in REDUCTIONS:
             return dist.all_reduce(handed, **options)
-        if op is Op.SCATTER:
-            return dist.all_to_all_single(received, handed, **options)
         nbytes, on_gloo = handed.numel() * handed.element_size(), handed.device.type == "cpu"
+        if op is Op.SCATTER:
+            if on_gloo and swaps(nbytes // self.world_size, self.world_size):
+                return swap(self.group, self.rank, handed, received)
+            return dist.all_to_all_single(received, handed, **options)
         if route(op, nbytes, self.world_size, on_gloo=on_gloo) is Route.DIRECT:
-            return dist.all_to_all_single(received, handed.repeat(self.world_size), **options)
+            rows = handed.view(1, -1).expand(self.world_size, -1)
+            if swaps(nbytes, self.world_size):
+                return swap(self.group, self.rank, rows, received.view(self.world_size, -1))
+            return dist.all_to_all_single(received, rows.reshape(-1), **options)
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(received, handed, **options)
 
     def _transmit_to(self, peers: Sequence[int], sources: Sequence[int], mine: Tensor, theirs: Tensor) -> Any:
         """Begin an exchange with neighbours that fills a row of `theirs` per source; return its work."""
-        of, rows = self._global_rank, zip(sources, theirs, strict=True)
-        receives = [dist.P2POp(dist.irecv, row, of(source), self.group) for source, row in rows]
-        sends = [dist.P2POp(dist.isend, mine, of(peer), self.group) for peer in peers]
-        return All(dist.batch_isend_irecv(receives + sends))
+        of = self._global_rank
+        sends = [(of(peer), mine) for peer in peers]
+        receives = [(of(source), row) for source, row in zip(sources, theirs, strict=True)]
+        return messages(self.group, sends, receives)
 
     def _transmit_from(self, source: int, tensor: Tensor) -> Any:
         """Begin a broadcast; return its work."""

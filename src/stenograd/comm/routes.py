@@ -6,11 +6,11 @@ from enum import Enum
 
 from stenograd.data.requests import REDUCTIONS, Op
 
-__all__ = ["Route", "route"]
+__all__ = ["Route", "route", "swaps"]
 
 # That all ranks gather together; more is limited by the link, and a ring shares that better.
 _MOST_DIRECT_BYTES = 1 << 17
-_FEWEST_DIRECT_RANKS = 3  # two ranks are a ring of one hop anyway
+_LEAST_SWAPPED_BYTES = 1 << 14  # to a rank; below, one call of gloo costs less than many messages
 
 
 class Route(Enum):
@@ -24,7 +24,8 @@ def route(op: Op, nbytes: int, world_size: int, *, on_gloo: bool = True) -> Rout
     """Return how a collective travels.
 
     gloo's all-reduce is a ring whatever its size, and so is its all-gather, whose `N - 1` messages each wait
-    for the one before. So a small all-gather goes to every rank directly, as an all-to-all of equal rows.
+    for the one before. So a small all-gather goes to every rank directly, as an all-to-all of equal rows, and
+    so does any between two ranks.
 
     Args:
         op: the collective, neither `COMMIT` nor `SEVERAL`.
@@ -34,13 +35,30 @@ def route(op: Op, nbytes: int, world_size: int, *, on_gloo: bool = True) -> Rout
 
     Example:
         >>> [route(Op.GATHER, 1000, n).value for n in (2, 3, 200)]
-        ['ring', 'direct', 'ring']
+        ['direct', 'direct', 'ring']
         >>> route(Op.MEAN, 1000, 8), route(Op.SCATTER, 1000, 8)
         (<Route.RING: 'ring'>, <Route.DIRECT: 'direct'>)
     """
     if op in REDUCTIONS:
         return Route.RING
     if op is Op.GATHER:
-        small = world_size >= _FEWEST_DIRECT_RANKS and world_size * nbytes <= _MOST_DIRECT_BYTES
-        return Route.DIRECT if small and on_gloo else Route.RING
+        near = world_size == 2 or world_size * nbytes <= _MOST_DIRECT_BYTES
+        return Route.DIRECT if near and on_gloo else Route.RING
     return Route.DIRECT
+
+
+def swaps(nbytes: int, world_size: int) -> bool:
+    """Return whether a direct collective travels as messages of ours, rather than as gloo's all-to-all.
+
+    gloo's all-to-all begins to send before it offers to receive, and the offer waits behind the data on the
+    same connection: the two directions then take turns, which costs up to twice the time of a long message.
+
+    Args:
+        nbytes: to each rank.
+        world_size: number of ranks.
+
+    Example:
+        >>> swaps(64, 2), swaps(64, 8), swaps(1 << 20, 8)
+        (True, False, True)
+    """
+    return world_size == 2 or nbytes >= _LEAST_SWAPPED_BYTES

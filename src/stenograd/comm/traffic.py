@@ -116,7 +116,7 @@ class Traffic:
       all-reduces out unevenly; then this is the mean over the ranks.
     - `inside_bytes`, `across_bytes`: of these, to the same host and to others. An all-reduce sends everything
       to the rank before, a large all-gather to the rank after, in the group's order; the others, and on CPU
-      an all-gather of at most 128 KiB by more than two ranks, to their peers.
+      an all-gather of at most 128 KiB or by two ranks, to their peers.
     - `header_bytes`: what gloo and TCP add on Ethernet, estimated.
     - `collectives`: number of collectives.
     - `wait_s`, `encode_s`, `decode_s`: seconds in which communication was waited for, and spent on coding.
