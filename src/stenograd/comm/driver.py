@@ -346,10 +346,10 @@ class Driver:
                 return swap(self.group, self.rank, handed, received)
             return dist.all_to_all_single(received, handed, **options)
         if route(op, nbytes, self.world_size, on_gloo=on_gloo) is Route.DIRECT:
-            rows = handed.view(1, -1).expand(self.world_size, -1)
             if swaps(nbytes, self.world_size):
+                rows = handed.view(1, -1).expand(self.world_size, -1)
                 return swap(self.group, self.rank, rows, received.view(self.world_size, -1))
-            return dist.all_to_all_single(received, rows.reshape(-1), **options)
+            return dist.all_to_all_single(received, handed.repeat(self.world_size), **options)
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(received, handed, **options)
 

@@ -114,19 +114,19 @@ class Cluster:
             return Transfer(hop, hop, 8 * sent / self.inside_bps, cpu, True)
         idle, busy = (depth * (a + self.extra_hop_s) for a in (cost.hop_s, cost.busy_hop_s))
         slowest = min(*self.up_bps, *self.down_bps) * cost.bytes_per_s
-        return Transfer(idle, busy, 8 * sent * sharing / slowest, cpu, False)
+        return Transfer(idle, busy, 8 * cost.counted(sent) * sharing / slowest, cpu, False)
 
     def _ring(self, op: Op, sent: int, size: int, steps: int, inside: bool) -> Transfer:
         cost = self.costs[Op.MEAN.value if op in REDUCTIONS else op.value]
         share, per_host = cost.bytes_per_s, 1 if size == self.hosts else self.ranks_per_host
-        chunk = 8 * sent / steps
+        chunk, inside_chunk = 8 * cost.counted(sent) / steps, 8 * sent / steps
         crossing = [not inside and (at + 1) % per_host == 0 for at in range(size)]
         ups, downs = (self._spread(rates) for rates in (self.up_bps, self.down_bps))
         seconds = np.empty(size)
         for at, across in enumerate(crossing):
             host = at // per_host % self.hosts
-            rate = min(ups[host], downs[(host + 1) % self.hosts]) * share if across else self.inside_bps
-            seconds[at] = chunk / rate
+            rate = min(ups[host], downs[(host + 1) % self.hosts]) * share
+            seconds[at] = chunk / rate if across else inside_chunk / self.inside_bps
         found = []
         for hop in (cost.hop_s, cost.busy_hop_s):
             latency = np.where(crossing, hop + self.extra_hop_s, self.inside_hop_s)
@@ -213,11 +213,7 @@ def cluster_of(
     if world_size % per_host:
         raise bad_value("ranks_per_host", f"must divide the {world_size} workers", per_host, "use 1")
     hosts, slowest = world_size // per_host, link.bps / 8
-    costs = {
-        # A share above 1 is a measurement that other programs disturbed: nothing passes its link's rate.
-        op: replace(cost, bytes_per_s=min(cost.bytes_per_s / slowest, 1.0))
-        for op, cost in link.costs.items()
-    }
+    costs = {op: _shared(cost, slowest) for op, cost in link.costs.items()}
     rates = [rates if len(rates) == hosts else (min(rates),) for rates in (link.up_bps, link.down_bps)]
     return Cluster(
         hosts=hosts,
@@ -228,6 +224,17 @@ def cluster_of(
         costs=costs,
         **({"inside_bps": link.bps, "inside_hop_s": _hop(link)} if len(set(link.hosts)) == 1 else {}),
     )
+
+
+def _shared(cost: Cost, slowest: float) -> Cost:
+    """Return a cost whose rate is a share of the slowest link's bytes per second.
+
+    A share above 1 is a measurement that was disturbed: nothing passes its link's rate.
+    """
+    share = cost.bytes_per_s / slowest
+    above = max(share, 1.0)
+    counts = tuple((sent, counted / above) for sent, counted in cost.counts_as)
+    return replace(cost, bytes_per_s=share / above, counts_as=counts)
 
 
 def _hop(link: Link) -> float:

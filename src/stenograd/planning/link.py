@@ -17,7 +17,7 @@ from stenograd.planning.units import parse_link
 
 __all__ = ["OPS", "Cost", "Link", "Sample", "assumed", "hops", "load_link", "wire_bytes"]
 
-_FORMAT = 1
+_FORMAT = 2
 OPS = {"all-reduce": Op.MEAN, "all-gather": Op.GATHER, "all-to-all": Op.SCATTER}
 
 # Only for links that nobody measured: bytes per second by the rate that was given. Chosen, not fitted; on a
@@ -57,12 +57,30 @@ class Cost:
         busy_hop_s: the same when every rank computes meanwhile.
         bytes_per_s: that a rank sends while it goes on, packet headers included.
         cpu_s_per_byte: processor time of a rank for each byte that it sends, and for receiving as many.
+        counts_as: for measured sizes, ascending, the bytes that a rank sends, and as how many they count at
+            `bytes_per_s`: a token bucket lets few bytes pass at once, and a queue that is full takes longer.
     """
 
     hop_s: float
     busy_hop_s: float
     bytes_per_s: float
     cpu_s_per_byte: float
+    counts_as: tuple[tuple[float, float], ...] = ()
+
+    def counted(self, sent: float) -> float:
+        """Return as how many bytes those that a rank sends count at `bytes_per_s`.
+
+        Example:
+            >>> cost = Cost(1e-4, 1e-4, 1e6, 0.0, ((100, 40.0), (200, 150.0)))
+            >>> cost.counted(50), cost.counted(150), cost.counted(1000)
+            (20.0, 95.0, 950.0)
+        """
+        before = (0.0, 0.0)
+        for point in self.counts_as:
+            if sent <= point[0]:
+                return before[1] + (point[1] - before[1]) * (sent - before[0]) / (point[0] - before[0])
+            before = point
+        return before[1] + sent - before[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +189,14 @@ def from_json(told: Mapping[str, Any]) -> Link:
     values = dict(told)
     if values.pop("format") != _FORMAT:
         raise DataError(f"the link's format must be {_FORMAT}, got {told['format']}: measure it again")
-    values["costs"] = {op: Cost(**cost) for op, cost in values["costs"].items()}
+    values["costs"] = {op: _cost_from(cost) for op, cost in values["costs"].items()}
     values["samples"] = tuple(
         Sample(**{**s, "seconds": tuple(s["seconds"]), "cpu_s": tuple(s["cpu_s"])}) for s in values["samples"]
     )
     for key in ("hosts", "up_bps", "down_bps"):
         values[key] = tuple(values[key])
     return Link(**values)
+
+
+def _cost_from(told: Mapping[str, Any]) -> Cost:
+    return Cost(**{**told, "counts_as": tuple((sent, counts) for sent, counts in told["counts_as"])})

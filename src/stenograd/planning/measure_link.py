@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
 from stenograd.comm.agreement import everyone
 from stenograd.comm.driver import Driver
-from stenograd.comm.traffic import ATTACH, Label
+from stenograd.comm.traffic import ATTACH, Label, moved_bytes
 from stenograd.data.requests import Op, Request, Rounds, gather
 from stenograd.errors import bad_value
 from stenograd.planning.link import OPS, Cost, Link, Sample, hops, wire_bytes
@@ -25,7 +26,8 @@ _WARM_UP, _PINGS = 5, 20
 _SMALL_BYTES = 64
 _FIRST_BYTES, _APART = 1024, 4
 _MOST_BYTES = 1 << 26
-_REPEATS = 3
+_REPEATS, _REPEATS_BRIEF, _BRIEF_S = 3, 7, 0.02
+_LEAST_S = 1e-6
 _SILENCE_S = 0.3
 _LABEL = Label(ATTACH)
 
@@ -55,7 +57,7 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
         busy = [timed.sample(op, _SMALL_BYTES, repeats=_PINGS, busy=True) for op in OPS.values()]
     up, down = _rates(timed, hosts, seconds * 0.25)
     bytes_per_s = min(*up, *down) / 8
-    samples = [*small, *busy, *_by_size(timed, bytes_per_s, start + 0.85 * seconds, seconds / 60)]
+    samples = [*small, *busy, *_by_size(timed, bytes_per_s, start + 0.85 * seconds, seconds / 25)]
     cold = _cold(timed)
     costs = {op: _fitted(op, samples, driver.world_size) for op in OPS}
     return Link(
@@ -192,24 +194,31 @@ def _largest(value: float) -> Rounds[float]:
 
 
 def _by_size(timed: _Timed, bytes_per_s: float, deadline: float, longest_s: float) -> list[Sample]:
-    """Measure collectives from the largest size that takes so long down to small ones, until time is short.
+    """Measure collectives from a size that takes about so long down to small ones, until time is short.
 
-    The two largest are also measured with two under way at once, which gloo's two threads drive together.
+    The second size is also measured with two under way at once, which gloo's two threads drive together.
     """
     samples: list[Sample] = []
-    nbytes, rank = _MOST_BYTES, 0
-    while (
-        nbytes > _FIRST_BYTES
-        and wire_bytes(Op.GATHER, nbytes, timed.driver.world_size) > bytes_per_s * longest_s
-    ):
-        nbytes //= _APART
-    while nbytes >= _FIRST_BYTES:
+    sent, place = min(bytes_per_s * longest_s, _MOST_BYTES), 0
+    while sent >= _FIRST_BYTES:
+        repeats = _REPEATS if sent > bytes_per_s * _BRIEF_S else _REPEATS_BRIEF
         for op in OPS.values():
-            samples += [timed.sample(op, nbytes, at_once) for at_once in ((1, 2) if rank < 2 else (1,))]
-        if timed.driver.run(_largest(time.perf_counter() - deadline), _LABEL) > 0:
+            nbytes = _handed(op, sent, timed.driver.world_size)
+            samples.append(timed.sample(op, nbytes, repeats=repeats if place else 2))
+            if place == 1:
+                samples.append(timed.sample(op, nbytes, at_once=2, repeats=2))
+        over_s = timed.driver.run(_largest(time.perf_counter() - deadline), _LABEL)
+        if over_s > 0 and place > 0:
             break
-        nbytes, rank = nbytes // _APART, rank + 1
+        sent, place = sent / _APART, place + 1
     return samples
+
+
+def _handed(op: Op, sent: float, world_size: int) -> int:
+    """Return about how many bytes a rank hands over where it then sends so many."""
+    share = moved_bytes(op, 1 << 20, world_size) / (1 << 20)
+    unit = 4 * world_size
+    return max(round(sent / share / unit), 1) * unit
 
 
 def _cold(timed: _Timed) -> dict[str, float]:
@@ -223,26 +232,27 @@ def _cold(timed: _Timed) -> dict[str, float]:
 
 
 def _fitted(op: str, samples: Sequence[Sample], world_size: int) -> Cost:
-    """Take hops from the smallest messages, and a rate from a line through all sizes.
+    """Take hops from the smallest messages, and a rate from the two largest sizes.
 
-    The line `seconds = c + bytes / rate` has the least sum of squared relative errors, so that small sizes
-    count as much as large ones.
+    Sizes between are kept as they were measured. A line through all would tell of small sizes, which a token
+    bucket lets pass at once, rather than of a link.
     """
     own = [s for s in samples if s.op == op and s.at_once == 1]
-    count = hops(OPS[op], _SMALL_BYTES, world_size)
     idle, busy = (
-        next(statistics.median(s.seconds) for s in own if s.nbytes == _SMALL_BYTES and s.busy is b) / count
+        next(statistics.median(s.seconds) for s in own if s.nbytes == _SMALL_BYTES and s.busy is b)
+        / hops(OPS[op], _SMALL_BYTES, world_size)
         for b in (False, True)
     )
-    still = sorted((s for s in own if not s.busy), key=lambda s: s.nbytes)
-    sent = torch.tensor([wire_bytes(OPS[op], s.nbytes, world_size) for s in still], dtype=torch.float64)
-    taken = torch.tensor([statistics.median(s.seconds) for s in still], dtype=torch.float64)
-    ones = torch.ones_like(sent)
-    # Of bytes in units of the largest size: else the two columns would differ by nine digits.
-    line = torch.linalg.lstsq(
-        torch.stack([ones, sent / sent[-1]], 1) / taken[:, None], ones[:, None]
-    ).solution
-    slope = float(line[1]) / float(sent[-1])
-    rate = 1 / slope if slope > 0 else float(sent[-1] / taken[-1])
-    cpu = statistics.median(still[-1].cpu_s) / float(sent[-1])
-    return Cost(idle, max(idle, busy), rate, cpu)
+    still = sorted((s for s in own if not s.busy and s.nbytes > _SMALL_BYTES), key=lambda s: s.nbytes)
+    sent = [float(wire_bytes(OPS[op], s.nbytes, world_size)) for s in still]
+    left = [
+        max(statistics.median(s.seconds) - idle * hops(OPS[op], s.nbytes, world_size), 0.0) for s in still
+    ]
+    left = list(accumulate(left, max))  # more bytes do not take less time
+    rate = sent[-1] / max(left[-1], _LEAST_S)
+    if len(sent) > 1 and left[-1] > left[-2]:
+        # Between the two sizes the link did nothing but send; but noise may make the difference small.
+        rate = min((sent[-1] - sent[-2]) / (left[-1] - left[-2]), 2 * rate)
+    cpu = statistics.median(still[-1].cpu_s) / sent[-1]
+    counts = tuple((b, seconds * rate) for b, seconds in zip(sent, left, strict=True))
+    return Cost(idle, max(idle, busy), rate, cpu, counts)

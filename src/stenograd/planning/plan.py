@@ -30,7 +30,7 @@ from stenograd.planning.advice import (
     predict,
 )
 from stenograd.planning.cluster import Cluster, cluster_of
-from stenograd.planning.link import Cost, Link, assumed, from_json
+from stenograd.planning.link import Link, assumed, from_json
 from stenograd.planning.program import Program
 from stenograd.planning.rehearsal import Profile, Rehearsed, rehearse
 from stenograd.planning.replay import Timeline, replay
@@ -114,7 +114,12 @@ class Plan:
         if self.link.measured:
             more_s, times = parse_link(link).latency_s, other.bps / self.link.bps
             costs = {
-                op: Cost(c.hop_s + more_s, c.busy_hop_s + more_s, c.bytes_per_s * times, c.cpu_s_per_byte)
+                op: replace(
+                    c,
+                    hop_s=c.hop_s + more_s,
+                    busy_hop_s=c.busy_hop_s + more_s,
+                    bytes_per_s=c.bytes_per_s * times,
+                )
                 for op, c in self.link.costs.items()
             }
             other = replace(other, costs=costs)
