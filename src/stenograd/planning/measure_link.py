@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import threading
 import time
@@ -54,10 +55,10 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
     timed = _Timed(driver)
     small = [timed.sample(op, _SMALL_BYTES, repeats=_PINGS) for op in OPS.values()]
     with _computing():
-        busy = [timed.sample(op, _SMALL_BYTES, repeats=_PINGS, busy=True) for op in OPS.values()]
-    up, down = _rates(timed, hosts, seconds * 0.25)
+        busy = [timed.sample(op, _SMALL_BYTES, repeats=_PINGS // 2, busy=True) for op in OPS.values()]
+    up, down = _rates(timed, hosts, seconds * 0.3)
     bytes_per_s = min(*up, *down) / 8
-    samples = [*small, *busy, *_by_size(timed, bytes_per_s, start + 0.85 * seconds, seconds / 25)]
+    samples = [*small, *busy, *_by_size(timed, bytes_per_s, start + seconds, seconds / 30)]
     cold = _cold(timed)
     costs = {op: _fitted(op, samples, driver.world_size) for op in OPS}
     return Link(
@@ -171,15 +172,15 @@ def _rates(
     for rank in first:
         others = [other for other in first if other != rank]
         for found, senders, receivers in ((up, [rank], others), (down, others, [rank])):
-            nbytes, began = 1 << 16, time.perf_counter()
-            taken = timed.flow(senders, receivers, nbytes, _REPEATS)
-            while taken < budget_s / 8 and nbytes < _MOST_BYTES:
-                if timed.driver.run(_largest(time.perf_counter() - began), _LABEL) > budget_s / 2:
+            nbytes, began = 1 << 14, time.perf_counter()
+            less, taken = 0.0, timed.flow(senders, receivers, nbytes, _REPEATS)
+            while (taken < budget_s / 6 or not less) and nbytes < _MOST_BYTES:
+                spent = timed.driver.run(_largest(time.perf_counter() - began), _LABEL)
+                if less and spent + 3 * _APART * taken > 2 * budget_s:
                     break
-                nbytes *= _APART
+                nbytes, less = nbytes * _APART, taken
                 taken = timed.flow(senders, receivers, nbytes, _REPEATS)
             # The difference leaves out latency, and what a token bucket lets pass at once.
-            less = timed.flow(senders, receivers, nbytes // 4, _REPEATS)
             sent = wire_bytes(Op.EXCHANGE, nbytes, 2)
             part = sent - wire_bytes(Op.EXCHANGE, nbytes // 4, 2)
             found.append(8 * len(others) * max(part / max(taken - less, taken / 4), sent / taken))
@@ -194,23 +195,26 @@ def _largest(value: float) -> Rounds[float]:
 
 
 def _by_size(timed: _Timed, bytes_per_s: float, deadline: float, longest_s: float) -> list[Sample]:
-    """Measure collectives from a size that takes about so long down to small ones, until time is short.
+    """Measure collectives from small sizes up to one that takes about so long, as far as there is time.
 
-    The second size is also measured with two under way at once, which gloo's two threads drive together.
+    The last but one is also measured with two under way at once, which gloo's two threads drive together.
     """
     samples: list[Sample] = []
-    sent, place = min(bytes_per_s * longest_s, _MOST_BYTES), 0
-    while sent >= _FIRST_BYTES:
-        repeats = _REPEATS if sent > bytes_per_s * _BRIEF_S else _REPEATS_BRIEF
+    largest = min(bytes_per_s * longest_s, _MOST_BYTES)
+    places = max(round(math.log(largest / _FIRST_BYTES, _APART)), 1)
+    for place in range(places, -1, -1):
+        sent = largest / _APART**place
+        taken_s = len(OPS) * (_REPEATS + 2 if place else 2) * sent / bytes_per_s
+        late_s = timed.driver.run(_largest(time.perf_counter() + taken_s - deadline), _LABEL)
+        if late_s > 0 and place < 2:
+            break
+        brief = sent < bytes_per_s * _BRIEF_S
         for op in OPS.values():
             nbytes = _handed(op, sent, timed.driver.world_size)
-            samples.append(timed.sample(op, nbytes, repeats=repeats if place else 2))
+            repeats = _REPEATS_BRIEF if brief else _REPEATS if place else 2
+            samples.append(timed.sample(op, nbytes, repeats=repeats))
             if place == 1:
-                samples.append(timed.sample(op, nbytes, at_once=2, repeats=2))
-        over_s = timed.driver.run(_largest(time.perf_counter() - deadline), _LABEL)
-        if over_s > 0 and place > 0:
-            break
-        sent, place = sent / _APART, place + 1
+                samples.append(timed.sample(op, nbytes, at_once=2, repeats=1))
     return samples
 
 
