@@ -154,13 +154,21 @@ def questions(cell: str, own: list[dict[str, Any]], plan_file: Path) -> list[dic
 
 
 def answers(asked: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the regret over all questions, the best constant answer, and how often the best changes."""
+    """Return the regret over all questions, the best constant answers, and how often the best changes."""
     found: dict[str, Any] = {"questions": len(asked)}
     regrets = [question["regret"] for question in asked]
     found["regret"] = [statistics.mean(regrets), max(regrets)]
-    everywhere = set.intersection(*(set(question["slower"]) for question in asked))
-    constant = {text: statistics.mean(q["slower"][text] for q in asked) for text in everywhere}
-    found["best constant answer"] = min(constant.items(), key=lambda item: item[1])
+    for accuracy in ("rounded", "lossy"):
+        own = [question for question in asked if question["accuracy"] == accuracy]
+        constant = {text: [q["slower"][text] for q in own] for text in own[0]["slower"]}
+        answer = min(constant, key=lambda text: statistics.mean(constant[text]))
+        regrets = [question["regret"] for question in own]
+        found[f"regret, {accuracy}"] = [statistics.mean(regrets), max(regrets)]
+        found[f"best constant answer, {accuracy}"] = [
+            answer,
+            statistics.mean(constant[answer]),
+            max(constant[answer]),
+        ]
     winners = [question["best"] for question in asked]
     found["other winner than the most frequent"] = 1 - max(map(winners.count, winners)) / len(winners)
     dense = [question["answer"] == "dense" for question in asked if question["dense is best"]]

@@ -56,6 +56,26 @@ def test_a_check_compares_with_a_run(planned, here, trained):
     assert "not as predicted, mostly by its" in out
 
 
+def test_virtual_workers_tell_what_a_method_does_to_learning(planned, here, trained, tmp_path):
+    """It begins with the weights of a run, which have learned; nothing is claimed about the end."""
+    folder, _ = planned
+    learn = ("plan", "--plan", folder / "plan.json", "--task", "digits", "--batch-size", 64, "--learn")
+    few = ("--learn-steps", 10, "--learn-seeds", 2, "--out", folder)
+    status, out, err = here(*learn, *few, "--learn-from", trained[0])
+    assert (status, err) == (0, "")
+    words = " ".join(out.split())
+    assert "training 2 virtual workers for 10 steps, 2 times for dense and each of 1 methods" in words
+    assert "- topk:ratio=0.05: " in words
+    assert "where training ends is not predicted: stenograd compare trains to the end" in words
+    told = json.loads((folder / "learned.json").read_text())
+    assert (told["workers"], told["results"][0]["method"]) == (2, "topk:ratio=0.05")
+    assert told["first"] < 2.27  # ln 10 = 2.30 for a new model
+    assert "<h2>Learning</h2>" in (folder / "report.html").read_text()
+    (tmp_path / "empty").mkdir()
+    status, _, err = here(*learn, "--learn-from", tmp_path / "empty")
+    assert (status, "--learn-from" in err) == (2, True)
+
+
 def test_a_plan_is_extrapolated(planned, here):
     folder, _ = planned
     arguments = ("simulate", folder / "plan.json", "--workers", "2..8", "--json")
@@ -77,6 +97,7 @@ def test_a_plan_is_extrapolated(planned, here):
         ((*PLAN, "--accuracy", "perfect"), "accuracy must be one of exact, rounded, lossy"),
         (("plan", "--workers", 2, "--link", "1gbps"), "write 1gbit"),
         (("plan",), "give --link 1gbit,0.2ms and --workers"),
+        (("plan", "--learn"), "needs --link or --plan and no launcher"),
         (("plan", "--trial", "x.py", "--link", "1gbit"), "must be FILE.py:FUNCTION"),
         (("simulate", "nowhere.json"), "cannot be read as a plan"),
         (("link",), "--workers must be at least 2 to measure a link"),

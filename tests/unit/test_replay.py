@@ -69,6 +69,31 @@ def test_collectives_at_once_share_the_link_and_a_third_one_waits():
     assert replay(run, cluster(1e8, 0.1)).step_s == pytest.approx(3 * s + 0.2)
 
 
+def test_sites_share_a_trunk():
+    """Four hosts on two sites, trunks at a tenth of the hosts' rate; all numbers by hand.
+
+    All-to-all of rows r: each of a site's two ranks sends two rows to the other site, 4 r over the trunk. A
+    ring sends every chunk over both trunks, so its beat is the trunk's: six chunks of a quarter each.
+    """
+    near = cluster(1e9, 1e-3, hosts=4)
+    far = dataclasses.replace(near, sites=2, site_bps=1e8, site_hop_s=0.02)
+    rows = Collective("all-to-all", 4_000_000, 1, 0, 4)
+    sent = 3_000_000 + frames(Op.SCATTER, 4_000_000, 4).header_bytes
+    assert near.transfer(rows).wire_s == pytest.approx(8 * sent / 1e9)
+    assert far.transfer(rows).wire_s == pytest.approx(8 * sent * 4 / 3 / 1e8)
+    assert far.transfer(rows).latency_s == pytest.approx(0.021)
+    whole = Collective("all-reduce", 4_000_000, 4, 0, 4)
+    sent = 6_000_000 + frames(Op.MEAN, 4_000_000, 4, itemsize=4).header_bytes
+    assert far.transfer(whole).wire_s == pytest.approx(8 * sent / 1e8)
+    assert far.transfer(whole).latency_s == pytest.approx(0.021)  # messages queue up: only the last waits
+    alone = dataclasses.replace(far, sites=1)
+    assert alone.transfer(whole) == near.transfer(whole)
+    pair = Collective("exchange", 1_000_000, 1, 0, 4, peers=(1,), sources=(1,))
+    other = Collective("exchange", 1_000_000, 1, 0, 4, peers=(2,), sources=(2,))
+    assert far.transfer(pair) == near.transfer(pair)
+    assert far.transfer(other).wire_s > 15 * far.transfer(pair).wire_s  # two ranks at a tenth of the rate
+
+
 def test_threads_share_cores():
     """Two threads of 1 s each: 1 s on two cores, 2 s on one, and joining waits for the other."""
     main = [Event("post", 0), Event("join", 0, 1.0), Event("step", 0)]
@@ -209,7 +234,7 @@ def test_a_plan_says_that_dense_wins_where_it_does_and_survives_a_file(tmp_path)
     trial = Trial(
         model,
         torch.optim.SGD(model.parameters(), 0.1),
-        [torch.randn(64, 200)],
+        [torch.randn(2048, 200)],  # much to compute, beside which a message more or less is nothing
         lambda m, x: m(x).square().mean(),
     )
     fast = stenograd.plan(trial, workers=2, link="100gbit", methods=["topk", "fp16"], seconds=0.5, cores=8)

@@ -62,6 +62,17 @@ def test_slow_workers_slow_all(plan):
     assert usual < always <= 2 * usual
 
 
+def test_a_slow_line_between_sites_slows_all_and_must_fit(plan):
+    """A line of 1 Mbit/s between two sites of two hosts: about the dense bytes of a ring at that rate."""
+    (near,) = scaled(plan, [4], parse_place(None, None, "1gbit", None)[1], ["topk"])
+    (far,) = scaled(plan, [4], parse_place(None, None, "1gbit", None, "2:1mbit,20ms")[1], ["topk"])
+    sent = sum(2 * 3 / 4 * c.nbytes for c in plan.programs["dense"].moved)
+    assert far.seconds["dense"] > near.seconds["dense"] + 8 * sent / 1e6 * 0.9
+    assert far.seconds["topk"] > near.seconds["topk"]
+    with pytest.raises(ConfigError, match="--site must deal out the 4 hosts"):
+        scaled(plan, [4], parse_place(None, None, None, None, "3:1mbit")[1])
+
+
 def test_the_plans_own_size_gives_its_prediction(plan):
     (same,) = scaled(plan, [2], parse_place(None, None, None, None)[1])
     for prediction in plan.predictions:
@@ -125,6 +136,7 @@ def test_the_report_is_one_small_file_that_needs_nothing_else(plan):
         (lambda: sizes_of("many"), "--workers must be numbers"),
         (lambda: parse_place("128", None, None, None), "--hosts must be HOSTSxWORKERS"),
         (lambda: parse_place(None, None, None, "1%"), "--slow must be PERCENT%:FACTORx"),
+        (lambda: parse_place(None, None, None, None, "100mbit"), "--site must be SITES:LINK"),
         (lambda: parse_place(None, None, "1gbps", None), "write 1gbit"),
         (lambda: parse_link("1gbit,1ms,2ms"), "RATE or RATE,LATENCY"),
         (lambda: parse_link("1gbit,5"), "latency must be a number and us, ms or s"),

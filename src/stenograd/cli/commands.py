@@ -24,6 +24,9 @@ _WHERE = "Where it will run"
 _PER_HOST = "Workers on each host (default: 1, or as launched)."
 _CORES = "Cores per worker (default: a share of this machine's)."
 _CHECK = "A run of stenograd train --out to compare with."
+_TRIED = "What it does to learning"
+_LEARN = "Train virtual workers here under the recommended method, or those of --methods, against dense."
+_LEARN_FROM = "Weights to begin with: a file of model.state_dict(), or the folder of a run."
 _FILE = "Show or check this plan.json, and measure nothing."
 
 app = typer.Typer(
@@ -159,6 +162,11 @@ def plan(
         typer.Option("--plan", metavar="FILE", help="Show or check this plan.json; measure nothing."),
     ] = None,
     tolerance: Annotated[float, opt.option("X", "By how much a checked run may differ, as a share.")] = 0.25,
+    learn: Annotated[bool, typer.Option("--learn", help=_LEARN, rich_help_panel=_TRIED)] = False,
+    learn_steps: Annotated[int, opt.option("N", "Steps of each training.", _TRIED)] = 300,
+    learn_seeds: Annotated[int, opt.option("N", "Orders of the batches.", _TRIED)] = 3,
+    learn_workers: Annotated[int, opt.option("N", "Most virtual workers.", _TRIED)] = 8,
+    learn_from: Annotated[Path | None, opt.option("FILE|DIR", _LEARN_FROM, _TRIED)] = None,
 ) -> int:
     """Predict before training what a step takes under each method, and which method to use.
 
@@ -184,6 +192,11 @@ def plan(
         check=check,
         plan=plan_file,
         tolerance=tolerance,
+        learn=learn,
+        learn_steps=learn_steps,
+        learn_seeds=learn_seeds,
+        learn_workers=learn_workers,
+        learn_from=learn_from,
     )
     return run(asked)
 
@@ -196,6 +209,9 @@ def simulate(
     inside: Annotated[str | None, opt.option("LINK", "Between workers of a host.")] = None,
     between: Annotated[str | None, opt.option("LINK", "Between hosts (default: the plan's).")] = None,
     slow: Annotated[str | None, opt.option("P%:Fx", "Workers that are slow in a step, and how much.")] = None,
+    site: Annotated[
+        str | None, opt.option("N:LINK", "Sites, and the link that a site's hosts share.")
+    ] = None,
     methods: Annotated[list[str] | None, opt.option("TEXT", _METHODS)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
@@ -209,7 +225,7 @@ def simulate(
     """
     from stenograd.cli.simulate import run
 
-    return run(plan_file, workers, hosts, inside, between, slow, methods, as_json)
+    return run(plan_file, workers, hosts, inside, between, slow, site, methods, as_json)
 
 
 @app.command()

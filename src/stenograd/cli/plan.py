@@ -17,6 +17,7 @@ from stenograd.cli.compare import split_methods
 from stenograd.cli.folder import make_folder
 from stenograd.cli.options import Options
 from stenograd.cli.plan_check import check_run
+from stenograd.cli.plan_learn import load_weights, tried
 from stenograd.cli.ranks import in_ranks
 from stenograd.cli.setup import make_setup
 from stenograd.cli.table import console, show
@@ -53,6 +54,9 @@ class Asked:
         check: a run's folder to compare with, instead of a recommendation alone.
         plan: a plan's file to check, instead of a new one.
         tolerance: by how much a checked run's step may differ, as a share.
+        learn: whether to train virtual workers, too, under the recommended method or those named.
+        learn_steps, learn_seeds, learn_workers: how long, how often, and the most workers.
+        learn_from: weights to begin with: a file of torch.save(model.state_dict()), or a run's folder.
     """
 
     options: Options
@@ -68,14 +72,25 @@ class Asked:
     check: Path | None = None
     plan: Path | None = None
     tolerance: float = 0.25
+    learn: bool = False
+    learn_steps: int = 300
+    learn_seeds: int = 3
+    learn_workers: int = 8
+    learn_from: Path | None = None
 
 
 def run(asked: Asked) -> int:
     """Plan, and return the exit status: 1 where a checked run is not as predicted."""
     check_accuracy(asked.accuracy)
+    alone = detect(os.environ).launcher == "alone"
+    if asked.learn and (not alone or (asked.link is None and asked.plan is None)):
+        raise ConfigError(
+            "--learn trains virtual workers on one machine, so it needs --link or --plan and no launcher: "
+            "measure the link first, by stenograd link --out"
+        )
     if asked.plan is not None:
         return _told(asked, load_plan(asked.plan))
-    if asked.link is not None and detect(os.environ).launcher == "alone":
+    if asked.link is not None and alone:
         return _told(asked, _made(asked, _link(asked.link), asked.options.workers or 2, None))
     return in_ranks(asked.options, lambda world_size: world_size, lambda _, driver: _measured(asked, driver))
 
@@ -122,13 +137,21 @@ def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -
 
 
 def _trial(asked: Asked, workers: int) -> tuple[str, Trial]:
-    """Return the user's trial, or a task's as one."""
+    """Return the user's trial, or a task's as one, with the weights to begin with."""
+    name, trial = _unloaded(asked, workers)
+    if asked.learn_from is not None:
+        load_weights(trial.model, asked.learn_from)
+    return name, trial
+
+
+def _unloaded(asked: Asked, workers: int) -> tuple[str, Trial]:
     if asked.trial is not None:
         return asked.trial, load_trial(asked.trial)
     setup = make_setup(asked.options, workers)
     model = setup.task.model(asked.options.seed).to(setup.device)
-    size = setup.recipe.batch_size
-    batches = [setup.task.train_batch(torch.arange(at * size, (at + 1) * size)) for at in range(4)]
+    size, count = setup.recipe.batch_size, setup.task.train_size
+    starts = range(0, max(count - size, 0) + 1, size)
+    batches = (setup.task.train_batch(torch.arange(at, min(at + size, count))) for at in starts)
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         inputs, targets = (part.to(setup.device) for part in batch)
@@ -142,6 +165,16 @@ def _told(asked: Asked, found: Plan) -> int:
         make_folder(asked.out)
         found.save(asked.out / "plan.json")
         write_atomically(asked.out / "report.html", page(found).encode())
+    status = _shown(asked, found)
+    if asked.learn:
+        told = tried(found, _trial(asked, found.world_size)[1], asked)
+        if asked.out is not None:
+            write_atomically(asked.out / "learned.json", json.dumps(told.as_json(), indent=1).encode())
+            write_atomically(asked.out / "report.html", page(found, told).encode())
+    return status
+
+
+def _shown(asked: Asked, found: Plan) -> int:
     if asked.as_json:
         told = found.as_json()
         console().print_json(json.dumps({k: told[k] for k in ("method", "reason", "notes", "predictions")}))

@@ -29,12 +29,13 @@ def run(
     inside: str | None,
     between: str | None,
     slow: str | None,
+    site: str | None,
     methods: Sequence[str] | None,
     as_json: bool,
 ) -> int:
     """Extrapolate and print."""
     found = load_plan(plan)
-    most, place = parse_place(hosts, inside, between, slow)
+    most, place = parse_place(hosts, inside, between, slow, site)
     sizes = sizes_of(workers)
     if most is not None and max(sizes) > most:
         raise bad_value("--workers", f"must be at most the {most} of --hosts", max(sizes), "give more hosts")

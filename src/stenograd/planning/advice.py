@@ -33,11 +33,10 @@ __all__ = [
 
 ACCURACIES = ("exact", "rounded", "lossy")
 DENSE = "dense"
-_LEAD = 0.05  # a smaller lead over dense is within the error of what is predicted
 _TIE = 0.02  # methods that close are equally fast: the numerically milder one is chosen
 LEVELS = (0.1, 0.5, 0.9)
-# What a prediction may be off besides the spread of steps, to either side. Not fitted: it is the goal for
-# the median error of predictions.
+# What a prediction may be off besides the spread of steps, to either side, and so the least lead over dense
+# that counts. Not fitted: it is the goal for the median error of predictions.
 _RESIDUAL = 0.1
 _LOWEST_BPS, _HIGHEST_BPS, _GRID = 1e6, 1e11, 11
 
@@ -182,7 +181,11 @@ def advised(found: Sequence[Prediction], accuracy: str) -> tuple[str, str]:
         return DENSE, f"dense wins: nothing that {accuracy} accuracy admits is more than {_TIE:.0%} faster"
     saved = dense.seconds[1] - best.seconds[1]
     share = saved / dense.seconds[1]
-    if share < _LEAD or _overlap(best.seconds, dense.seconds) > 0.5:
+    # Steps are slow or fast for both alike, so the two are compared where both are slow, or both are fast.
+    leads = [1 - mine / theirs for mine, theirs in zip(best.seconds, dense.seconds, strict=True)]
+    # The model computes the same under both, so where one was recorded with less of it, that was chance.
+    chance = max(dense.saved_s["compute"] - best.saved_s["compute"], 0.0) / dense.seconds[1]
+    if min(leads) - chance < _RESIDUAL:
         return DENSE, (
             f"dense wins: {best.method} would save {time_text(saved)} of {time_text(dense.seconds[1])} "
             f"({share:.0%}), within the error"
@@ -194,12 +197,6 @@ def advised(found: Sequence[Prediction], accuracy: str) -> tuple[str, str]:
         f"{best.limit} and sends {best.moved_bytes / 1e6:.3g} MB per step instead of "
         f"{dense.moved_bytes / 1e6:.3g} MB"
     )
-
-
-def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return which share of the shorter of two intervals the other covers."""
-    common = min(a[2], b[2]) - max(a[0], b[0])
-    return max(common, 0.0) / max(min(a[2] - a[0], b[2] - b[0]), 1e-12)
 
 
 def _between(low: float, high: float, at_low: bool, ahead: Callable[[float], bool]) -> float:

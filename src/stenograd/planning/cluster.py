@@ -53,6 +53,9 @@ class Cluster:
         costs: by collective, with rates as shares of the slowest link: see `cluster_of`.
         inside_bps, inside_hop_s: between ranks of a host.
         extra_hop_s: latency on top of what the costs say, between hosts.
+        sites: places that have as many hosts each, in their order.
+        site_bps: bits per second that a site sends, and receives, all its hosts together.
+        site_hop_s: latency between sites on top of that between hosts.
     """
 
     hosts: int
@@ -64,6 +67,9 @@ class Cluster:
     inside_bps: float = _INSIDE_BPS
     inside_hop_s: float = _INSIDE_HOP_S
     extra_hop_s: float = 0.0
+    sites: int = 1
+    site_bps: float = math.inf
+    site_hop_s: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -77,12 +83,12 @@ class Cluster:
     def without_latency(self) -> Cluster:
         """Return the same with messages that arrive at once."""
         costs = {op: replace(c, hop_s=0.0, busy_hop_s=0.0) for op, c in self.costs.items()}
-        return replace(self, costs=costs, inside_hop_s=0.0, extra_hop_s=0.0)
+        return replace(self, costs=costs, inside_hop_s=0.0, extra_hop_s=0.0, site_hop_s=0.0)
 
     def without_limits(self) -> Cluster:
         """Return the same with links of infinite rate, which cost no processor time."""
         costs = {op: replace(c, cpu_s_per_byte=0.0) for op, c in self.costs.items()}
-        return replace(self.with_rate(math.inf), costs=costs, inside_bps=math.inf)
+        return replace(self.with_rate(math.inf), costs=costs, inside_bps=math.inf, site_bps=math.inf)
 
     def transfer(self, about: Collective) -> Transfer:
         """Return what a collective takes."""
@@ -91,45 +97,62 @@ class Cluster:
             return Transfer(0.0, 0.0, 0.0, 0.0, True)
         inside = self.hosts == 1 or (size == self.ranks_per_host and size < self.world_size)
         if op == "broadcast":
-            return self._direct(nbytes * math.ceil(math.log2(size)), math.ceil(math.log2(size)), inside, 1)
+            return self._direct(nbytes * math.ceil(math.log2(size)), math.ceil(math.log2(size)), inside, 1, 1)
         kind = Op(op)
         if kind is Op.EXCHANGE:
             peers = len(about.peers)
             sent = wire_bytes(kind, nbytes, size, peers=peers)
-            across = sum(peer // self.ranks_per_host != 0 for peer in about.peers)
-            shared = self.ranks_per_host * across / peers if peers else 0.0
-            return self._direct(sent, 1, inside or not shared, shared or 1.0)
+            shared, trunk = (
+                per * sum(peer >= per for peer in about.peers) / max(peers, 1)
+                for per in (self.ranks_per_host, self.world_size // self.sites)
+            )
+            return self._direct(sent, 1, inside or not shared, shared or 1.0, trunk)
         sent = wire_bytes(kind, nbytes, size, itemsize=about.itemsize)
         if route(kind, nbytes, size) is Route.RING:
             return self._ring(kind, sent, size, hops(kind, nbytes, size), inside)
         per_host = 1 if size == self.hosts else self.ranks_per_host
-        crossing = per_host * (size - per_host) / max(size - 1, 1)
-        return self._direct(sent, 1, inside, 1.0 if inside else crossing)
+        shared, trunk = (per * (size - per) / max(size - 1, 1) for per in (per_host, size // self.sites))
+        return self._direct(sent, 1, inside, shared, trunk)
 
-    def _direct(self, sent: float, depth: int, inside: bool, sharing: float) -> Transfer:
+    def _direct(self, sent: float, depth: int, inside: bool, sharing: float, trunk: float) -> Transfer:
+        """Return what ranks take that send to many at once.
+
+        Args:
+            sent: bytes of a rank.
+            depth: messages that wait for one another.
+            inside: whether all stay within hosts.
+            sharing: ranks' bytes that cross a host's link.
+            trunk: ranks' bytes that cross a site's.
+        """
         cost = self.costs[_DIRECT]
         cpu = sent * cost.cpu_s_per_byte
         if inside:
             hop = depth * self.inside_hop_s
             return Transfer(hop, hop, 8 * sent / self.inside_bps, cpu, True)
-        idle, busy = (depth * (a + self.extra_hop_s) for a in (cost.hop_s, cost.busy_hop_s))
-        slowest = min(*self.up_bps, *self.down_bps) * cost.bytes_per_s
-        return Transfer(idle, busy, 8 * cost.counted(sent) * sharing / slowest, cpu, False)
+        more_s = self.extra_hop_s + (self.site_hop_s if trunk else 0.0)
+        idle, busy = (depth * (a + more_s) for a in (cost.hop_s, cost.busy_hop_s))
+        counted = 8 * cost.counted(sent) / cost.bytes_per_s
+        wire_s = max(counted * sharing / min(*self.up_bps, *self.down_bps), counted * trunk / self.site_bps)
+        return Transfer(idle, busy, wire_s, cpu, False)
 
     def _ring(self, op: Op, sent: int, size: int, steps: int, inside: bool) -> Transfer:
         cost = self.costs[Op.MEAN.value if op in REDUCTIONS else op.value]
         share, per_host = cost.bytes_per_s, 1 if size == self.hosts else self.ranks_per_host
         chunk, inside_chunk = 8 * cost.counted(sent) / steps, 8 * sent / steps
         crossing = [not inside and (at + 1) % per_host == 0 for at in range(size)]
+        leaving = [across and (at + 1) % (size // self.sites) == 0 for at, across in enumerate(crossing)]
+        leaving = leaving if self.sites > 1 else [False] * size
         ups, downs = (self._spread(rates) for rates in (self.up_bps, self.down_bps))
         seconds = np.empty(size)
         for at, across in enumerate(crossing):
             host = at // per_host % self.hosts
-            rate = min(ups[host], downs[(host + 1) % self.hosts]) * share
+            rate = min(ups[host], downs[(host + 1) % self.hosts])
+            rate = (min(rate, self.site_bps) if leaving[at] else rate) * share
             seconds[at] = chunk / rate if across else inside_chunk / self.inside_bps
         found = []
         for hop in (cost.hop_s, cost.busy_hop_s):
             latency = np.where(crossing, hop + self.extra_hop_s, self.inside_hop_s)
+            latency = latency + np.where(leaving, self.site_hop_s, 0.0)
             level = message_level if size <= _MESSAGE_LEVEL_RANKS else ring_s
             found.append(max(level(steps, seconds, latency) - steps * float(seconds.max()), 0.0))
         cpu = sent * cost.cpu_s_per_byte
@@ -215,6 +238,7 @@ def cluster_of(
     hosts, slowest = world_size // per_host, link.bps / 8
     costs = {op: _shared(cost, slowest) for op, cost in link.costs.items()}
     rates = [rates if len(rates) == hosts else (min(rates),) for rates in (link.up_bps, link.down_bps)]
+    alone = len(set(link.hosts)) == 1  # then what was measured is the way inside a host
     return Cluster(
         hosts=hosts,
         ranks_per_host=per_host,
@@ -222,7 +246,8 @@ def cluster_of(
         up_bps=tuple(rates[0]),
         down_bps=tuple(rates[1]),
         costs=costs,
-        **({"inside_bps": link.bps, "inside_hop_s": _hop(link)} if len(set(link.hosts)) == 1 else {}),
+        inside_bps=link.bps if alone else _INSIDE_BPS,
+        inside_hop_s=link.costs["all-reduce"].hop_s if alone else _INSIDE_HOP_S,
     )
 
 
@@ -235,7 +260,3 @@ def _shared(cost: Cost, slowest: float) -> Cost:
     above = max(share, 1.0)
     counts = tuple((sent, counted / above) for sent, counted in cost.counts_as)
     return replace(cost, bytes_per_s=share / above, counts_as=counts)
-
-
-def _hop(link: Link) -> float:
-    return link.costs["all-reduce"].hop_s

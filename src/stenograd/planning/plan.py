@@ -92,11 +92,13 @@ class Plan:
         the clock beyond its processor time is what else ran on the machine. Where a worker has less than a
         core, the replay slows it by that, so it is taken out here as far as it was in what was measured.
         """
-        by_cpu = np.array(self.profile.step_s) / float(np.median(self.profile.cpu_s))
-        usual = float(np.median(by_cpu))
-        by_cpu *= max(usual * min(self.cores, 1.0), min(usual, 1.0)) / usual
-        low, middle, high = (float(np.quantile(by_cpu, q ** (1 / self.world_size))) for q in LEVELS)
-        return Slowness((low, middle, high), float(np.median(by_cpu)))
+        step_s, cpu_s = np.array(self.profile.step_s), np.array(self.profile.cpu_s)
+        usual = float(np.median(step_s) / np.median(cpu_s))
+        alone = max(usual * min(self.cores, 1.0), min(usual, 1.0))
+        # Workers that share cores slow each other down, but those that wait for the slowest leave it theirs.
+        spread = step_s / np.median(step_s) if self.cores >= 1 else cpu_s / np.median(cpu_s)
+        low, middle, high = (alone * float(np.quantile(spread, q ** (1 / self.world_size))) for q in LEVELS)
+        return Slowness((low, middle, high), alone)
 
     def timeline(self, text: str, cluster: Cluster | None = None, *, spans: bool = False) -> Timeline:
         """Replay a method's median step."""

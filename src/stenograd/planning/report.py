@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from stenograd.planning.advice import DENSE, Prediction
+from stenograd.planning.learn import Learning, sentence
 from stenograd.planning.plan import Plan
 from stenograd.planning.replay import Timeline, replay
 from stenograd.planning.units import rate_text, time_text
@@ -35,10 +36,14 @@ svg { max-width: 100%; height: auto; }
 """
 
 
-def page(plan: Plan) -> str:
+def page(plan: Plan, learning: Learning | None = None) -> str:
     """Return the report of a plan with predictions as an HTML document; equal plans give equal text.
 
     Without matplotlib it has tables only, and says what to install.
+
+    Args:
+        plan: the plan.
+        learning: what virtual workers showed, if they were trained.
     """
     shown = _shown(plan)
     name = plan.work["name"] or "training"
@@ -49,6 +54,7 @@ def page(plan: Plan) -> str:
         "<h2>Methods</h2>",
         _predictions(plan),
         *_pictures(plan, shown),
+        *([] if learning is None else _learning(learning)),
         "<h2>What went in</h2>",
         _inputs(plan),
     ]
@@ -89,6 +95,25 @@ def _predictions(plan: Plan) -> str:
         for p in sorted(plan.predictions, key=lambda p: p.seconds[1])
     ]
     return _table(head, rows)
+
+
+def _learning(found: Learning) -> list[str]:
+    rows = [
+        (
+            row.method,
+            f"{row.mean:+.2g} +- {row.margin:.2g}" if row.differences else "",
+            f"{row.diverged} of {found.seeds}",
+            "" if row.error is None else f"{row.error:.2g}",
+        )
+        for row in found.results
+    ]
+    return [
+        "<h2>Learning</h2>",
+        f"<p>{found.workers} virtual workers, {found.steps} steps, {found.seeds} seeds. Dense: loss "
+        f"{found.first:.4g} in the first step, {found.last:.4g} over the last tenth.</p>",
+        _table(("method", "loss against dense (95 %)", "diverged", "error of the first average"), rows),
+        "<ul>" + "".join(f"<li>{_text(sentence(found, row))}</li>" for row in found.results) + "</ul>",
+    ]
 
 
 def _inputs(plan: Plan) -> str:

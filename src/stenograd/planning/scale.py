@@ -23,6 +23,7 @@ __all__ = [
     "Point",
     "at_size",
     "parse_place",
+    "parse_site",
     "parse_slow",
     "scaled",
     "sizes_of",
@@ -41,12 +42,16 @@ class Place:
         inside: the link between workers of a host; None for what is usual.
         between: the link between hosts; None for the plan's.
         slow: the probability that a worker is slow in a step, and by which factor.
+        sites: places that the hosts are dealt out to, in equal parts.
+        site: the link of each, which its hosts share.
     """
 
     ranks_per_host: int = 1
     inside: LinkText | None = None
     between: str | None = None
     slow: tuple[float, float] = (0.0, 1.0)
+    sites: int = 1
+    site: LinkText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,7 @@ def _point(plan: Plan, size: int, place: Place, texts: Sequence[str]) -> Point:
     whole = sum(c.nbytes for c in dense.moved)
     seconds[MERGED] = compute + _alone(cluster, "all-reduce", whole, size)
     if cluster.hosts > 1 and cluster.ranks_per_host > 1:
-        inside, hosts = replace(cluster, hosts=1), replace(cluster, ranks_per_host=1)
+        inside, hosts = replace(cluster, hosts=1, sites=1), replace(cluster, ranks_per_host=1)
         own = cluster.ranks_per_host  # all workers of a host exchange their shares at once, over one link
         seconds[TWO_LEVELS] = (
             compute
@@ -184,6 +189,21 @@ def _point(plan: Plan, size: int, place: Place, texts: Sequence[str]) -> Point:
 def _cluster(plan: Plan, size: int, place: Place) -> Cluster:
     per_host = math.gcd(size, place.ranks_per_host)
     cluster = cluster_of(plan.link, size, ranks_per_host=per_host, cores=plan.cores)
+    if place.site is not None:
+        if cluster.hosts % place.sites:
+            raise bad_value(
+                "--site",
+                f"must deal out the {cluster.hosts} hosts of {size} workers evenly",
+                place.sites,
+                "give --workers that fit",
+            )
+        rate = min(place.site.up_bps, place.site.down_bps)
+        cluster = replace(
+            cluster,
+            sites=place.sites,
+            site_bps=rate,
+            site_hop_s=place.site.latency_s if place.sites > 1 else 0.0,
+        )
     if place.inside is None:
         return cluster
     rate = min(place.inside.up_bps, place.inside.down_bps)
@@ -195,8 +215,25 @@ def _alone(cluster: Cluster, op: str, nbytes: int, size: int) -> float:
     return taken.latency_s + taken.wire_s
 
 
+def parse_site(text: str) -> tuple[int, LinkText]:
+    """Return the number of sites, and the link of each, from text.
+
+    Example:
+        >>> parse_site("2:100mbit,20ms")[1].latency_s
+        0.02
+    """
+    count, colon, link = text.partition(":")
+    if not colon or not count.isdecimal() or int(count) < 1:
+        raise bad_value("--site", "must be SITES:LINK", text, "write 2:100mbit,20ms")
+    return int(count), parse_link(link)
+
+
 def parse_place(
-    hosts: str | None, inside: str | None, between: str | None, slow: str | None
+    hosts: str | None,
+    inside: str | None,
+    between: str | None,
+    slow: str | None,
+    site: str | None = None,
 ) -> tuple[int | None, Place]:
     """Return the most workers, if hosts are given as `128x8`, and the place.
 
@@ -209,7 +246,10 @@ def parse_place(
         raise bad_value("--hosts", "must be HOSTSxWORKERS", hosts, "write 128x8")
     if between is not None:
         parse_link(between)
+    sites, trunk = (1, None) if site is None else parse_site(site)
     place = Place(
+        sites=sites,
+        site=trunk,
         ranks_per_host=int(match[2]) if match else 1,
         inside=None if inside is None else parse_link(inside),
         between=between,
