@@ -178,11 +178,11 @@ def answers(asked: list[dict[str, Any]]) -> dict[str, Any]:
 
 def markdown(table: list[dict[str, Any]]) -> str:
     """Return a table of all cells; recommended methods are marked with a star."""
-    names = ("error", "floor + bytes / rate", "repeat")
+    names = ("error", "floor + bytes / rate", BASELINE, "repeat")
     lines = [
-        "| cell | method | predicted ms (80 %) | measured ms | error | floor + bytes / rate | repeat error |"
+        f"| cell | method | predicted ms (80 %) | measured ms | {' | '.join(names)} |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    lines.append("|---|---|---:|---:|---:|---:|---:|")
     before = None
     for row in table:
         model, hosts, rate = row["cell"].split(":")
@@ -191,7 +191,7 @@ def markdown(table: list[dict[str, Any]]) -> str:
         predicted = f"{row['predicted_ms']:.0f} ({row['low_ms']:.0f} to {row['high_ms']:.0f})"
         if not row["inside"]:
             predicted += " outside"
-        errors = " | ".join(f"{100 * row[name]:+.0f} %" for name in names)
+        errors = " | ".join(f"{100 * row[name]:+.0f} %" if name in row else "" for name in names)
         star = " *" if row["chosen"] else ""
         lines.append(
             f"| {cell} | {row['method']}{star} | {predicted} | {row['measured_ms']:.0f} | {errors} |"
