@@ -9,6 +9,7 @@ import stenograd
 PACKAGE = Path(stenograd.__file__).parent
 ALLOWED = {
     "comm/driver.py",
+    "comm/messages.py",
     "comm/groups.py",
     "lightning/trainer.py",
     "launch/process_group.py",
