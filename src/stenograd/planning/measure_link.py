@@ -209,7 +209,7 @@ def _by_size(timed: _Timed, bytes_per_s: float, deadline: float, longest_s: floa
         sent = largest / _APART**place
         taken_s = len(OPS) * (_REPEATS + 2 if place else 2) * sent / bytes_per_s
         late_s = timed.driver.run(_largest(time.perf_counter() + taken_s - deadline), _LABEL)
-        if late_s > 0 and place < 2:
+        if late_s > 0 and place < 1:
             break
         brief = sent < bytes_per_s * _BRIEF_S
         for op in OPS.values():
