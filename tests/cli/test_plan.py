@@ -71,6 +71,11 @@ def test_virtual_workers_tell_what_a_method_does_to_learning(planned, here, trai
     assert (told["workers"], told["results"][0]["method"]) == (2, "topk:ratio=0.05")
     assert told["first"] < 2.27  # ln 10 = 2.30 for a new model
     assert "<h2>Learning</h2>" in (folder / "report.html").read_text()
+    status, out, _ = here(*learn, *few[:4], "--json")
+    assert (status, json.loads(out)["learning"]["steps"]) == (0, 10)  # nothing but JSON
+    other = ("plan", "--plan", folder / "plan.json", "--task", "glyphs", "--learn")
+    status, _, err = here(*other)
+    assert (status, "the plan is for digits, --learn would train glyphs" in err) == (2, True)
     (tmp_path / "empty").mkdir()
     status, _, err = here(*learn, "--learn-from", tmp_path / "empty")
     assert (status, "--learn-from" in err) == (2, True)

@@ -7,7 +7,7 @@ import pytest
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
 from stenograd.planning.link import OPS, Sample, assumed, from_json, hops, load_link, wire_bytes
-from stenograd.planning.measure_link import _fitted, measure_link
+from stenograd.planning.measure_link import _fitted, _passed, measure_link
 
 
 def _measured(rank, seconds):
@@ -46,6 +46,22 @@ def test_a_fit_finds_the_line_that_samples_lie_on(op):
     assert cost.bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
     assert cost.hop_s == pytest.approx(seconds(64) / hops(OPS[op], 64, 4))
     assert cost.busy_hop_s == pytest.approx(2 * cost.hop_s)
+
+
+def test_a_token_bucket_does_not_make_a_link_look_faster():
+    """Two ranks at 1 MB/s behind a bucket of 16 kB, which passes at once: the rate is 1 MB/s all the same."""
+    sizes = [64, 1 << 12, 1 << 16, 1 << 18, 1 << 20]
+
+    def seconds(nbytes):
+        return 1e-3 + max(wire_bytes(OPS["all-reduce"], nbytes, 2) - 16_384, 0) / 1e6
+
+    samples = [Sample("all-reduce", n, 1, (seconds(n),) * 3, (0.0,) * 3) for n in sizes]
+    samples.append(Sample("all-reduce", 64, 1, (1e-3,), (0.0,), True))
+    cost = _fitted("all-reduce", samples, 2)
+    assert cost.bytes_per_s == pytest.approx(1e6)
+    assert cost.counted(wire_bytes(OPS["all-reduce"], 1 << 12, 2)) == pytest.approx(0, abs=1)
+    assert cost.counted(3e6) == pytest.approx(3e6 - 16_384)
+    assert 0.7 < _passed(samples, 2) / 8e6 <= 1  # what has passed is never more than the link's rate
 
 
 def test_a_link_needs_two_ranks_and_time():

@@ -17,7 +17,7 @@ from stenograd.cli.compare import split_methods
 from stenograd.cli.folder import make_folder
 from stenograd.cli.options import Options
 from stenograd.cli.plan_check import check_run
-from stenograd.cli.plan_learn import load_weights, tried
+from stenograd.cli.plan_learn import load_weights, show_learning, tried
 from stenograd.cli.ranks import in_ranks
 from stenograd.cli.setup import make_setup
 from stenograd.cli.table import console, show
@@ -161,25 +161,31 @@ def _unloaded(asked: Asked, workers: int) -> tuple[str, Trial]:
 
 
 def _told(asked: Asked, found: Plan) -> int:
+    learning = None
+    if not asked.as_json:
+        show_plan(found)
+    if asked.learn:
+        name, trial = _trial(asked, found.world_size)
+        if name != found.work["name"]:
+            raise ConfigError(
+                f"the plan is for {found.work['name'] or 'a training without a name'}, --learn would train "
+                f"{name}: give the --trial or --task that the plan was made with"
+            )
+        learning = tried(found, trial, asked)
+        if not asked.as_json:
+            show_learning(found, learning)
     if asked.out is not None:
         make_folder(asked.out)
         found.save(asked.out / "plan.json")
-        write_atomically(asked.out / "report.html", page(found).encode())
-    status = _shown(asked, found)
-    if asked.learn:
-        told = tried(found, _trial(asked, found.world_size)[1], asked)
-        if asked.out is not None:
-            write_atomically(asked.out / "learned.json", json.dumps(told.as_json(), indent=1).encode())
-            write_atomically(asked.out / "report.html", page(found, told).encode())
-    return status
-
-
-def _shown(asked: Asked, found: Plan) -> int:
+        write_atomically(asked.out / "report.html", page(found, learning).encode())
+        if learning is not None:
+            write_atomically(asked.out / "learned.json", json.dumps(learning.as_json(), indent=1).encode())
     if asked.as_json:
         told = found.as_json()
-        console().print_json(json.dumps({k: told[k] for k in ("method", "reason", "notes", "predictions")}))
-    else:
-        show_plan(found)
+        kept = {k: told[k] for k in ("method", "reason", "notes", "predictions")}
+        console().print_json(
+            json.dumps(kept | ({} if learning is None else {"learning": learning.as_json()}))
+        )
     return 0 if asked.check is None else check_run(found, asked.check, asked.tolerance)
 
 

@@ -21,12 +21,17 @@ from stenograd.planning.plan import Plan
 from stenograd.planning.trial import Trial
 from stenograd.planning.units import time_text
 
-__all__ = ["load_weights", "tried"]
+__all__ = ["load_weights", "show_learning", "tried"]
+
+# What torch.load and load_state_dict raise for files that hold something else, or nothing.
+_UNREADABLE = OSError, EOFError, IndexError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError
 
 
 class _Asked(Protocol):
     """What of `stenograd plan`'s options counts here."""
 
+    @property
+    def as_json(self) -> bool: ...
     @property
     def methods(self) -> Sequence[str] | None: ...
     @property
@@ -50,7 +55,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(weights)
-    except (OSError, IndexError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError) as cause:
+    except (
+        OSError,
+        EOFError,
+        IndexError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        pickle.UnpicklingError,
+    ) as cause:
         raise ConfigError(
             f"--learn-from {path} cannot be loaded ({first_line(cause)}): give a file of "
             "torch.save(model.state_dict(), ...) of this model, or the folder of stenograd train --out"
@@ -58,27 +71,40 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def tried(found: Plan, trial: Trial, asked: _Asked) -> Learning:
-    """Train virtual workers under the methods asked for, or the recommended one, and tell what came of it."""
+    """Train virtual workers under the methods asked for, or the recommended one; say what begins.
+
+    Raises:
+        ConfigError: there is nothing to compare with dense.
+    """
     texts = [t for t in split_methods(asked.methods) if t != DENSE] if asked.methods else []
-    texts = texts or [text for text in (found.method,) if text != DENSE] or [DENSE]
+    texts = texts or [found.method]
+    if texts == [DENSE]:
+        raise ConfigError("--learn compares with dense, and dense is recommended: name others by --methods")
     size = min(found.world_size, asked.learn_workers)
     each_s = size * asked.learn_steps * found.profile.floor_s
-    screen = console()
-    screen.print(
+
+    def say(text: str) -> None:
+        if not asked.as_json:
+            console().print(text, soft_wrap=True)
+
+    say(
         f"training {size} virtual workers for {asked.learn_steps} steps, {asked.learn_seeds} times for dense "
         f"and each of {len(texts)} methods: at least {time_text(each_s)} each, about "
-        f"{megabytes(memory_bytes(trial, size))} of memory",
-        soft_wrap=True,
+        f"{megabytes(memory_bytes(trial, size))} of memory"
     )
-    told = learn(
+    return learn(
         trial,
         texts,
         workers=found.world_size,
         steps=asked.learn_steps,
         seeds=asked.learn_seeds,
         most_workers=asked.learn_workers,
-        progress=lambda text: screen.print(text, soft_wrap=True),
+        progress=say,
     )
+
+
+def show_learning(found: Plan, told: Learning) -> None:
+    """Print what came of virtual workers, and what may be said of it."""
     rows = [(r.method, _signed(r), f"{r.diverged} of {told.seeds}", _error(r)) for r in told.results]
     title = (
         f"{told.workers} virtual workers, {told.steps} steps, {told.seeds} seeds; dense: loss "
@@ -86,8 +112,7 @@ def tried(found: Plan, trial: Trial, asked: _Asked) -> Learning:
     )
     show(("method", "loss against dense (95 %)", "diverged", "error of the first average"), rows, title)
     for line in (*(sentence(told, row) for row in told.results), *beware(found, told)):
-        screen.print(f"- {line}", soft_wrap=True)
-    return told
+        console().print(f"- {line}", soft_wrap=True)
 
 
 def beware(found: Plan, told: Learning) -> list[str]:

@@ -112,8 +112,9 @@ def learn(
 ) -> Learning:
     """Train copies of a trial as virtual workers, densely and under each method, and compare the losses.
 
-    The workers run the real engine with simulated collectives, and compute what real workers would, bit for
-    bit. Model, optimizer and random generators stay as they were.
+    The workers run the real engine with simulated collectives: two compute what two real ones would, bit for
+    bit, and more do up to the order in which an all-reduce adds up. Model, optimizer and random generators
+    stay as they were. `trial.loss` is called in several threads, in one at a time.
 
     Args:
         trial: from the weights that matter: an untrained model tells little about a trained one.

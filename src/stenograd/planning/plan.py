@@ -253,7 +253,7 @@ def _notes(bare: Plan, found: Sequence[Prediction], best: str) -> tuple[str, ...
                 f"{text}: {share:.0%} of a step is latency; larger buckets or rarer rounds save most"
             )
     notes.append(
-        "in real runs the median error of times was 9 % on an idle machine, 7 to 49 % on a busy one "
+        "in real runs the median error of times was 9 % on a quiet machine, 7 to 49 % on a busy one "
         "(docs/planning.md): try the method for some steps, and compare by --check"
     )
     if accuracy_of(best) == "lossy":

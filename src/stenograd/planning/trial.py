@@ -32,7 +32,8 @@ class Trial:
     Args:
         model: the module; a copy of it is trained, on the device where it is.
         optimizer: over the model's parameters.
-        batches: of one worker, any iterable; the first four are used, so an iterator loses those.
+        batches: of one worker, any iterable; a plan uses the first four, `learn` up to 512, and an iterator
+            loses those.
         loss: `loss(model, batch)` returns the scalar to call `backward()` on.
 
     Example:
