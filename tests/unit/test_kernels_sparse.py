@@ -109,6 +109,32 @@ def test_the_mean_of_sparse_vectors_is_the_references(n, ranks, ordered, wide, s
     same((out,), (plain_scatter.scatter_mean(vectors, n),))
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("first", [0, 1, 15, 16])
+def test_large_means_end_where_they_should(ranks, first):
+    """What begins at a multiple of 64 bytes is written past the caches, and nothing beside the result is."""
+    n = (1 << 20) + 7
+    generator = torch.Generator().manual_seed(ranks)
+    vectors = []
+    for _ in range(ranks):
+        places = torch.randperm(n, generator=generator)[: n // 50].sort().values.int()
+        vectors.append((places, torch.randn(places.numel(), generator=generator)))
+    memory = torch.full((n + 32,), 7.0)
+    cpu_scatter.scatter_mean(vectors, n, memory[first : first + n])
+    wanted = torch.full((n + 32,), 7.0)
+    wanted[first : first + n] = plain_scatter.scatter_mean(vectors, n)
+    same((memory,), (wanted,))
+
+
+def test_a_large_mean_may_lie_at_an_odd_address():
+    n = 1 << 20
+    raw = torch.zeros(4 * n + 4, dtype=torch.uint8).numpy()
+    odd = torch.from_numpy(raw[1 : 1 + 4 * n].view(np.float32))
+    cpu_scatter.scatter_mean([(torch.tensor([0, n - 1]), torch.tensor([1.0, 2.0]))], n, odd)
+    assert raw[1:5].view(np.float32) == 1
+    assert raw[4 * n - 3 : 4 * n + 1].view(np.float32) == 2
+
+
 @pytest.mark.parametrize("function", [cpu_scatter.scatter_mean, plain_scatter.scatter_mean])
 @pytest.mark.parametrize("places", [[-1], [5], [0, 9, 2], [2**31 - 1], [-(2**31)]])
 def test_places_outside_are_refused_before_anything_is_written(function, places):

@@ -27,7 +27,9 @@ __all__ = [
     "not_negative_32",
     "prefetch_32",
     "store_word",
+    "stream_32",
     "sum_at_least_32",
+    "wait_for_streams",
 ]
 
 
@@ -202,6 +204,37 @@ def store_word(typing: Any, array: Any, start: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(array, types.int64, types.uint64), code
+
+
+@lowering
+def stream_32(typing: Any, array: Any, start: Any, source: Any, at: Any, factor: Any) -> Any:
+    """Write 32 floats times a factor past the caches; `array[start]` must lie at a multiple of 64 bytes.
+
+    Call `wait_for_streams` at the end.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        lanes = builder.load(_pointer(context, builder, kinds[2], args[2], args[3], _FLOATS), align=4)
+        lanes = builder.fmul(lanes, _splat(builder, args[4], _FLOATS))
+        store = builder.store(
+            lanes, _pointer(context, builder, kinds[0], args[0], args[1], _FLOATS), align=64
+        )
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64, source, types.int64, types.float32), code
+
+
+@lowering
+def wait_for_streams(typing: Any) -> Any:
+    """Let other threads see what `stream_32` wrote before anything that is written later."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), code
 
 
 @lowering

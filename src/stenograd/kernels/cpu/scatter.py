@@ -11,10 +11,12 @@ from torch import Tensor
 
 from stenograd.errors import WireError
 from stenograd.kernels.cpu.jit import aligned, array_at, divide, kernel, one_over, view
+from stenograd.kernels.cpu.lanes import stream_32, wait_for_streams
 
 __all__ = ["scatter_mean"]
 
 _REGION = 8192  # elements of the result that are finished at a time, in the first-level cache
+_STREAMED = 1 << 20  # elements of a result that will not all be in the cache when it is used
 
 
 def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor | None = None) -> Tensor:
@@ -55,18 +57,43 @@ def _extent(places: Any) -> tuple[int, int, bool]:
 
 @kernel
 def _mean(addresses: Any, done: Any, out: Any, region: int, inverse: Any) -> None:
-    """Finish the result region by region; `done` counts what was used of each rank's sorted places."""
+    """Finish the result region by region; `done` counts what was used of each rank's sorted places.
+
+    The pieces of a large result are made aside, because an ordinary store reads the memory that it is about
+    to overwrite, and pushes out of the cache what training needs next.
+    """
     ranks = addresses.shape[0]
+    aside = np.empty(region if out.size >= _STREAMED and region <= _REGION else 0, np.float32)
     for start in range(0, out.size, max(region, 1)):
-        piece = out[start : start + region]
+        goal = out[start : start + region]
+        piece = aside[: goal.size] if aside.size else goal
         piece[:] = 0
         for rank in range(ranks):
-            size = addresses[rank, 2]
-            places = array_at(addresses[rank, 0], size, np.int32)
-            values = array_at(addresses[rank, 1], size, np.float32)
-            i = done[rank]
-            while i < size and places[i] < start + region:
-                out[np.uint64(places[i])] += values[i]
-                i += 1
+            places = array_at(addresses[rank, 0], addresses[rank, 2], np.int32)
+            values = array_at(addresses[rank, 1], addresses[rank, 2], np.float32)
+            i, size, end = np.uint64(done[rank]), np.uint64(addresses[rank, 2]), start + region
+            while i < size and places[i] < end:  # unsigned indices need no test for counting from the end
+                piece[np.uint64(places[i] - start)] += values[i]
+                i += np.uint64(1)
             done[rank] = i
-        divide(piece, ranks, inverse)
+        if aside.size and inverse:
+            _stream(piece, goal, inverse)
+        else:
+            divide(piece, ranks, inverse)
+            if aside.size:
+                _stream(piece, goal, np.float32(1))
+    wait_for_streams()
+
+
+@kernel
+def _stream(piece: Any, goal: Any, factor: Any) -> None:
+    """Write a piece times a factor past the caches, but for what does not fill lines of 64 bytes."""
+    before = -goal.ctypes.data % 64
+    head = goal.size if before % 4 else min(goal.size, before // 4)
+    whole = (goal.size - head) // 32 * 32
+    for i in range(head):
+        goal[i] = piece[i] * factor
+    for i in range(head, head + whole, 32):
+        stream_32(goal, i, piece, i, factor)
+    for i in range(head + whole, goal.size):
+        goal[i] = piece[i] * factor
