@@ -14,7 +14,7 @@ from stenograd.errors import ConfigError
 from stenograd.sync.tracing import clock_offsets
 
 STEPS = 3
-KINDS = {"forward", "backward", "wait", "encode", "collective", "decode", "step"}
+SPANS = {"forward", "backward", "wait", "encode", "collective", "decode", "step"}
 
 
 def _train(model, optimizer, steps):
@@ -52,14 +52,16 @@ def test_a_trace_of_two_ranks(pool, tmp_path):
     names = [e for e in trace["traceEvents"] if e["ph"] == "M"]
     assert [e["args"]["name"] for e in names if e["name"] == "process_name"] == ["rank 0", "rank 1"]
     events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert len(events) + len(names) == len(trace["traceEvents"])
+    instants = [e for e in trace["traceEvents"] if e["ph"] == "i"]
+    assert len(events) + len(instants) + len(names) == len(trace["traceEvents"])
     for rank in (0, 1):
         mine = [e for e in events if e["pid"] == rank]
-        assert {e["name"] for e in mine} == KINDS
-        count = {kind: sum(e["name"] == kind for e in mine) for kind in KINDS}
+        assert {e["name"] for e in mine} == SPANS
+        count = {kind: sum(e["name"] == kind for e in mine) for kind in SPANS}
         assert {count[kind] for kind in ("forward", "backward", "wait", "step")} == {STEPS}
         assert count["collective"] == STEPS * buckets  # the last one carries the flags
         _check_rows(mine, {(e["pid"], e["tid"]) for e in names if e["name"] == "thread_name"})
+        _check_instants(mine, [e for e in instants if e["pid"] == rank], buckets)
     assert min(e["ts"] for e in events) == 0
     assert trace["otherData"]["dropped_events"] == [0, 0]
 
@@ -79,6 +81,47 @@ def _check_rows(events, named):
     backward = [e for e in events if e["name"] == "backward"]
     for wait in (e for e in events if e["name"] == "wait"):
         assert any(b["ts"] <= wait["ts"] <= wait["ts"] + wait["dur"] <= b["ts"] + b["dur"] for b in backward)
+
+
+def _check_instants(events, instants, buckets):
+    """In each backward pass gradients become ready, then their bucket full, and then it leaves."""
+    backward = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == "backward")
+    sent = [e for e in events if e["name"] == "collective"]
+    for begin, end in backward:
+        inside = [e for e in instants if begin <= e["ts"] <= end]
+        ready, full = ([e for e in inside if e["name"] == kind] for kind in ("ready", "full"))
+        assert sorted(e["args"]["parameter"] for e in ready) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+        assert [e["args"]["bucket"] for e in full] == list(range(buckets))
+        for filled in full:
+            bucket = filled["args"]["bucket"]
+            assert max(e["ts"] for e in ready if e["args"]["bucket"] == bucket) <= filled["ts"]
+            (its,) = [e for e in sent if e["args"]["bucket"] == bucket and begin <= e["ts"] <= end]
+            assert filled["ts"] <= its["ts"]
+    assert len(instants) == len(backward) * (4 + buckets)
+    for e in sent:
+        assert 0 <= 1e6 * e["args"]["arrived_s"] <= e["dur"] + 0.001
+
+
+def _late(rank, path):
+    """Rank 1 sleeps before its backward pass, so rank 0's messages arrive long after they were issued."""
+    model, optimizer, sync = _sync()
+    with sync:
+        _train(model, optimizer, 1)
+        with sync.trace(path):
+            loss = model(torch.randn(4, 30)).square().mean()
+            time.sleep(0.5 * rank)
+            loss.backward()
+            time.sleep(0.5)
+
+
+def test_a_collective_arrives_when_the_last_rank_has_sent(pool, tmp_path):
+    """Also if nobody takes it yet: what is said of rank 0's first is no shorter than rank 1 was late."""
+    path = tmp_path / "trace.json"
+    pool.run(2, _late, str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    first = {e["pid"]: e for e in reversed(events) if e["name"] == "collective"}
+    assert 0.4e6 < 1e6 * first[0]["args"]["arrived_s"] <= first[0]["dur"] + 0.001
+    assert first[1]["args"]["arrived_s"] < 0.4
 
 
 def _failing(rank, path):
@@ -101,7 +144,7 @@ def test_what_goes_wrong(pool, tmp_path):
     """A bad path fails on both ranks; a full trace says so; after an error each rank leaves its own."""
     pool.run(2, _failing, str(tmp_path / "t"))
     full = json.loads((tmp_path / "t").read_text())
-    assert sum(e["ph"] == "X" for e in full["traceEvents"]) == 10
+    assert sum(e["ph"] in ("X", "i") for e in full["traceEvents"]) == 10
     assert all(dropped > 0 for dropped in full["otherData"]["dropped_events"])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["t", "t.error.rank0", "t.error.rank1"]
 

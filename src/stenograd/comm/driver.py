@@ -16,7 +16,7 @@ from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.groups import as_group, ranks_of
 from stenograd.comm.messages import messages, swap
 from stenograd.comm.packing import pack, pack_rows
-from stenograd.comm.pending import Pending, Several
+from stenograd.comm.pending import Arrival, Pending, Several
 from stenograd.comm.pipeline import Pipeline
 from stenograd.comm.routes import Route, route, swaps
 from stenograd.comm.trace_events import Tracer
@@ -256,9 +256,11 @@ class Driver:
             self.presence.came[self._name] += 1
         start = time.perf_counter()
         try:
-            return call()
+            work = call()
         except RuntimeError as cause:
             self._lost(what, cause, start)
+        followed = self.tracer is not None and dist.get_backend(self.group) != "nccl"
+        return Arrival(work) if followed else work
 
     def _start_reduction(self, op: Op, tensors: tuple[Tensor, ...], label: Label) -> Pending:
         flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])

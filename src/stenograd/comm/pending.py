@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,7 +15,7 @@ from stenograd.data.requests import Op, Reply
 if TYPE_CHECKING:
     from stenograd.comm.driver import Driver
 
-__all__ = ["All", "Pending", "Several"]
+__all__ = ["All", "Arrival", "Pending", "Several"]
 
 
 class Pending:
@@ -44,6 +46,8 @@ class Pending:
             self.tally.wait_s += end - start
             if self._driver.tracer is not None:
                 about = {"what": self._what, "waited_s": end - start, **self._label._asdict()}
+                if isinstance(self._work, Arrival):
+                    about["arrived_s"] = max(self._work.at - self.start, 0.0)
                 self._driver.tracer.add("collective", self.start, end, **about)
         return self._finish()
 
@@ -73,3 +77,39 @@ class All:
                 work.wait()
             else:  # below a millisecond gloo would wait for ever
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+
+class Arrival:
+    """A torch.distributed work object that notes when it was done, which gloo's own do not all tell.
+
+    A thread of its own waits for it, so this is for traces. Where another thread holds Python's lock, the
+    note comes up to some milliseconds late.
+
+    Attributes:
+        at: when it was done, by `time.perf_counter`; NaN until then.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self._work, self.at = work, math.nan
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._follow, name="stenograd arrival", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait until it is done.
+
+        Raises:
+            RuntimeError: it failed, or the timeout is over.
+        """
+        self._thread.join(None if timeout is None else timeout.total_seconds())
+        if self._thread.is_alive():
+            raise RuntimeError("the wait for it timed out")
+        if self._error is not None:
+            raise self._error
+
+    def _follow(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:  # for whoever waits
+            self._error = error
+        self.at = time.perf_counter()

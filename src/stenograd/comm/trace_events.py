@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
+from torch import Tensor
 from torch.autograd import profiler
 
 __all__ = ["KINDS", "MAX_EVENTS", "Event", "Tracer", "as_json", "hand_over", "span", "write"]
 
 MAX_EVENTS = 200_000
-KINDS = ("forward", "backward", "wait", "encode", "collective", "decode", "step")
+KINDS = ("forward", "backward", "wait", "encode", "collective", "decode", "step", "ready", "full")
 
 # Kind, start and end in seconds of the rank's own clock, and what else is known.
 T = TypeVar("T")
 Event: TypeAlias = tuple[str, float, float, Mapping[str, Any]]
 
 _NOTHING = nullcontext()
-_ROWS = {"forward": 0, "backward": 0, "wait": 0, "step": 0, "encode": 1, "decode": 1}
+_INSTANTS = ("ready", "full")
+_ROWS = {"forward": 0, "backward": 0, "wait": 0, "step": 0, "ready": 0, "full": 0, "encode": 1, "decode": 1}
 _ROW_NAMES = {0: "training", 1: "encode and decode"}
 _FIRST_FREE = 2  # collectives overlap each other, so they take as many rows as they need
 
@@ -36,6 +39,7 @@ class Tracer:
     Attributes:
         events: in the order in which they ended.
         dropped: number of events that came too late.
+        names: of parameters, by `id`.
 
     Example:
         >>> tracer = Tracer(max_events=1)
@@ -48,6 +52,7 @@ class Tracer:
         self.max_events = max_events
         self.events: list[Event] = []
         self.dropped = 0
+        self.names: dict[int, str] = {}
 
     def add(self, kind: str, start: float, end: float, /, **about: Any) -> None:
         """Note that something lasted from `start` to `end`, by `time.perf_counter`; warn when full."""
@@ -58,6 +63,17 @@ class Tracer:
         if self.dropped == 1:
             text = f"the trace is full with {self.max_events} events and leaves out later ones"
             warnings.warn(f"{text}: trace fewer steps, or raise max_events", stacklevel=2)
+
+    def ready(self, bucket: int, parameter: Tensor) -> None:
+        """Note that a parameter's gradient is complete; it goes to a bucket, or to none, which is -1."""
+        now = time.perf_counter()
+        name = self.names.get(id(parameter)) or f"shape {tuple(parameter.shape)}"
+        self.add("ready", now, now, parameter=name, bucket=bucket)
+
+    def full(self, bucket: int) -> None:
+        """Note that a bucket has all its gradients, and that its turn has come."""
+        now = time.perf_counter()
+        self.add("full", now, now, bucket=bucket)
 
     def coding_begins(self) -> None:
         """Hear that a method computes from now on; a recorder of programs notes when."""
@@ -91,7 +107,8 @@ def as_json(ranks: Sequence[tuple[float, Sequence[Event]]]) -> dict[str, Any]:
     """Return the ranks' events in the Trace Event Format, times in microseconds from the first event.
 
     Each rank is a process, so a lane of its own, with a row for forward, backward and step, a row for encode
-    and decode, and as many rows for collectives as overlap. A backward pass holds the wait for the exchange.
+    and decode, and as many rows for collectives as overlap. A backward pass holds the wait for the exchange,
+    and the moments at which gradients were ready and buckets full.
 
     Args:
         ranks: each rank's clock minus rank 0's, in seconds, and its events.
@@ -103,7 +120,7 @@ def as_json(ranks: Sequence[tuple[float, Sequence[Event]]]) -> dict[str, Any]:
         >>> trace["traceEvents"][-1]["dur"]
         500000.0
 
-    Reference: "Trace Event Format", Google, 2016, phases X (complete) and M (metadata).
+    Reference: "Trace Event Format", Google, 2016, phases X (complete), i (instant) and M (metadata).
     """
     first = min((start - offset for offset, events in ranks for _, start, _, _ in events), default=0.0)
     out: list[dict[str, Any]] = []
@@ -114,10 +131,9 @@ def as_json(ranks: Sequence[tuple[float, Sequence[Event]]]) -> dict[str, Any]:
         out.append(_meta("process_sort_index", rank, 0, {"sort_index": rank}))
         out += [_meta("thread_name", rank, row, {"name": name}) for row, name in sorted(rows.items())]
         for row, (kind, start, end, about) in placed:
-            times = {"ts": _us(start - offset - first), "dur": _us(end - start)}
-            out.append(
-                {"name": kind, "cat": kind, "ph": "X", **times, "pid": rank, "tid": row, "args": dict(about)}
-            )
+            how = {"ph": "i", "s": "t"} if kind in _INSTANTS else {"ph": "X", "dur": _us(end - start)}
+            place = {"ts": _us(start - offset - first), "pid": rank, "tid": row}
+            out.append({"name": kind, "cat": kind, **how, **place, "args": dict(about)})
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 

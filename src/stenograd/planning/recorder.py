@@ -98,6 +98,12 @@ class Recorder(Tracer):
         if kind == "decode":
             self.note("decoded")
 
+    def ready(self, bucket: int, parameter: Tensor) -> None:
+        """Do nothing: a trial measures when gradients are ready."""
+
+    def full(self, bucket: int) -> None:
+        """Do nothing: what follows from it is noted."""
+
     def hand_over(self, thread: Executor, job: Callable[..., T], *args: Any) -> Future[T]:
         """Let a thread do a job; it begins no earlier than it was posted, and others may wait for it."""
         if not self.on:

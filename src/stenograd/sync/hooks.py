@@ -105,6 +105,8 @@ class Hooked(Uneven):
         if slot.at == number:
             return
         slot.at = number
+        if self._driver.tracer is not None:
+            self._driver.tracer.ready(slot.bucket, parameter)
         if slot.bucket >= 0:
             hold = self._filler.holds[slot.bucket]
             hold.missing -= 1
@@ -150,5 +152,7 @@ class Hooked(Uneven):
 
     def _submit_next(self) -> None:
         self._filler.complete(self._next, self._passes.count)
+        if self._driver.tracer is not None:
+            self._driver.tracer.full(self._next)
         self._exchange.submit(self._next)
         self._next += 1

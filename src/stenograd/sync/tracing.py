@@ -53,6 +53,7 @@ class Tracing:
             raise bad_value("max_events", "must be a whole number of at least 1", max_events, "leave it out")
         self.path, self.driver, self._drivers = os.fspath(path), drivers[0], drivers
         self._tracer = Tracer(max_events)
+        self._tracer.names = {id(p): name for name, p in model.named_parameters()}
         self._phases = Phases(model, optimizers, self._tracer.add)
 
     def __enter__(self) -> Tracing:
