@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,17 +32,31 @@ class Slot:
         handle: of its hook.
         used: whether a backward pass made a gradient since the last exchange.
         at: number of the pass in which its gradient was ready.
-        left: the gradient that the last exchange left, if any.
     """
 
-    __slots__ = ("at", "bucket", "handle", "left", "used")
+    __slots__ = ("_left", "at", "bucket", "handle", "used")
 
     def __init__(self, bucket: int) -> None:
         self.bucket = bucket
         self.handle: Any = None
         self.used = False
         self.at = 0
-        self.left: Tensor | None = None
+        self._left: weakref.ref[Tensor] | None = None
+
+    @property
+    def left(self) -> Tensor | None:
+        """The gradient that the last exchange left, as long as anybody else holds it.
+
+        After `zero_grad()` nobody does, and its memory must be free for the next backward pass.
+        """
+        left: Any = None if self._left is None else self._left()
+        if left is not None:
+            left._fix_weakref()  # it may have been held from C++ only
+        return left  # type: ignore[no-any-return]
+
+    @left.setter
+    def left(self, grad: Tensor | None) -> None:
+        self._left = None if grad is None else weakref.ref(grad)
 
     def counts(self, grad: Tensor | None) -> bool:
         """Return whether there is something to average: a new gradient, or one that was assigned by hand."""
