@@ -5,6 +5,7 @@ import runpy
 import sys
 import tempfile
 import warnings
+from importlib.machinery import PathFinder
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -41,6 +42,7 @@ def _main(arguments, cwd, environment, strict, files):
     os.environ.update(environment)
     os.chdir(cwd)
     sys.path[:0] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    _forget_another_copy()
     if strict:
         warnings.simplefilter("error")
     if arguments[0] == "-c":
@@ -50,3 +52,11 @@ def _main(arguments, cwd, environment, strict, files):
         sys.path[0] = str(Path(arguments[0]).parent)
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _forget_another_copy():
+    """This process was forked from one that has Stenograd imported; PYTHONPATH may name a copy of it."""
+    loaded, wanted = sys.modules.get("stenograd"), PathFinder.find_spec("stenograd", sys.path)
+    if loaded is not None and wanted is not None and wanted.origin != loaded.__file__:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "stenograd"]:
+            del sys.modules[name]

@@ -72,7 +72,7 @@ def _dense(rank):
     native_optimizer = torch.optim.AdamW(native.parameters(), lr=0.01)
     model, optimizer, sync = _attached(mesh, "dense")
     with sync:
-        for step in range(50):
+        for step in range(20):
             _step(native, native_optimizer, step, rank)
             _step(model, optimizer, step, rank)
         return _whole(native), _whole(model), sync.step
@@ -80,15 +80,15 @@ def _dense(rank):
 
 def test_dense_equals_native_hybrid_sharding(pool):
     for native, ours, steps in pool.run(4, _dense, timeout_s=200):
-        assert steps == 50
+        assert steps == 20
         torch.testing.assert_close(ours, native, rtol=0, atol=1e-6)
 
 
 def _compressed(rank, method):
     mesh = _mesh()
-    model, optimizer, sync = _attached(mesh, method, check_every=5)
+    model, optimizer, sync = _attached(mesh, method, check_every=4)
     with sync:
-        for step in range(20):
+        for step in range(8):
             _step(model, optimizer, step, rank)
         return _whole(model), sync.traffic.payload_bytes, sync.step
 
@@ -100,7 +100,7 @@ def test_methods_send_less_and_replicas_stay_equal(pool):
         for whole, _, steps in ranks:
             assert torch.equal(whole, ranks[0][0]), method
             assert torch.isfinite(whole).all()
-            assert steps == 20
+            assert steps == 8
         sent[method] = ranks[0][1]
     assert sent["topk:ratio=0.05"] < sent["dense"] / 5
     assert sent["powersgd:rank=2"] < sent["dense"] / 3  # shards keep their shapes, so matrices stay matrices
