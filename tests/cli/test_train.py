@@ -194,10 +194,10 @@ def test_alone_then_damaged(here, tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_evaluation_only(command):
-    done = command("train", "--epochs", 0)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+def test_evaluation_only(here):
+    status, out, err = here("train", "--epochs", 0)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
     assert (len(lines), lines[1].startswith("after 0 epochs: eval accuracy")) == (2, True)
 
 
