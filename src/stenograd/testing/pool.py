@@ -111,7 +111,8 @@ def start_context() -> Any:
     if sys.platform != "linux":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["stenograd.testing.preloaded"])
+    # The server passes over what cannot be imported: without numba, torch is still there.
+    context.set_forkserver_preload(["torch._dynamo", "stenograd.testing.preloaded"])
     with environment({"OMP_NUM_THREADS": "1"}):  # or its import would start threads, which forks do not have
         forkserver.ensure_running()
     return context
