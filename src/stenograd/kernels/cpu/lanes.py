@@ -26,6 +26,7 @@ __all__ = [
     "lowest_bit",
     "not_negative_32",
     "prefetch_32",
+    "round_32",
     "store_word",
     "stream_32",
     "sum_at_least_32",
@@ -46,6 +47,8 @@ def lowering(function: Callable[..., Any]) -> Any:
 insert_function: Any = cgutils.get_or_insert_function
 _LANES = ir.VectorType(ir.IntType(32), 32)
 _FLOATS = ir.VectorType(ir.FloatType(), 32)
+_HALVES = ir.VectorType(ir.IntType(16), 32)
+_BYTES = ir.VectorType(ir.IntType(8), 32)
 _DOUBLES = ir.VectorType(ir.DoubleType(), 32)
 
 
@@ -181,6 +184,48 @@ def in_pairs_32(typing: Any, sums: Any) -> Any:
         return builder.extract_element(lanes, ir.Constant(ir.IntType(32), 0))
 
     return types.float64(sums), code
+
+
+@lowering
+def round_32(
+    typing: Any,
+    array: Any,
+    start: Any,
+    draws: Any,
+    first: Any,
+    codes: Any,
+    inverse: Any,
+    levels: Any,
+    step: Any,
+) -> Any:
+    """Write `min(max(floor(u + v inverse + levels), 0), 2 levels)` of 32 floats v as bytes; NaN becomes 0.
+
+    u is 2^-16 of 32 of `draws`, from `first` on, and code i goes to `codes[start + i]`. Where step is not 0,
+    v becomes `v - (code - levels) step`.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        pointer = _pointer(context, builder, kinds[0], args[0], args[1], _FLOATS)
+        lanes = builder.load(pointer, align=4)
+        drawn = builder.load(_pointer(context, builder, kinds[2], args[2], args[3], _HALVES), align=2)
+        drawn = builder.sitofp(builder.zext(drawn, _LANES), _FLOATS)
+        y = builder.fmul(drawn, ir.Constant(_FLOATS, [2.0**-16] * 32))
+        inverse, levels, step = (_splat(builder, s, _FLOATS) for s in args[5:8])
+        y = builder.fadd(builder.fadd(y, builder.fmul(lanes, inverse)), levels)
+        zero, most = ir.Constant(_FLOATS, [0.0] * 32), builder.fadd(levels, levels)
+        y = builder.select(builder.fcmp_ordered(">", y, zero), y, zero)
+        y = builder.select(builder.fcmp_ordered("<", y, most), y, most)
+        whole = builder.fptosi(y, _LANES)
+        to = _pointer(context, builder, kinds[4], args[4], args[1], _BYTES)
+        builder.store(builder.trunc(whole, _BYTES), to, align=1)
+        with builder.if_then(builder.fcmp_unordered("!=", args[7], ir.Constant(ir.FloatType(), 0.0))):
+            sent = builder.fmul(builder.fsub(builder.sitofp(whole, _FLOATS), levels), step)
+            builder.store(builder.fsub(lanes, sent), pointer, align=4)
+        return context.get_dummy_value()
+
+    words = (types.float32, types.float32, types.float32)
+    return types.none(array, types.int64, draws, types.int64, codes, *words), code
 
 
 @lowering

@@ -21,7 +21,7 @@ from stenograd.kernels.cpu.jit import (
     peek,
     view,
 )
-from stenograd.kernels.cpu.lanes import prefetch_32, store_word
+from stenograd.kernels.cpu.lanes import prefetch_32, round_32, store_word
 from stenograd.kernels.reference.bits import packed_bytes
 from stenograd.kernels.reference.quantize import MOST, hash_keys, levels_of
 from stenograd.kernels.reference.sign import block_count, check_scales
@@ -68,20 +68,16 @@ def _encode(
         while start < end:
             stop = min(start + block, end)
             v = residual[start:stop] if residual.size else x[start:stop]
-            if residual.size and x.size:
-                more = x[start:stop]
-                for i in range(v.size):
-                    v[i] += more[i]
+            both = residual.size > 0 and x.size > 0
+            scale = _largest_sum(v, x[start:stop]) if both else _largest(v)
             _fetch(x, stop)
-            scale = _largest(v)
-            inverse = _inverse(scale, levels)
+            inverse, step = _inverse(scale, levels), scale / levels if residual.size else np.float32(0)
             _fetch(residual, stop)
             for i in range(0, v.size, CHUNK):
-                _quantize(v[i : i + CHUNK], inverse, levels, start + i, keys, draws, codes[i : i + CHUNK])
-            if residual.size:
-                step = scale / levels
-                for i in range(v.size):
-                    v[i] -= (np.float32(codes[i]) - levels) * step
+                piece = v[i : i + CHUNK]
+                _draw(start + i, piece.size, keys, draws)
+                halves = draws.view(np.uint16)[(start + i) & 1 :]
+                _round(piece, halves, codes[i : i + CHUNK], inverse, levels, step)
             _pack(words_of_codes, v.size, bits, packed, start * bits)
             scales[row] = scale
             row += 1
@@ -107,6 +103,18 @@ def _largest(v: Any) -> Any:
 
 
 @kernel
+def _largest_sum(v: Any, more: Any) -> Any:
+    """Add more to v, and do what `_largest` does."""
+    largest = np.uint32(0)
+    for i in range(v.size):
+        total = v[i] + more[i]
+        v[i] = total
+        bits = _U32(bits_of(total))
+        largest = bits if bits > largest else largest
+    return np.uint32(largest).view(np.float32)
+
+
+@kernel
 def _inverse(scale: Any, levels: Any) -> Any:
     """Return levels a unit, rounded up so that the largest magnitude still is the last level."""
     inverse = levels / (scale if scale != 0 else np.float32(1))
@@ -115,22 +123,30 @@ def _inverse(scale: Any, levels: Any) -> Any:
 
 
 @kernel
-def _quantize(v: Any, inverse: Any, levels: Any, first: int, keys: Any, draws: Any, codes: Any) -> None:
-    """Write `floor(s v / m + u) + s` for each; NaN becomes 0."""
+def _draw(first: int, count: int, keys: Any, draws: Any) -> None:
+    """Write the hashes of the pairs of places that begin with some place's."""
     before, within, at = keys[0], keys[1], first >> 1
-    for i in range(((first + v.size + 1) >> 1) - at):
+    for i in range(((first + count + 1) >> 1) - at):
         h = _U32(_U32(at + i) ^ before)  # numba widens every result, and 64-bit lanes take 1.3 times as long
         h = _U32(h ^ _U32(h >> _U32(16)))
         h = _U32(_U32(h * _U32(0x7FEB352D)) ^ within)
         h = _U32(h ^ _U32(h >> _U32(15)))
         h = _U32(h * _U32(0x846CA68B))
         draws[i] = _U32(h ^ _U32(h >> _U32(16)))
-    halves = draws.view(np.uint16)[first & 1 :]
-    for i in range(v.size):
-        u = np.float32(np.int32(halves[i])) * np.float32(2.0**-16)
-        y = u + v[i] * inverse + levels
+
+
+@kernel
+def _round(v: Any, halves: Any, codes: Any, inverse: Any, levels: Any, step: Any) -> None:
+    """Write `floor(s v / m + u) + s` for each, NaN as 0; take what is sent from v if step is not 0."""
+    whole = v.size - v.size % 32
+    for i in range(0, whole, 32):
+        round_32(v, i, halves, i, codes, inverse, levels, step)
+    for i in range(whole, v.size):
+        y = np.float32(np.int32(halves[i])) * np.float32(2.0**-16) + v[i] * inverse + levels
         y = y if y > 0 else np.float32(0)
         codes[i] = np.uint8(np.int32(min(y, levels + levels)))
+        if step != 0:
+            v[i] -= (np.float32(codes[i]) - levels) * step
 
 
 @kernel
