@@ -2,8 +2,10 @@
 
     python benchmarks/plan_validation.py --cells cnn:2:100mbit gpt-small:2:300mbit cnn:3:100mbit --out DIR
 
-For every cell MODEL:HOSTS:RATE the ranks measure the link, plan, and write the predictions down; their digest
-is printed; only then do the methods train, in turns, in as many blocks as --rounds. With --unshaped they also
+For every cell MODEL:HOSTS[xRANKS]:RATE[/DOWN][,DELAY][:paced], such as cnn:2x2:100mbit/20mbit,5ms, the ranks
+measure the link, plan, and write the predictions down; their digest is printed; only then do the methods
+train, in turns, in as many blocks as --rounds. Paced ranks sleep for as long as one alone computes, so that
+this machine's cores suffice for eight of them. With --unshaped they also
 train without a limit on the link, for a baseline that needs it. Needs root and iproute2.
 """
 
@@ -15,7 +17,7 @@ import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stenograd.emulate.hosts import Hosts, parse_rate
 from stenograd.planning.advice import ACCURACIES, accuracy_of, advised
@@ -40,18 +42,58 @@ def out_of(cell: str, args: argparse.Namespace) -> Path:
     return args.out / f"{cell.replace(':', '-').replace('/', '_')}.json"
 
 
+class Cell(NamedTuple):
+    """A model on some emulated hosts.
+
+    Args:
+        model: name of the work.
+        hosts, ranks: number of hosts, and of ranks on each.
+        rate: of each host's link, see `Hosts`.
+        delay: of what a host sends, see `Hosts`.
+        paced: whether ranks sleep for as long as one alone computes.
+    """
+
+    model: str
+    hosts: int
+    ranks: int
+    rate: str
+    delay: str
+    paced: bool
+
+    @classmethod
+    def of(cls, text: str) -> Cell:
+        """Read MODEL:HOSTS[xRANKS]:RATE[/DOWN][,DELAY][:paced].
+
+        Example:
+            >>> Cell.of("cnn:2x2:100mbit/20mbit,5ms")
+            Cell(model='cnn', hosts=2, ranks=2, rate='100mbit/20mbit', delay='5ms', paced=False)
+        """
+        model, size, link, *rest = text.split(":")
+        hosts, _, ranks = size.partition("x")
+        rate, _, delay = link.partition(",")
+        return cls(model, int(hosts), int(ranks or 1), rate, delay or "none", rest == ["paced"])
+
+    def __str__(self) -> str:
+        hosts = f"{self.hosts} hosts" + (f" of {self.ranks} ranks" if self.ranks > 1 else "")
+        delay = "" if self.delay == "none" else f", {self.delay}"
+        return f"{self.model}, {hosts}, {self.rate.replace('bit', 'bit/s')}{delay}" + (
+            ", paced" if self.paced else ""
+        )
+
+
 def run(cell: str, args: argparse.Namespace, *, unshaped: bool = False) -> dict[str, Any]:
     """Predict and measure one cell, or measure it without a limit on the link."""
-    model, hosts, rate = cell.split(":")
-    rate = "none" if unshaped else rate
-    out = out_of(f"{model}:{hosts}:{rate}", args)
+    about = Cell.of(cell)
+    out = out_of(f"{cell}:unshaped" if unshaped else cell, args)
     if out.exists():
         return json.loads(out.read_text())
-    command = [sys.executable, str(HERE / "plan_cell.py"), "--model", model, "--methods", *METHODS]
+    command = [sys.executable, str(HERE / "plan_cell.py"), "--model", about.model, "--methods", *METHODS]
     command += ["--rounds", str(args.rounds), "--turn-s", str(args.turn_s), "--out", str(out)]
     command += ["--seconds", str(args.seconds), *(["--unshaped"] if unshaped else [])]
-    with Hosts(int(hosts), rate) as emulated:
-        lines = emulated.run(command, env=QUIET, timeout_s=900)[0].splitlines()
+    command += ["--paced"] if about.paced else []
+    rate, delay = ("none", "none") if unshaped else (about.rate, about.delay)
+    with Hosts(about.hosts, rate, delay=delay) as emulated:
+        lines = emulated.run(command, about.ranks, env=QUIET, timeout_s=900)[0].splitlines()
     print(
         f"{cell}{' unshaped' if unshaped else ''}:",
         *(s for s in lines if s.startswith("predicted")),
@@ -76,8 +118,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Return one row for each method of a cell."""
     told, real = found["predicted"], found["measured"]
-    rate = parse_rate(cell.split(":")[2])
-    assert rate is not None
+    rate = _slowest(cell)
     out = []
     for text, (low, middle, high) in told["seconds"].items():
         took, turns = real["median_s"][text], real["turns_s"][text]
@@ -103,6 +144,12 @@ def rows(
             }
         )
     return out
+
+
+def _slowest(cell: str) -> float:
+    """Return the bits per second of the slower direction."""
+    rates = [parse_rate(text) for text in Cell.of(cell).rate.split("/")]
+    return min(rate for rate in rates if rate is not None)
 
 
 def summary(table: list[dict[str, Any]]) -> dict[str, Any]:
@@ -185,8 +232,7 @@ def markdown(table: list[dict[str, Any]]) -> str:
     ]
     before = None
     for row in table:
-        model, hosts, rate = row["cell"].split(":")
-        cell = "" if row["cell"] == before else f"{model}, {hosts} hosts, {rate.replace('bit', 'bit/s')}"
+        cell = "" if row["cell"] == before else str(Cell.of(row["cell"]))
         before = row["cell"]
         predicted = f"{row['predicted_ms']:.0f} ({row['low_ms']:.0f} to {row['high_ms']:.0f})"
         if not row["inside"]:
@@ -204,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cells", nargs="+", required=True, metavar="MODEL:HOSTS:RATE")
+    parser.add_argument("--cells", nargs="+", required=True, metavar="CELL")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--turn-s", type=float, default=0.8)
     parser.add_argument("--seconds", type=float, default=18.0, help="of each plan")

@@ -13,7 +13,7 @@ from cli_process import clean_env
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests' own folders
 
 from stenograd.emulate.hosts import Hosts, HostsError, why_not
-from stenograd.emulate.namespaces import names
+from stenograd.emulate.namespaces import names, remove
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"hosts cannot be emulated: {REASON}")
@@ -72,6 +72,55 @@ def test_the_link_has_the_rate():
     with Hosts(2, "1mbit") as hosts:
         seconds = float(hosts.run([sys.executable, "-c", code], timeout_s=60)[0])
     assert 1.2 < seconds < 12
+
+
+PINGS = """
+import os, statistics, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x, took = torch.zeros(1), []
+for _ in range(20):
+    start = time.perf_counter()
+    if dist.get_rank() == 0:
+        dist.send(x, 1)
+        dist.recv(x, 1)
+    else:
+        dist.recv(x, 0)
+        dist.send(x, 0)
+    took.append(time.perf_counter() - start)
+big = torch.full((250_000,), dist.get_rank() + 1.0)
+start = time.perf_counter()
+dist.all_reduce(big)
+print(1e3 * min(took[5:]), time.perf_counter() - start, big[0].item())
+"""
+
+
+def test_a_delay_is_added_to_the_rate():
+    """A ping takes two delays of 10 ms; a megabyte at 20 Mbit/s 0.4 s, less what buckets let through."""
+    with Hosts(2, "20mbit", delay="10ms") as hosts:
+        outputs = hosts.run([sys.executable, "-W", "ignore", "-c", PINGS], timeout_s=100)
+        sent = hosts.sent_bytes()
+    ping_ms, seconds, total = map(float, outputs[0].splitlines()[-1].split())
+    assert 20 <= ping_ms < 30
+    assert 0.38 < seconds < 3
+    assert total == 3.0
+    assert all(1_000_000 < count < 1_200_000 for count in sent)
+    assert of_this_process() == []
+
+
+def test_the_relay_ends_with_the_process_that_started_it():
+    code = (
+        "import time\nfrom stenograd.emulate.hosts import Hosts\n"
+        "with Hosts(1, delay='1ms') as hosts:\n  print(hosts._relay.pid, flush=True)\n  time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        relay = Path("/proc", process.stdout.readline().strip())
+        assert relay.exists()
+        process.kill()
+    deadline = time.monotonic() + 20
+    while relay.exists() and "Z" not in (relay / "stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    remove(f"stenograd-{process.pid}-")
 
 
 def test_one_failure_ends_all():
@@ -145,6 +194,9 @@ def test_the_command_says_what_was_wrong():
     wrong_rate = _emulated("--rate", "1gbps", "--", "true")
     assert wrong_rate.returncode == 2
     assert "rate must be" in wrong_rate.stderr
+    wrong_delay = _emulated("--delay", "20", "--", "true")
+    assert wrong_delay.returncode == 2
+    assert "delay must be none or like 20ms or 500us, got '20'" in wrong_delay.stderr
     failing = _emulated("--rate", "none", "--", "sh", "-c", "echo what went wrong; exit 3")
     assert failing.returncode == 1
     assert "status 3" in failing.stderr

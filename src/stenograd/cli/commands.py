@@ -260,6 +260,7 @@ def emulate(
     rate: Annotated[
         str, opt.option("RATE", "Of each host's link: 100mbit, 1gbit, UP/DOWN, or none.")
     ] = "100mbit",
+    delay: Annotated[str, opt.option("TIME", "One way between two hosts: 20ms, 500us, or none.")] = "none",
     ranks_per_host: Annotated[int, opt.option("N", "Copies of the command on each host.")] = 1,
     timeout_s: Annotated[float, opt.option("X", "Seconds after which all are killed.")] = 3600.0,
 ) -> int:
@@ -272,4 +273,4 @@ def emulate(
     """
     from stenograd.cli.emulate import run
 
-    return run(command, hosts, rate, ranks_per_host, timeout_s)
+    return run(command, hosts, rate, delay, ranks_per_host, timeout_s)

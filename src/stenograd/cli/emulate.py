@@ -12,13 +12,16 @@ from stenograd.errors import ConfigError, LaunchError
 __all__ = ["run"]
 
 
-def run(command: Sequence[str], hosts: int, rate: str, ranks_per_host: int, timeout_s: float) -> int:
+def run(
+    command: Sequence[str], hosts: int, rate: str, delay: str, ranks_per_host: int, timeout_s: float
+) -> int:
     """Run a command on emulated hosts, show rank 0's output while it comes, and what each host sent.
 
     Args:
         command: program and arguments.
         hosts: number of hosts, 1 to 254.
         rate: of each host's link.
+        delay: between two hosts, one way.
         ranks_per_host: number of copies on each host, at least 1.
         timeout_s: seconds after which all are killed.
 
@@ -26,11 +29,11 @@ def run(command: Sequence[str], hosts: int, rate: str, ranks_per_host: int, time
         The exit status, 0.
 
     Raises:
-        ConfigError: a number or the rate is out of range.
+        ConfigError: a number, the rate or the delay is out of range.
         LaunchError: hosts cannot be emulated here, or a rank failed.
     """
     try:
-        with Hosts(hosts, rate) as emulated:
+        with Hosts(hosts, rate, delay=delay) as emulated:
             emulated.run(command, ranks_per_host, timeout_s=timeout_s, echo=True)
             for index, sent_bytes in enumerate(emulated.sent_bytes()):
                 print(f"host {index} sent {sent_bytes / 1e6:.3f} MB", file=sys.stderr)

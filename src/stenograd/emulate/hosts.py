@@ -24,14 +24,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from stenograd.emulate import relay
 from stenograd.emulate.namespaces import HostsError, command, ip, names, remove, require_rights
 
-__all__ = ["Hosts", "HostsError", "parse_rate", "why_not"]
+__all__ = ["Hosts", "HostsError", "parse_delay", "parse_rate", "why_not"]
 
 # Namespaces are called stenograd-PID-NUMBER-switch and stenograd-PID-NUMBER-host0, ...
 _PREFIX = "stenograd-"
 _NUMBERS = count()
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself
 _MAX_HOSTS = 254
 _POLL_S = 0.1
@@ -58,6 +60,24 @@ def parse_rate(text: str) -> float | None:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def parse_delay(text: str) -> float:
+    """Return a link's delay in seconds.
+
+    Args:
+        text: "none", or a number and us, ms or s.
+
+    Example:
+        >>> parse_delay("20ms"), parse_delay("500us"), parse_delay("none")
+        (0.02, 0.0005, 0.0)
+    """
+    if text == "none":
+        return 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
+    if match is None:
+        raise ValueError(f"delay must be none or like 20ms or 500us, got {text!r}")
+    return float(match[1]) * _TIME_UNITS[match[2]]
+
+
 def why_not() -> str | None:
     """Return why hosts cannot be emulated here, or None where they can."""
     try:
@@ -74,24 +94,28 @@ class Hosts:
         count: number of hosts, 1 to 254.
         rate: of each host's link, in either direction: "100mbit", "1gbit", ..., or "none" for unshaped; or
             of what it sends and receives: "100mbit/20mbit".
+        delay: that every packet between two hosts takes in addition, one way, so that a ping takes twice
+            as long: "20ms", "500us", ..., or "none".
 
     Raises:
-        ValueError: count or rate is out of range.
+        ValueError: count, rate or delay is out of range.
         HostsError: hosts cannot be emulated here (raised on entry).
 
     Example:
-        with Hosts(2, "100mbit") as hosts:
+        with Hosts(2, "100mbit", delay="5ms") as hosts:
             outputs = hosts.run([sys.executable, "train.py"])
     """
 
-    def __init__(self, count: int, rate: str = "none") -> None:
+    def __init__(self, count: int, rate: str = "none", *, delay: str = "none") -> None:
         if not 1 <= count <= _MAX_HOSTS:
             raise ValueError(f"count must be in 1..{_MAX_HOSTS}, got {count}")
-        self.count, self.rate = count, rate
+        self.count, self.rate, self.delay = count, rate, delay
         up, _, down = rate.partition("/")
         self._up_bps, self._down_bps = parse_rate(up), parse_rate(down or up)
+        self._delay_s = parse_delay(delay)
         self._prefix = f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}-"
         self._runs = 0
+        self._relay: subprocess.Popen[str] | None = None
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Hosts:
@@ -179,10 +203,15 @@ class Hosts:
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
         ip("-n", switch, "link", "set", "br0", "addrgenmode", "none", "up")
-        for index in range(self.count):
-            host, port = self._host(index), f"port{index}"
+        hosts = [self._host(index) for index in range(self.count)]
+        for host in hosts:
             ip("netns", "add", host)
-            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
+        if self._delay_s > 0:
+            self._relay = _start_relay(self._delay_s, switch, hosts)
+        for index, host in enumerate(hosts):
+            port = f"port{index}"
+            if self._relay is None:
+                ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
             # addrgenmode none: no IPv6 address, so no chatter in the byte counters
             ip("-n", switch, "link", "set", port, "master", "br0", "addrgenmode", "none", "up")
             ip("-n", host, "link", "set", "lo", "up")
@@ -205,6 +234,10 @@ class Hosts:
         try:
             remove(self._prefix)
         finally:
+            if self._relay is not None:
+                self._relay.kill()
+                self._relay.communicate()
+                self._relay = None
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -288,6 +321,25 @@ class _Ranks:
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}"
+
+
+def _start_relay(delay_s: float, switch: str, hosts: Sequence[str]) -> subprocess.Popen[str]:
+    """Start the process that holds back what hosts send, and wait until their devices are there."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", relay.__file__, repr(delay_s), switch, *hosts],
+        stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for this process, which then ends the other
+    )
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    if first != relay.READY + "\n":
+        said, _ = process.communicate()
+        why = (first + said).strip().splitlines()[-1]
+        raise HostsError(f"a delay needs TAP devices (/dev/net/tun), which cannot be made here: {why}")
+    return process
 
 
 def _remove_leftovers() -> None:
