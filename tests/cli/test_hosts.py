@@ -1,5 +1,6 @@
 """Emulated hosts of the benchmarks: ranks meet, bytes are counted, nothing is left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -105,6 +106,31 @@ def test_a_delay_is_added_to_the_rate():
     assert total == 3.0
     assert all(1_000_000 < count < 1_200_000 for count in sent)
     assert of_this_process() == []
+
+
+def test_link_finds_the_rate_and_the_delay(tmp_path):
+    """Two hosts of 50 Mbit/s: with two, a flow shows the slower of one's sending and the other's receiving."""
+    file = tmp_path / "link.json"
+    measure = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "stenograd",
+        "link",
+        "--seconds",
+        "4",
+        "--out",
+        str(file),
+    ]
+    with Hosts(2, "50mbit", delay="5ms") as hosts:
+        hosts.run(measure, timeout_s=100)
+    found = json.loads(file.read_text())
+    assert found["hosts"] == [0, 1]
+    assert [*found["up_bps"], *found["down_bps"]] == pytest.approx([50e6] * 4, rel=0.1)
+    assert 0.005 <= found["latency_s"] < 0.0075
+    assert all(0.01 <= cost["hop_s"] < 0.015 for cost in found["costs"].values())  # there and back
+    assert found["seconds"] < 12
 
 
 def test_the_relay_ends_with_the_process_that_started_it():

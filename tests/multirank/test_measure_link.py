@@ -8,6 +8,7 @@ from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
 from stenograd.planning.link import OPS, Sample, assumed, from_json, hops, load_link, wire_bytes
 from stenograd.planning.measure_link import _fitted, _passed, measure_link
+from stenograd.planning.timed import per_second
 
 
 def _measured(rank, seconds):
@@ -62,6 +63,24 @@ def test_a_token_bucket_does_not_make_a_link_look_faster():
     assert cost.counted(wire_bytes(OPS["all-reduce"], 1 << 12, 2)) == pytest.approx(0, abs=1)
     assert cost.counted(3e6) == pytest.approx(3e6 - 16_384)
     assert 0.7 < _passed(samples, 2) / 8e6 <= 1  # what has passed is never more than the link's rate
+
+
+def test_streams_give_a_rate_though_a_rank_is_held_up_and_one_ends_early():
+    """Two senders share 1,000 messages/s; the first gets 600 of them, so the other is alone at the end.
+
+    The receiver is held up for 3 ms, in which two messages come that it notices late.
+    """
+    first = [at / 600 for at in range(1, 17)]
+    alone = [first[-1] + at / 1000 for at in range(1, 6)]
+    second = [at / 400 for at in range(1, 12)] + alone
+    first[8], first[9] = first[9] + 1e-3, first[9] + 1e-3
+    assert per_second([first, second], 2) == pytest.approx(1000, rel=0.05)
+
+
+def test_streams_that_follow_each_other_count_as_a_whole():
+    """Ten messages in a second, then ten of another sender: ten per second."""
+    streams = [[at / 10 for at in range(1, 11)], [1 + at / 10 for at in range(1, 11)]]
+    assert per_second(streams, 1) == pytest.approx(9.5, rel=0.01)
 
 
 def test_a_link_needs_two_ranks_and_time():

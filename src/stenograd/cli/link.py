@@ -63,6 +63,7 @@ def _show(link: Link) -> None:
     show(("collective", "bytes per worker", "at once", "median"), samples, "Collectives by size")
     cold = ", ".join(f"{name} {time_text(value)}" for name, value in link.cold_s.items())
     screen = console()
+    screen.print(f"latency: {time_text(link.latency_s)} one way, half a ping", soft_wrap=True)
     screen.print(f"all-reduce after silence: {cold}", soft_wrap=True)
     screen.print(f"measured in {link.seconds:.1f} s, {megabytes(link.sent_bytes)} sent by each worker")
 

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 
-from stenograd.comm.agreement import everyone
 from stenograd.comm.driver import Driver
-from stenograd.comm.traffic import ATTACH, Label, moved_bytes
-from stenograd.data.requests import Op, Request, Rounds, gather
+from stenograd.comm.traffic import moved_bytes
+from stenograd.data.requests import Op
 from stenograd.errors import bad_value
 from stenograd.planning.link import OPS, Cost, Link, Sample, hops, wire_bytes
+from stenograd.planning.timed import Timed
 from stenograd.sync.handshake import compare
 
 __all__ = ["measure_link"]
 
-_WARM_UP, _PINGS = 5, 20
+_WARM_UP, _PINGS, _PINGS_BRIEF = 5, 20, 3
+_MOST_PINGED = 8  # hosts, beside the first
 _SMALL_BYTES = 64
 _FIRST_BYTES, _APART = 1024, 4
 _MOST_BYTES = 1 << 26
-_REPEATS, _REPEATS_BRIEF, _BRIEF_S = 3, 7, 0.02
+_FEW, _NEARLY = 3, 0.9
+_WAYS_OF_A_FLOW = 40  # how often its messages could go to and fro: TCP finds its window in some of them
+_FLOW_SHARE = 16  # of what may be in memory: a flow's messages are all there at once
+_GROWTH = 64  # at most, from one flow to the next: what a token bucket let pass tells nothing of the rate
+_REPEATS, _COLD_BYTES = 7, 1 << 18
+_LATER = 2  # sizes among which what is left of the time is shared
+_LIKE_NOTHING = 0.1  # of a collective that is all latency: what is sent faster tells nothing more
 _LEAST_S = 1e-6
 _SILENCE_S = 0.3
-_LABEL = Label(ATTACH)
 
 
 def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
@@ -38,7 +43,8 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
 
     Args:
         driver: the way to the other ranks, which does nothing else meanwhile.
-        seconds: about how long it may take, from 2; sizes are left out where time is short.
+        seconds: about how long it may take, from 2; sizes are left out where time is short. Latencies of more
+            than 5 ms take longer.
 
     Raises:
         ConfigError: there is one rank only, or seconds is below 2.
@@ -51,15 +57,18 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
     compare(driver, {"measures": "link"})
     names = list(dict.fromkeys(driver.traffic.hosts))
     hosts = tuple(names.index(name) for name in driver.traffic.hosts)
-    _Timed(driver).mean_of(Op.MEAN, _SMALL_BYTES, 1, _WARM_UP)
-    timed = _Timed(driver)
-    small = [timed.sample(op, _SMALL_BYTES, repeats=_PINGS) for op in OPS.values()]
+    Timed(driver).sample(Op.MEAN, _SMALL_BYTES, repeats=_WARM_UP, at_most_s=seconds / 50)
+    timed = Timed(driver)
+    latency_s = _latency_s(timed, hosts, seconds / 30)
+    samples = _small(timed, seconds / 30, busy=False)
     with _computing():
-        busy = [timed.sample(op, _SMALL_BYTES, repeats=_PINGS // 2, busy=True) for op in OPS.values()]
-    up, down = _rates(timed, hosts, seconds * 0.3)
+        samples += _small(timed, seconds / 30, busy=True)
+    up, down = _rates(timed, hosts, seconds * 0.3, _WAYS_OF_A_FLOW * latency_s)
     bytes_per_s = min(*up, *down) / 8
-    samples = [*small, *busy, *_by_size(timed, bytes_per_s, start + seconds, seconds / 30)]
-    cold = _cold(timed)
+    deadline = start + seconds - 2 * _SILENCE_S - seconds / 20
+    shortest_s = min(statistics.median(s.seconds) for s in samples) * _LIKE_NOTHING
+    samples += _by_size(timed, bytes_per_s, deadline, shortest_s, seconds / 30)
+    cold = _cold(timed, samples)
     costs = {op: _fitted(op, samples, driver.world_size) for op in OPS}
     if len(set(hosts)) > 1:
         passed = _passed(samples, driver.world_size)
@@ -69,75 +78,13 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
         hosts=hosts,
         up_bps=up,
         down_bps=down,
+        latency_s=latency_s,
         costs=costs,
         samples=tuple(samples),
         cold_s=cold,
         seconds=time.perf_counter() - start,
         sent_bytes=timed.sent_bytes,
     )
-
-
-class _Timed:
-    """Runs collectives on all ranks at once and tells the slowest rank's time, equal on all ranks."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver, self.sent_bytes = driver, 0
-
-    def sample(
-        self, op: Op, nbytes: int, at_once: int = 1, repeats: int = _REPEATS, *, busy: bool = False
-    ) -> Sample:
-        """Measure one size of a collective."""
-        requests = [_request(op, nbytes, self.driver.world_size) for _ in range(at_once)]
-        taken, cpu = self._repeated(lambda: requests, repeats)
-        self.sent_bytes += repeats * at_once * wire_bytes(op, nbytes, self.driver.world_size)
-        return Sample(op.value, nbytes, at_once, tuple(taken), tuple(cpu), busy)
-
-    def mean_of(self, op: Op, nbytes: int, at_once: int, repeats: int) -> float:
-        """Return the median seconds of a collective."""
-        return statistics.median(self.sample(op, nbytes, at_once, repeats).seconds)
-
-    def flow(self, senders: Sequence[int], receivers: Sequence[int], nbytes: int, repeats: int) -> float:
-        """Return the seconds for `nbytes` from each sender to each receiver, one way.
-
-        The fastest repetition counts: other programs on a host make some slower, and none faster.
-        """
-        me = self.driver.rank
-        peers = tuple(r for r in sorted(receivers) if me in senders and r != me)
-        sources = tuple(s for s in sorted(senders) if me in receivers and s != me)
-        request = Request(Op.EXCHANGE, (torch.zeros(nbytes, dtype=torch.uint8),), peers, sources)
-        taken, _ = self._repeated(lambda: [request], repeats)
-        self.sent_bytes += repeats * len(peers) * nbytes
-        return min(taken)
-
-    def _repeated(self, make: Callable[[], list[Request]], repeats: int) -> tuple[list[float], list[float]]:
-        times: list[float] = []
-        cpu: list[float] = []
-        for _ in range(repeats):
-            requests = make()
-            self._meet()
-            start, cpu_start = time.perf_counter(), time.process_time()
-            pending = [self.driver.start(request, _LABEL) for request in requests]
-            for each in pending:
-                each.wait()
-            times.append(time.perf_counter() - start)
-            cpu.append(time.process_time() - cpu_start)
-        told = [json.loads(text) for text in everyone(self.driver, json.dumps([times, cpu]))]
-        slowest = [max(values) for values in zip(*(theirs for theirs, _ in told), strict=True)]
-        return slowest, [statistics.mean(values) for values in zip(*(c for _, c in told), strict=True)]
-
-    def _meet(self) -> None:
-        """Let all ranks begin at about the same time."""
-        for _ in range(2):  # the first may find ranks that come late, the second leaves them close together
-            self.driver.start(Request(Op.MEAN, (torch.zeros(1),)), _LABEL).wait()
-
-
-def _request(op: Op, nbytes: int, world_size: int) -> Request:
-    if op is Op.SCATTER:
-        row = max(nbytes // world_size, 1)
-        return Request(op, (torch.zeros(world_size, row, dtype=torch.uint8),))
-    if op is Op.MEAN:
-        return Request(op, (torch.zeros(max(nbytes // 4, 1)),))
-    return Request(op, (torch.zeros(nbytes, dtype=torch.uint8),))
 
 
 @contextmanager
@@ -159,65 +106,115 @@ def _computing() -> Iterator[None]:
         thread.join()
 
 
-def _rates(
-    timed: _Timed, hosts: Sequence[int], seconds: float
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Measure what each host sends to all others at once, and receives from them, in bits per second.
+def _small(timed: Timed, at_most_s: float, *, busy: bool) -> list[Sample]:
+    """Measure the smallest size of each collective, which is all latency."""
+    return [
+        timed.sample(op, _SMALL_BYTES, repeats=_PINGS, least=2, at_most_s=at_most_s, busy=busy)
+        for op in OPS.values()
+    ]
 
-    With two hosts a flow shows only the slower of one's sending and the other's receiving rate.
+
+def _latency_s(timed: Timed, hosts: Sequence[int], at_most_s: float) -> float:
+    """Return the one-way latency from the first host to the one that is farthest, or between ranks of one."""
+    first = [hosts.index(host) for host in range(max(hosts) + 1)]
+    others = first[1 : _MOST_PINGED + 1] or [1]
+    began = time.perf_counter()
+    timed.one_way_s(first[0], others[0], _PINGS_BRIEF)
+    spent_s = timed.largest(time.perf_counter() - began)
+    pings = int(min(max(_PINGS_BRIEF * at_most_s / len(others) / spent_s, _PINGS_BRIEF), _PINGS))
+    return max(timed.one_way_s(first[0], other, pings) for other in others)
+
+
+def _rates(
+    timed: Timed, hosts: Sequence[int], seconds: float, least_s: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Measure what each host sends to others at once, and receives from them, in bits per second.
+
+    Few others first: with many senders to one receiver packets are lost, and that takes longer to even out.
+    All the others where those few send, or take, no more than was found. With two hosts a flow shows only
+    the slower of one's sending and the other's receiving rate.
     """
     first = [hosts.index(host) for host in range(max(hosts) + 1)]
     if len(first) == 1:  # one host: between its first two ranks
         first = [0, 1]
-    budget_s = seconds / (2 * len(first))
-    up: list[float] = []
-    down: list[float] = []
-    for rank in first:
-        others = [other for other in first if other != rank]
-        for found, senders, receivers in ((up, [rank], others), (down, others, [rank])):
-            nbytes, began = 1 << 14, time.perf_counter()
-            less, taken = 0.0, timed.flow(senders, receivers, nbytes, _REPEATS)
-            while (taken < budget_s / 6 or not less) and nbytes < _MOST_BYTES:
-                spent = timed.driver.run(_largest(time.perf_counter() - began), _LABEL)
-                if less and spent + 3 * _APART * taken > 2 * budget_s:
-                    break
-                nbytes, less = nbytes * _APART, taken
-                taken = timed.flow(senders, receivers, nbytes, _REPEATS)
-            # The difference leaves out latency, and what a token bucket lets pass at once.
-            sent = wire_bytes(Op.EXCHANGE, nbytes, 2)
-            part = sent - wire_bytes(Op.EXCHANGE, nbytes // 4, 2)
-            found.append(8 * len(others) * max(part / max(taken - less, taken / 4), sent / taken))
+    count = len(first)
+    flows = _Flows(timed, first, max(seconds / (2 * count), least_s))
+    few = {at: [(at + step) % count for step in range(1, min(count, _FEW + 1))] for at in range(count)}
+    up, down = (
+        [flows.bits_per_s(at, others, sending=sending) for at, others in few.items()]
+        for sending in (True, False)
+    )
+    for mine, theirs, sending in ((up, down, True), (down, up, False)):
+        for at, others in few.items():
+            if len(others) < count - 1 and mine[at] > _NEARLY * sum(theirs[other] for other in others):
+                everybody = [other for other in range(count) if other != at]
+                mine[at] = max(mine[at], flows.bits_per_s(at, everybody, sending=sending))
     if len(set(hosts)) == 1:
         return (min(up),), (min(down),)
     return tuple(up), tuple(down)
 
 
-def _largest(value: float) -> Rounds[float]:
-    told = yield from gather(torch.tensor([value], dtype=torch.float64))
-    return max(float(theirs) for (theirs,) in told)
+class _Flows:
+    """Flows between hosts, of a size that takes about as long as each may.
+
+    Args:
+        timed: the ranks.
+        first: the first rank of each host.
+        budget_s: about how long all flows of a host and a direction may take.
+    """
+
+    def __init__(self, timed: Timed, first: Sequence[int], budget_s: float) -> None:
+        self._timed, self._first, self._budget_s = timed, first, budget_s
+        self._nbytes = _FIRST_BYTES  # of a message; the next flow begins with what suited the one before
+
+    def bits_per_s(self, host: int, others: Sequence[int], *, sending: bool) -> float:
+        """Return what a host sends to others at once, or receives from them."""
+        one, many = [self._first[host]], [self._first[other] for other in others]
+        ends = (one, many) if sending else (many, one)
+        most = max(_MOST_BYTES // _FLOW_SHARE // len(many), _FIRST_BYTES)
+        flow = self._timed.flow(*ends, self._nbytes)
+        while flow.seconds < self._budget_s / 4 and self._nbytes < most:
+            times = min(max(self._budget_s / 2 / flow.seconds, 2), _GROWTH)
+            self._nbytes = min(int(self._nbytes * times), most)
+            flow = self._timed.flow(*ends, self._nbytes)
+        rates = [flow.bytes_per_s]
+        if flow.seconds < self._budget_s / 2:
+            rates.append(self._timed.flow(*ends, self._nbytes).bytes_per_s)
+        if flow.seconds > self._budget_s:
+            self._nbytes = max(int(self._nbytes * self._budget_s / flow.seconds), _FIRST_BYTES)
+        # What differs much was disturbed, and no disturbance makes a link faster.
+        return 8 * (statistics.mean(rates) if min(rates) > _NEARLY * max(rates) else max(rates))
 
 
-def _by_size(timed: _Timed, bytes_per_s: float, deadline: float, longest_s: float) -> list[Sample]:
-    """Measure collectives from small sizes up to one that takes about so long, as far as there is time.
+def _by_size(
+    timed: Timed, bytes_per_s: float, deadline: float, shortest_s: float, longest_s: float
+) -> list[Sample]:
+    """Measure collectives of sizes that take so long to send, small ones first, as far as there is time.
 
     The last but one is also measured with two under way at once, which gloo's two threads drive together.
     """
     samples: list[Sample] = []
     largest = min(bytes_per_s * longest_s, _MOST_BYTES)
-    places = max(round(math.log(largest / _FIRST_BYTES, _APART)), 1)
+    smallest = max(_FIRST_BYTES, bytes_per_s * shortest_s)
+    places = max(round(math.log(largest / smallest, _APART)), 1)
+    took_s = 0.0  # all collectives of the size before, once each, and meeting for it
     for place in range(places, -1, -1):
+        left_s = -timed.largest(time.perf_counter() - deadline)
         sent = largest / _APART**place
-        taken_s = len(OPS) * (_REPEATS + 2 if place else 2) * sent / bytes_per_s
-        late_s = timed.driver.run(_largest(time.perf_counter() + taken_s - deadline), _LABEL)
-        if late_s > 0 and place < 1:
+        expected_s = max(took_s, len(OPS) * sent / bytes_per_s)
+        if samples and left_s < 2 * expected_s and place < 1:
             break
-        brief = sent < bytes_per_s * _BRIEF_S
+        brief = 2 * timed.largest(took_s) < left_s / (1 + min(place, _LATER))
+        took_s = 0.0
+        # What is left is shared by the sizes to come, each of which takes longer than the one before.
+        each_s = max(left_s, 0.0) / len(OPS) / (1 + min(place, _LATER))
         for op in OPS.values():
             nbytes = _handed(op, sent, timed.driver.world_size)
-            repeats = _REPEATS_BRIEF if brief else _REPEATS if place else 2
-            samples.append(timed.sample(op, nbytes, repeats=repeats))
+            began = time.perf_counter()
+            samples.append(timed.sample(op, nbytes, repeats=_REPEATS if brief else 1, at_most_s=each_s))
             if place == 1:
-                samples.append(timed.sample(op, nbytes, at_once=2, repeats=1))
+                samples.append(timed.sample(op, nbytes, at_once=2, repeats=1, at_most_s=each_s))
+            took_s += (time.perf_counter() - began) / (1 + len(samples[-1].seconds))
     return samples
 
 
@@ -240,13 +237,14 @@ def _handed(op: Op, sent: float, world_size: int) -> int:
     return max(round(sent / share / unit), 1) * unit
 
 
-def _cold(timed: _Timed) -> dict[str, float]:
+def _cold(timed: Timed, samples: Sequence[Sample]) -> dict[str, float]:
     """Measure exchanges right after silence, when TCP may have to find its window again."""
+    own = [s for s in samples if s.op == Op.MEAN.value and s.at_once == 1 and not s.busy]
+    large = max((s for s in own if s.nbytes <= _COLD_BYTES), key=lambda s: s.nbytes)
     found = {}
-    for name, nbytes in (("small", _SMALL_BYTES), ("large", 1 << 18)):
-        warm = timed.mean_of(Op.MEAN, nbytes, 1, _REPEATS)
-        time.sleep(_SILENCE_S)
-        found[f"{name} warm"], found[f"{name} cold"] = warm, timed.mean_of(Op.MEAN, nbytes, 1, 1)
+    for name, warm in (("small", own[0]), ("large", large)):
+        found[f"{name} warm"] = statistics.median(warm.seconds)
+        found[f"{name} cold"] = timed.after_silence_s(Op.MEAN, warm.nbytes, _SILENCE_S)
     return found
 
 

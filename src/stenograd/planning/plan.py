@@ -30,7 +30,7 @@ from stenograd.planning.advice import (
     predict,
 )
 from stenograd.planning.cluster import Cluster, cluster_of
-from stenograd.planning.link import Link, assumed, from_json
+from stenograd.planning.link import WAYS, Link, assumed, from_json
 from stenograd.planning.program import Program
 from stenograd.planning.rehearsal import Profile, Rehearsed, rehearse
 from stenograd.planning.replay import Timeline, replay
@@ -114,7 +114,7 @@ class Plan:
             return predicted(replace(self, link=link))
         other = assumed(link, _hosts(self.world_size, self.ranks_per_host))
         if self.link.measured:
-            more_s, times = parse_link(link).latency_s, other.bps / self.link.bps
+            more_s, times = WAYS * parse_link(link).latency_s, other.bps / self.link.bps
             costs = {
                 op: replace(
                     c,

@@ -11,6 +11,7 @@ from stenograd.data.requests import Op
 from stenograd.errors import bad_value, check_count
 from stenograd.planning.advice import DENSE
 from stenograd.planning.cluster import Cluster, cluster_of
+from stenograd.planning.link import WAYS
 from stenograd.planning.plan import Plan
 from stenograd.planning.program import Collective, Program
 from stenograd.planning.replay import replay
@@ -202,12 +203,14 @@ def _cluster(plan: Plan, size: int, place: Place) -> Cluster:
             cluster,
             sites=place.sites,
             site_bps=rate,
-            site_hop_s=place.site.latency_s if place.sites > 1 else 0.0,
+            site_hop_s=WAYS * place.site.latency_s if place.sites > 1 else 0.0,
         )
     if place.inside is None:
         return cluster
     rate = min(place.inside.up_bps, place.inside.down_bps)
-    return replace(cluster, inside_bps=rate, inside_hop_s=cluster.inside_hop_s + place.inside.latency_s)
+    return replace(
+        cluster, inside_bps=rate, inside_hop_s=cluster.inside_hop_s + WAYS * place.inside.latency_s
+    )
 
 
 def _alone(cluster: Cluster, op: str, nbytes: int, size: int) -> float:

@@ -1,0 +1,224 @@
+"""Times collectives and messages on all ranks at once, as closely as ranks without a common clock can."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from stenograd.comm.agreement import everyone
+from stenograd.comm.driver import Driver, Pending
+from stenograd.comm.traffic import ATTACH, Label
+from stenograd.data.requests import Op, Request, Rounds, gather
+from stenograd.planning.link import Sample, wire_bytes
+
+__all__ = ["Flow", "Timed", "per_second"]
+
+_LABEL = Label(ATTACH)
+# After each collective, so that a token bucket fills again, as it does while a training computes.
+_PAUSE_S = 0.002
+_PARTS = 16  # messages of a flow
+_BEGINNING = 4  # of them: what a token bucket lets pass at once, and TCP finding its window
+
+
+class Flow(NamedTuple):
+    """What messages one way took.
+
+    Args:
+        bytes_per_s: that all receivers together got after the beginning, packet headers included.
+        seconds: from the arrival of the first message to that of the last.
+    """
+
+    bytes_per_s: float
+    seconds: float
+
+
+class Timed:
+    """Runs the same on all ranks and tells what it took, equal on all of them.
+
+    Args:
+        driver: the way to the other ranks, which does nothing else meanwhile.
+
+    Attributes:
+        sent_bytes: that this rank has sent for it.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.sent_bytes = driver, 0
+
+    def sample(
+        self,
+        op: Op,
+        nbytes: int,
+        *,
+        at_once: int = 1,
+        repeats: int,
+        least: int = 1,
+        at_most_s: float,
+        busy: bool = False,
+    ) -> Sample:
+        """Measure one size of a collective.
+
+        Ranks do not begin together: after a meeting they are up to a message's way apart. So repetitions
+        follow one another, each is timed from the end of the one before, and the first does not count: who
+        began late also ends late, and the difference stays.
+
+        Args:
+            op: the collective.
+            nbytes: handed to it by a rank.
+            at_once: how many are under way at the same time.
+            repeats: how often, where there is time.
+            least: how often in any case.
+            at_most_s: about how long all repetitions may take.
+            busy: what the sample says of the ranks.
+        """
+        requests = [_request_of(op, nbytes, self.driver.world_size) for _ in range(at_once)]
+        began = time.perf_counter()
+        self._meet()
+        taken, cpu = [], []
+        count = at = 1
+        while at <= count:
+            start, cpu_start = time.perf_counter(), time.process_time()
+            for pending in [self.driver.start(request, _LABEL) for request in requests]:
+                pending.wait()
+            taken.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - cpu_start)
+            if at == 1 and repeats == least:
+                count += least
+            elif at == 1:
+                spent_s = self.largest(time.perf_counter() - began)
+                count += int(max(least, min(repeats, at_most_s / spent_s)))
+            else:
+                time.sleep(_PAUSE_S)
+            at += 1
+        self.sent_bytes += count * at_once * wire_bytes(op, nbytes, self.driver.world_size)
+        told = [json.loads(text) for text in everyone(self.driver, json.dumps([taken[1:], cpu[1:]]))]
+        found = [
+            [statistics.mean(values) for values in zip(*each, strict=True)]
+            for each in zip(*told, strict=True)
+        ]
+        return Sample(op.value, nbytes, at_once, tuple(found[0]), tuple(found[1]), busy)
+
+    def after_silence_s(self, op: Op, nbytes: int, silence_s: float) -> float:
+        """Return the seconds of one collective before which nothing was sent for a while."""
+        request = _request_of(op, nbytes, self.driver.world_size)
+        self._meet()
+        time.sleep(silence_s)
+        start = time.perf_counter()
+        self.driver.start(request, _LABEL).wait()
+        taken = time.perf_counter() - start
+        self.sent_bytes += wire_bytes(op, nbytes, self.driver.world_size)
+        return self.mean([taken])[0]
+
+    def one_way_s(self, one: int, other: int, repeats: int) -> float:
+        """Return half of the fastest way of a small message from one rank to another and back.
+
+        All receives are offered before: gloo sends nothing that has not been asked for, so a message whose
+        receive is offered when it is wanted takes three ways, or two if both ranks offer at the same time.
+        """
+        me, least_s = self.driver.rank, float("inf")
+        offers: list[Pending] = []
+        if me in (one, other):
+            peer = other if me == one else one
+            offers = [self._message(8, (), (peer,)) for _ in range(repeats)]
+        self._meet()
+        for offer in offers:
+            start = time.perf_counter()
+            if me == other:
+                offer.wait()
+            sent = self._message(8, (peer,), ())
+            if me == one:
+                offer.wait()
+                least_s = min(least_s, time.perf_counter() - start)
+            sent.wait()
+        return -self.largest(-least_s) / 2
+
+    def flow(self, senders: Sequence[int], receivers: Sequence[int], nbytes: int) -> Flow:
+        """Send messages of `nbytes` from each sender to each receiver, one way and without a pause."""
+        me = self.driver.rank
+        peers = tuple(r for r in sorted(receivers) if me in senders and r != me)
+        sources = [s for s in senders if me in receivers and s != me]
+        offers = [[self._message(nbytes, (), (source,)) for _ in range(_PARTS)] for source in sources]
+        self._meet()
+        start = time.perf_counter()
+        sent = [self._message(nbytes, peers, ()) for _ in range(_PARTS if peers else 0)]
+        with ThreadPoolExecutor(max(len(offers), 1)) as threads:
+            came = list(threads.map(lambda own: [_came_s(each, start) for each in own], offers))
+        for each in sent:
+            each.wait()
+        part = wire_bytes(Op.EXCHANGE, nbytes, 2)
+        self.sent_bytes += len(sent) * len(peers) * part
+        told = [json.loads(text) for text in everyone(self.driver, json.dumps(came))]
+        streams = [stream for theirs in told for stream in theirs]
+        seconds = max(stream[-1] for stream in streams) - min(stream[0] for stream in streams)
+        return Flow(part * per_second(streams, _BEGINNING), max(seconds, 1e-6))
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Return the mean of all ranks' values, each by itself; all ranks have as many."""
+        told = self.driver.run(gather(torch.tensor(values, dtype=torch.float64)), _LABEL)
+        return [float(v) for v in torch.stack([theirs for (theirs,) in told]).mean(0)]
+
+    def largest(self, value: float) -> float:
+        """Return the largest of all ranks' values."""
+        return self.driver.run(_largest(value), _LABEL)
+
+    def _message(self, nbytes: int, peers: tuple[int, ...], sources: tuple[int, ...]) -> Pending:
+        request = Request(Op.EXCHANGE, (torch.zeros(nbytes, dtype=torch.uint8),), peers, sources)
+        return self.driver.start(request, _LABEL)
+
+    def _meet(self) -> None:
+        """Let all ranks begin at about the same time."""
+        # Not by a gather, which between two ranks is a message and could be taken for one that is measured.
+        self.driver.start(Request(Op.MEAN, (torch.zeros(1),)), _LABEL).wait()
+
+
+def _came_s(pending: Pending, start: float) -> float:
+    pending.wait()
+    return time.perf_counter() - start
+
+
+def per_second(streams: Sequence[Sequence[float]], beginning: int) -> float:
+    """Return how many messages came per second, of all streams together, while all of them went on.
+
+    A rank that is held up notices late what has come, which moves some times but not most. So it is the
+    median of the slopes between any two messages that are at least a third of all apart (Theil and Sen).
+
+    Args:
+        streams: for each pair of a sender and a receiver, when its messages came.
+        beginning: how many of each do not count.
+
+    Example:
+        >>> per_second([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4.9, 5, 6]], 1)
+        2.0
+    """
+    first, last = max(s[beginning - 1] for s in streams), min(s[-1] for s in streams)
+    times = sorted(t for s in streams for t in s[beginning:] if first <= t <= last)
+    if len(times) < 2 * len(streams) + 2:  # they hardly went on together
+        return (
+            len(streams)
+            * (len(streams[0]) - beginning)
+            / (max(s[-1] for s in streams) - min(s[beginning - 1] for s in streams))
+        )
+    apart = max(len(times) // 3, 1)
+    pairs = ((i, j) for i in range(len(times)) for j in range(i + apart, len(times)))
+    return statistics.median((j - i) / max(times[j] - times[i], 1e-9) for i, j in pairs)
+
+
+def _request_of(op: Op, nbytes: int, world_size: int) -> Request:
+    """Return a collective's request of about so many bytes."""
+    if op is Op.SCATTER:
+        row = max(nbytes // world_size, 1)
+        return Request(op, (torch.zeros(world_size, row, dtype=torch.uint8),))
+    if op is Op.MEAN:
+        return Request(op, (torch.zeros(max(nbytes // 4, 1)),))
+    return Request(op, (torch.zeros(nbytes, dtype=torch.uint8),))
+
+
+def _largest(value: float) -> Rounds[float]:
+    told = yield from gather(torch.tensor([value], dtype=torch.float64))
+    return max(float(theirs) for (theirs,) in told)
