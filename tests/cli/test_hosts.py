@@ -109,7 +109,7 @@ def test_a_delay_is_added_to_the_rate():
 
 
 def test_link_finds_the_rate_and_the_delay(tmp_path):
-    """Two hosts of 50 Mbit/s: with two, a flow shows the slower of one's sending and the other's receiving."""
+    """With two hosts, a flow shows the slower of one's sending and the other's receiving: both are 50."""
     file = tmp_path / "link.json"
     measure = [
         sys.executable,
