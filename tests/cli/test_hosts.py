@@ -17,7 +17,9 @@ from stenograd.emulate.hosts import Hosts, HostsError, why_not
 from stenograd.emulate.namespaces import names, remove
 
 REASON = why_not()
+NO_DELAY = REASON or why_not("1ms")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"hosts cannot be emulated: {REASON}")
+with_delay = pytest.mark.skipif(NO_DELAY is not None, reason=f"no delay: {NO_DELAY}")
 
 ALL_REDUCE = """
 import os, torch, torch.distributed as dist
@@ -91,10 +93,14 @@ for _ in range(20):
 big = torch.full((250_000,), dist.get_rank() + 1.0)
 start = time.perf_counter()
 dist.all_reduce(big)
-print(1e3 * min(took[5:]), time.perf_counter() - start, big[0].item())
+seconds = time.perf_counter() - start
+dist.barrier()
+print(1e3 * min(took[5:]), seconds, big[0].item())
+dist.destroy_process_group()
 """
 
 
+@with_delay
 def test_a_delay_is_added_to_the_rate():
     """A ping takes two delays of 10 ms; a megabyte at 20 Mbit/s 0.4 s, less what buckets let through."""
     with Hosts(2, "20mbit", delay="10ms") as hosts:
@@ -108,6 +114,7 @@ def test_a_delay_is_added_to_the_rate():
     assert of_this_process() == []
 
 
+@with_delay
 def test_link_finds_the_rate_and_the_delay(tmp_path):
     """With two hosts, a flow shows the slower of one's sending and the other's receiving: both are 50."""
     file = tmp_path / "link.json"
@@ -133,20 +140,39 @@ def test_link_finds_the_rate_and_the_delay(tmp_path):
     assert found["seconds"] < 12
 
 
+def _runs(pid):
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+@with_delay
 def test_the_relay_ends_with_the_process_that_started_it():
     code = (
         "import time\nfrom stenograd.emulate.hosts import Hosts\n"
         "with Hosts(1, delay='1ms') as hosts:\n  print(hosts._relay.pid, flush=True)\n  time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        relay = Path("/proc", process.stdout.readline().strip())
-        assert relay.exists()
+        relay = process.stdout.readline().strip()
+        assert _runs(relay)
         process.kill()
     deadline = time.monotonic() + 20
-    while relay.exists() and "Z" not in (relay / "stat").read_text().split()[2]:
+    while _runs(relay):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     remove(f"stenograd-{process.pid}-")
+
+
+@with_delay
+def test_ranks_do_not_wait_for_a_relay_that_has_ended():
+    code = "import os, signal, time\nos.kill(int(os.environ['RELAY']), signal.SIGKILL)\ntime.sleep(60)"
+    with (
+        Hosts(1, delay="1ms") as hosts,
+        pytest.raises(HostsError, match="the process that holds packets back ended with status -9"),
+    ):
+        hosts.run([sys.executable, "-c", code], env={"RELAY": str(hosts._relay.pid)})
+    assert of_this_process() == []
 
 
 def test_one_failure_ends_all():

@@ -16,6 +16,7 @@ from stenograd.planning.recorder import Recorder, RehearsalDriver
 from stenograd.planning.rehearsal import periods, rehearse
 from stenograd.planning.trial import Trial
 from stenograd.testing.methods import suite
+from stenograd.testing.pool import RankPool
 
 SCHEDULES = [
     "local:every=2",
@@ -104,6 +105,21 @@ def test_a_rehearsal_equals_real_ranks(pool, world_size):
         chosen = METHODS
     for wrong in pool.run(world_size, _both, chosen, world_size, timeout_s=400):
         assert wrong == {}
+
+
+def test_a_rehearsal_equals_five_ranks_that_share_their_work():
+    """From five ranks on, top-k sends to owners of regions, which differ in size."""
+    chosen = ["topk:ratio=0.1,dense_below=0", "local:every=2/topk:ratio=0.1,dense_below=0"]
+    with RankPool(5) as ranks:
+        for wrong in ranks.run(5, _both, chosen, 5, timeout_s=400):
+            assert wrong == {}
+
+
+@pytest.mark.parametrize("world_size", [8, 13])
+def test_no_method_is_left_out_with_many_ranks(world_size):
+    """Also where ranks divide nothing evenly; gossip by levels of two hosts is left to tests of its own."""
+    found = rehearse(_trial(), METHODS[:-1], world_size, seconds=0.1, bucket_bytes=200)
+    assert found.left_out == {}
 
 
 def _trial():

@@ -16,7 +16,7 @@ import report
 import time_to_accuracy
 
 from stenograd.emulate import namespaces
-from stenograd.emulate.hosts import Hosts, HostsError, parse_rate
+from stenograd.emulate.hosts import Hosts, HostsError, parse_delay, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,19 @@ def test_rates(text, bits_per_s):
 def test_wrong_rates(text):
     with pytest.raises(ValueError, match="must be none or like 100mbit"):
         Hosts(2, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("none", 0.0), ("0ms", 0.0), ("500us", 5e-4), ("2.5ms", 2.5e-3), ("1s", 1.0)]
+)
+def test_delays(text, seconds):
+    assert parse_delay(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "20", "ms", "20 ms", "20MS", "-1ms", "1m", "1e3us"])
+def test_wrong_delays(text):
+    with pytest.raises(ValueError, match=f"must be none or like 20ms or 500us, got '{text}'"):
+        Hosts(2, delay=text)
 
 
 @pytest.mark.parametrize("count", [0, 255])
