@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
 from stenograd import simulate
+from stenograd.emulate.namespaces import sent_bytes
 
 __all__ = ["DDP_HOOKS", "FLOOR", "Attached", "check_names", "host_bytes"]
 
 FLOOR = "none"  # every rank trains for itself
 _ONE_BUCKET_MB = 1 << 20
-_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 def check_names(names: list[str]) -> None:
@@ -35,7 +34,7 @@ def check_names(names: list[str]) -> None:
 
 def host_bytes() -> int:
     """Return the bytes that this host's interface has sent, by the kernel's counter."""
-    return int(_COUNTER.read_text())
+    return sent_bytes()
 
 
 class Attached:

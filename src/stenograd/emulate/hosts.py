@@ -8,7 +8,6 @@ network is not touched, and whoever runs this twice at once gets two networks th
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -25,7 +24,15 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from stenograd.emulate import relay
-from stenograd.emulate.namespaces import HostsError, command, ip, names, remove, require_rights
+from stenograd.emulate.namespaces import (
+    HostsError,
+    command,
+    ip,
+    names,
+    remove,
+    require_rights,
+    sent_bytes,
+)
 
 __all__ = ["Hosts", "HostsError", "parse_delay", "parse_rate", "why_not"]
 
@@ -39,6 +46,8 @@ _MAX_HOSTS = 254
 _POLL_S = 0.1
 _TAIL_LINES = 15
 _FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobody else listens
+_PACKET_BYTES, _SEGMENT_BYTES = 1514, 1448  # of Ethernet, with headers and without
+_MOST_BYTES = 65_536  # in one piece, for the kernel
 _LEFT_OUT = ("TORCHELASTIC_", "STENOGRAD_STORE", "OMPI_", "PMI", "SLURM_")  # an outer launcher's variables
 
 
@@ -179,18 +188,9 @@ class Hosts:
     def sent_bytes(self) -> list[int]:
         """Return the bytes that each host's interface has sent so far, packet headers included.
 
-        A rank reads its own host's in /sys/class/net/eth0/statistics/tx_bytes, up to 4 % less under a delay.
+        A rank reads its own host's by `namespaces.sent_bytes()`.
         """
-        return [self._sent_bytes(self._host(index)) for index in range(self.count)]
-
-    def _sent_bytes(self, host: str) -> int:
-        if self._relay is not None and self._up_bps is not None:
-            # TCP paces what it sends over a long link in pieces of a millisecond, which pass the bucket whole
-            # and which the interface counts with a single header; the bucket counts each packet's.
-            told = command("tc", "-n", host, "-s", "-j", "qdisc", "show", "dev", "eth0", "root")
-            return int(json.loads(told)[0]["bytes"])
-        told = ip("-n", host, "-s", "-j", "link", "show", "dev", "eth0")
-        return int(json.loads(told)[0]["stats64"]["tx"]["bytes"])
+        return [sent_bytes("-n", self._host(index)) for index in range(self.count)]
 
     def _host(self, index: int) -> str:
         return f"{self._prefix}host{index}"
@@ -228,15 +228,18 @@ class Hosts:
             ip("-n", host, "link", "set", "eth0", "addrgenmode", "none", "up")
             self._shape(host, "eth0", self._up_bps)  # what the host sends
             self._shape(switch, port, self._down_bps)  # what it receives
+            bursts = [_burst_bytes(rate) for rate in (self._up_bps, self._down_bps) if rate is not None]
+            if bursts:
+                # Pieces of as many packets as fit a bucket pass it at once. Larger ones would be cut into
+                # single packets, each with a timer: at 100 Mbit/s that took half of a core from training.
+                pieces = min(bursts) // _PACKET_BYTES * _SEGMENT_BYTES
+                ip("-n", host, "link", "set", "eth0", "gso_max_size", str(min(pieces, _MOST_BYTES)))
 
     def _shape(self, namespace: str, interface: str, bits_per_s: float | None) -> None:
         if bits_per_s is None:
             return
-        # What fits the bucket goes at memory speed after a pause, so it holds a millisecond of the rate,
-        # and at least 16 kB, since the kernel sends in pieces of many packets.
-        burst_bytes = max(16_384, round(bits_per_s / 8 * 1e-3))
-        shape = ["tbf", "rate", f"{bits_per_s:.0f}bit", "burst", str(burst_bytes), "latency", "100ms"]
-        command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape)
+        shape = ["tbf", "rate", f"{bits_per_s:.0f}bit", "burst", str(_burst_bytes(bits_per_s))]
+        command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape, "latency", "100ms")
 
     def _tear_down(self) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDINGS, signal.SIGINT))
@@ -334,6 +337,15 @@ class _Ranks:
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}"
+
+
+def _burst_bytes(bits_per_s: float) -> int:
+    """Return what a bucket holds.
+
+    What fits it goes at memory speed after a pause, so it holds a millisecond of the rate, and at least
+    16 kB, since the kernel sends in pieces of many packets.
+    """
+    return max(16_384, round(bits_per_s / 8 * 1e-3))
 
 
 def _start_relay(delay_s: float, switch: str, hosts: Sequence[str]) -> subprocess.Popen[str]:

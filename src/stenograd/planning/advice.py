@@ -34,7 +34,7 @@ __all__ = [
 ACCURACIES = ("exact", "rounded", "lossy")
 DENSE = "dense"
 _TIE = 0.02  # methods that close are equally fast: the numerically milder one is chosen
-LEVELS = (0.1, 0.5, 0.9)
+LEVELS = (0.1, 0.9)  # between which a prediction's interval lies
 # What a prediction may be off besides the spread of steps, to either side, and so the least lead over dense
 # that counts. Not fitted: it is the goal for the median error of predictions.
 _RESIDUAL = 0.1
@@ -46,7 +46,7 @@ class Slowness:
     """How many times as long as recorded the slowest worker computes.
 
     Args:
-        at: in what 10, 50 and 90 % of the steps stay below.
+        at: what 10 % of the steps stay below, the mean, and what 90 % stay below.
         alone: in the median step of a worker that waits for no other.
     """
 
@@ -60,7 +60,7 @@ class Prediction:
 
     Attributes:
         method: its text.
-        seconds: of a step: what 10, 50 and 90 % of the steps stay below.
+        seconds: of a step: what 10 % of the steps stay below, the mean, and what 90 % stay below.
         moved_bytes: that a worker sends per step, headers not counted.
         collectives: per step.
         saved_s: for each resource, what a step would save if it were free.

@@ -88,8 +88,9 @@ class Plan:
     def slowness(self) -> Slowness:
         """How much longer than recorded the slowest worker computes.
 
-        A step waits for the slowest of N workers, so `P(all below t) = P(one below t)^N`. What a step took by
-        the clock beyond its processor time is what else ran on the machine. Where a worker has less than a
+        A step waits for the slowest of N workers, so `P(all below t) = P(one below t)^N`; in the middle
+        stands the mean of that, since many steps take as many means. What a step took by the clock beyond
+        its processor time is what else ran on the machine. Where a worker has less than a
         core, the replay slows it by that, so it is taken out here as far as it was in what was measured.
         """
         step_s, cpu_s = np.array(self.profile.step_s), np.array(self.profile.cpu_s)
@@ -97,8 +98,10 @@ class Plan:
         alone = max(usual * min(self.cores, 1.0), min(usual, 1.0))
         # Workers that share cores slow each other down, but those that wait for the slowest leave it theirs.
         spread = step_s / np.median(step_s) if self.cores >= 1 else cpu_s / np.median(cpu_s)
-        low, middle, high = (alone * float(np.quantile(spread, q ** (1 / self.world_size))) for q in LEVELS)
-        return Slowness((low, middle, high), alone)
+        low, high = (float(np.quantile(spread, q ** (1 / self.world_size))) for q in LEVELS)
+        below = (np.arange(len(spread) + 1) / len(spread)) ** self.world_size
+        middle = float(np.sort(spread) @ np.diff(below))
+        return Slowness((alone * low, alone * middle, alone * max(high, middle)), alone)
 
     def timeline(self, text: str, cluster: Cluster | None = None, *, spans: bool = False) -> Timeline:
         """Replay a method's median step."""

@@ -188,7 +188,8 @@ def rehearse(
         profile = floor.profile()
     level = statistics.median(profile.cpu_s)
     brought = {
-        text: with_floor(p.scaled(level / own, level / own), level) for text, (p, own) in programs.items()
+        text: _not_below(with_floor(p.scaled(level / own, level / own), level), level)
+        for text, (p, own) in programs.items()
     }
     return Rehearsed(profile=profile, programs=brought, left_out=left_out)
 
@@ -211,6 +212,16 @@ def with_floor(program: Program, floor_s: float) -> Program:
         replace(e, compute_s=e.compute_s - least + floor_s) if at in idle else e for at, e in enumerate(main)
     ]
     return replace(program, lanes=(tuple(filled), *program.lanes[1:]))
+
+
+def _not_below(program: Program, floor_s: float) -> Program:
+    """Let no method compute less than a step without an exchange does: what was recorded so was chance."""
+    main = program.lanes[0]
+    times = program.steps * floor_s / max(sum(e.compute_s for e in main), 1e-9)
+    if times <= 1:
+        return program
+    stretched = tuple(replace(e, compute_s=e.compute_s * times) for e in main)
+    return replace(program, lanes=(stretched, *program.lanes[1:]))
 
 
 class _Floor:
