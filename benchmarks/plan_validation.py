@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--turn-s", type=float, default=0.8)
     parser.add_argument("--seconds", type=float, default=18.0, help="of each plan")
-    parser.add_argument("--unshaped", action="store_true", help="also without a limit, for that baseline")
+    parser.add_argument("--unshaped", action="store_true", help="also without a limit, but for paced cells")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -283,7 +283,9 @@ def main() -> None:
     asked: list[dict[str, Any]] = []
     for cell in args.cells:
         found = run(cell, args)
-        free = run(cell, args, unshaped=True)["measured"] if args.unshaped else None
+        # Paced ranks need the pace that was measured for the plan.
+        free_too = args.unshaped and not Cell.of(cell).paced
+        free = run(cell, args, unshaped=True)["measured"] if free_too else None
         floor_s = found["measured"]["median_s"]["none"]
         plan_file = out_of(cell, args).with_suffix(".plan.json")
         own = rows(cell, found, free, with_floor(plan_file, floor_s))
