@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stenograd.emulate.hosts import Hosts, parse_rate
+from stenograd.emulate.hosts import Hosts, parse_delay, parse_rate
 from stenograd.planning.advice import ACCURACIES, accuracy_of, advised
+from stenograd.planning.link import Link
 from stenograd.planning.plan import load_plan, predicted
 
 HERE = Path(__file__).parent
@@ -162,6 +163,23 @@ def _slowest(cell: str) -> float:
     return min(rate for rate in rates if rate is not None)
 
 
+def link_errors(cell: str, link: Link) -> list[float]:
+    """Return by how much each host's rates differ from those that were set, and then the latency.
+
+    A host sends no more than the others receive, and receives no more than they send.
+    """
+    about = Cell.of(cell)
+    up_bps, _, down_bps = about.rate.partition("/")
+    up, down = parse_rate(up_bps), parse_rate(down_bps or up_bps)
+    assert up is not None
+    assert down is not None
+    others = about.hosts - 1
+    errors = [found / min(up, others * down) - 1 for found in link.up_bps]
+    errors += [found / min(down, others * up) - 1 for found in link.down_bps]
+    delay_s = parse_delay(about.delay)
+    return errors + ([link.latency_s / delay_s - 1] if delay_s else [])
+
+
 def summary(table: list[dict[str, Any]]) -> dict[str, Any]:
     """Return errors of predictions and baselines, and the regret of what was recommended."""
     found: dict[str, Any] = {"rows": len(table)}
@@ -291,7 +309,11 @@ def main() -> None:
         own = rows(cell, found, free, with_floor(plan_file, floor_s))
         table += own
         asked += questions(cell, own, plan_file)
-    told = {"summary": summary(table) | answers(asked), "rows": table, "questions": asked}
+    links = {}
+    for cell in args.cells:
+        link = load_plan(out_of(cell, args).with_suffix(".plan.json")).link
+        links[cell] = {"seconds": link.seconds, "errors": link_errors(cell, link)}
+    told = {"summary": summary(table) | answers(asked), "links": links, "rows": table, "questions": asked}
     (args.out / "validation.json").write_text(json.dumps(told, indent=1) + "\n")
     (args.out / "validation.md").write_text(markdown(table))
     print(json.dumps(told["summary"], indent=1))

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import statistics
 import warnings
 
 import numpy as np
@@ -182,3 +183,12 @@ def test_a_method_that_does_not_fit_is_left_out_with_its_reason():
     found = rehearse(trial, ["dgc", "dense"], 2, seconds=0.2)
     assert "momentum" in found.left_out[stenograd.method("dgc").text]
     assert list(found.programs) == ["dense"]
+
+
+def test_no_method_computes_less_than_a_step_without_an_exchange():
+    """What is recorded below it is chance; a round of three steps computes at least three of them."""
+    found = rehearse(_trial(), ["dense", "topk:ratio=0.1", "local:every=3"], 2, seconds=0.3)
+    floor_s = statistics.median(found.profile.cpu_s)
+    for program in found.programs.values():
+        computed = sum(event.compute_s for event in program.lanes[0])
+        assert computed >= program.steps * floor_s * (1 - 1e-9)

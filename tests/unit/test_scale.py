@@ -112,6 +112,16 @@ class _Strict(HTMLParser):
             assert self.open.pop() == tag
 
 
+def test_a_step_takes_the_mean_of_the_slowest(plan):
+    """Steps take 1, 1, 1 or 2 s, each as often: both workers take 1 s in 9 of 16 cases, else it is 2 s."""
+    steps = (1.0, 2.0, 1.0, 1.0)
+    found = dataclasses.replace(plan, profile=Profile(steps, steps, 1), cores=1.0, world_size=2)
+    low, middle, high = found.slowness.at
+    assert middle == pytest.approx((9 * 1 + 7 * 2) / 16)
+    assert low == pytest.approx(1.0)
+    assert middle < high <= 2.0
+
+
 def test_the_report_is_one_small_file_that_needs_nothing_else(plan):
     text = page(plan)
     assert text == page(plan)

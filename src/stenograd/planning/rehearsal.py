@@ -15,6 +15,7 @@ from stenograd.errors import check_count
 from stenograd.planning.program import Program, median_program
 from stenograd.planning.recorder import Recorder, RehearsalDriver
 from stenograd.planning.trial import Trial, Work, first_batches, untouched
+from stenograd.schedules.gossip import Gossip
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.distribute import distribute
 
@@ -22,6 +23,7 @@ __all__ = ["Profile", "Rehearsed", "periods", "rehearse", "steady", "with_floor"
 
 _WARM_UP = 2  # periods that are not counted: first steps fill caches and states
 _FLOOR_WARM_UP = 2
+_MOST_TURNS = 32  # of a graph that repeats after log2 of the ranks' number
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +74,23 @@ def steady(how: Method) -> Method:
     return replace(how, warmup_steps=0, schedule=schedule)
 
 
-def period_of(how: Method) -> int:
-    """Return after how many steps a method's schedule begins again.
+def period_of(how: Method, world_size: int) -> int:
+    """Return after how many steps a method's schedule begins again, neighbours included.
 
     Example:
-        >>> period_of(method("topk")), period_of(method("local:every=8"))
+        >>> period_of(method("topk"), 4), period_of(method("local:every=8"), 4)
         (1, 8)
+        >>> [period_of(method("gossip:every=2"), size) for size in (2, 4, 8)]  # at distances 1, 2, 4, ...
+        [2, 4, 6]
     """
-    return int(getattr(how.schedule, "every", 1))
+    every = int(getattr(how.schedule, "every", 1))
+    if not isinstance(how.schedule, Gossip) or world_size == 1:
+        return every
+    graph = how.schedule.topology(world_size)
+    steps = [graph.weights(0, world_size, step=step) for step in range(2 * _MOST_TURNS)]
+    return every * next(
+        turns for turns in range(1, _MOST_TURNS + 1) if steps[turns:][:_MOST_TURNS] == steps[:_MOST_TURNS]
+    )
 
 
 def periods(
@@ -117,10 +128,10 @@ def periods(
             for number in range(-_WARM_UP, count + 2):
                 if number == 0:
                     recorder.begin()
-                _period(work, recorder, how, idle)
+                _period(work, recorder, period_of(how, world_size), idle)
             sync.flush()
             recorder.on = False
-    steps = period_of(how)
+    steps = period_of(how, world_size)
     shared: dict[str, Any] = {"method": how.text, "world_size": world_size, "steps": steps}
     return [
         Program(lanes=lanes, idle_steps=steps - 1 if idle else 0, **shared)
@@ -128,8 +139,7 @@ def periods(
     ]
 
 
-def _period(work: Work, recorder: Recorder, how: Method, idle: bool) -> None:
-    steps = period_of(how)
+def _period(work: Work, recorder: Recorder, steps: int, idle: bool) -> None:
     for step in range(steps):
         if idle and step < steps - 1:
             work.idle_step()

@@ -97,12 +97,8 @@ class Timed:
                 time.sleep(_PAUSE_S)
             at += 1
         self.sent_bytes += count * at_once * wire_bytes(op, nbytes, self.driver.world_size)
-        told = [json.loads(text) for text in everyone(self.driver, json.dumps([taken[1:], cpu[1:]]))]
-        found = [
-            [statistics.mean(values) for values in zip(*each, strict=True)]
-            for each in zip(*told, strict=True)
-        ]
-        return Sample(op.value, nbytes, at_once, tuple(found[0]), tuple(found[1]), busy)
+        found = self.mean([*taken[1:], *cpu[1:]])
+        return Sample(op.value, nbytes, at_once, tuple(found[: count - 1]), tuple(found[count - 1 :]), busy)
 
     def after_silence_s(self, op: Op, nbytes: int, silence_s: float) -> float:
         """Return the seconds of one collective before which nothing was sent for a while."""
@@ -116,10 +112,10 @@ class Timed:
         return self.mean([taken])[0]
 
     def one_way_s(self, one: int, other: int, repeats: int) -> float:
-        """Return half of the fastest way of a small message from one rank to another and back.
+        """Return half of what a small message takes from one rank to another and back, the fastest of some.
 
-        All receives are offered before: gloo sends nothing that has not been asked for, so a message whose
-        receive is offered when it is wanted takes three ways, or two if both ranks offer at the same time.
+        All receives are offered before. Gloo sends nothing before it is offered room for it, so an offer that
+        is made only when the message is wanted adds a way.
         """
         me, least_s = self.driver.rank, float("inf")
         offers: list[Pending] = []
@@ -199,11 +195,8 @@ def per_second(streams: Sequence[Sequence[float]], beginning: int) -> float:
     first, last = max(s[beginning - 1] for s in streams), min(s[-1] for s in streams)
     times = sorted(t for s in streams for t in s[beginning:] if first <= t <= last)
     if len(times) < 2 * len(streams) + 2:  # they hardly went on together
-        return (
-            len(streams)
-            * (len(streams[0]) - beginning)
-            / (max(s[-1] for s in streams) - min(s[beginning - 1] for s in streams))
-        )
+        whole_s = max(s[-1] for s in streams) - min(s[beginning - 1] for s in streams)
+        return sum(len(s) - beginning for s in streams) / max(whole_s, 1e-9)
     apart = max(len(times) // 3, 1)
     pairs = ((i, j) for i in range(len(times)) for j in range(i + apart, len(times)))
     return statistics.median((j - i) / max(times[j] - times[i], 1e-9) for i, j in pairs)

@@ -30,6 +30,8 @@ __all__ = [
     "store_word",
     "stream_32",
     "sum_at_least_32",
+    "sum_magnitudes_256",
+    "take_signs_32",
     "wait_for_streams",
 ]
 
@@ -115,6 +117,21 @@ def not_negative_32(typing: Any, array: Any, start: Any) -> Any:
 
 
 @lowering
+def take_signs_32(typing: Any, array: Any, start: Any, scale: Any) -> Any:
+    """Do what `not_negative_32` does, and subtract `scale` from floats whose bit is set, or else add it."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _FLOATS)
+        lanes = builder.load(pointer, align=4)
+        hit = builder.fcmp_ordered(">=", lanes, ir.Constant(_FLOATS, [0.0] * 32))
+        plus, minus = (_splat(builder, s, _FLOATS) for s in (args[2], builder.fneg(args[2])))
+        builder.store(builder.fsub(lanes, builder.select(hit, plus, minus)), pointer, align=4)
+        return builder.bitcast(hit, ir.IntType(32))
+
+    return types.uint32(array, types.int64, types.float32), code
+
+
+@lowering
 def prefetch_32(typing: Any, array: Any, start: Any) -> Any:
     """Ask for 32 floats to be brought to the cache, from any place: one outside the array does no harm."""
 
@@ -151,20 +168,51 @@ def add_magnitudes_256(typing: Any, array: Any, start: Any, sums: Any) -> Any:
     """Add an eighth of 256 magnitudes to 32 float64: eight of them, 32 places apart, are summed first."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _LANES)
-        eight = None
-        for i in range(8):
-            lanes = builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(64), i)]), align=4)
-            lanes = builder.bitcast(builder.and_(lanes, ir.Constant(_LANES, [0x7FFFFFFF] * 32)), _FLOATS)
-            lanes = builder.fmul(lanes, ir.Constant(_FLOATS, [0.125] * 32))
-            eight = lanes if eight is None else builder.fadd(eight, lanes)
-        zero = ir.Constant(ir.IntType(64), 0)
-        into = _pointer(context, builder, signature.args[2], args[2], zero, _DOUBLES)
-        total = builder.fadd(builder.load(into, align=8), builder.fpext(eight, _DOUBLES))
-        builder.store(total, into, align=8)
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _FLOATS)
+        into = _pointer(context, builder, signature.args[2], args[2], _int64(0), _DOUBLES)
+        _add_eighths(builder, into, lambda i: builder.load(builder.gep(pointer, [_int64(i)]), align=4))
         return context.get_dummy_value()
 
     return types.none(array, types.int64, sums), code
+
+
+@lowering
+def sum_magnitudes_256(typing: Any, array: Any, addend: Any, start: Any, sums: Any) -> Any:
+    """Add `addend` to 256 floats in place, and then do what `add_magnitudes_256` does."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        pointer, more = (_pointer(context, builder, kinds[i], args[i], args[2], _FLOATS) for i in (0, 1))
+        into = _pointer(context, builder, kinds[3], args[3], _int64(0), _DOUBLES)
+
+        def summed(i: int) -> Any:
+            place = builder.gep(pointer, [_int64(i)])
+            lanes = builder.fadd(
+                builder.load(place, align=4), builder.load(builder.gep(more, [_int64(i)]), align=4)
+            )
+            builder.store(lanes, place, align=4)
+            return lanes
+
+        _add_eighths(builder, into, summed)
+        return context.get_dummy_value()
+
+    return types.none(array, addend, types.int64, sums), code
+
+
+def _int64(value: int) -> Any:
+    return ir.Constant(ir.IntType(64), value)
+
+
+def _add_eighths(builder: Any, into: Any, lanes_of: Callable[[int], Any]) -> None:
+    """Add up an eighth of the magnitudes of eight times 32 floats, and add that to 32 float64."""
+    eight = None
+    for i in range(8):
+        bits = builder.bitcast(lanes_of(i), _LANES)
+        lanes = builder.bitcast(builder.and_(bits, ir.Constant(_LANES, [0x7FFFFFFF] * 32)), _FLOATS)
+        lanes = builder.fmul(lanes, ir.Constant(_FLOATS, [0.125] * 32))
+        eight = lanes if eight is None else builder.fadd(eight, lanes)
+    total = builder.fadd(builder.load(into, align=8), builder.fpext(eight, _DOUBLES))
+    builder.store(total, into, align=8)
 
 
 @lowering

@@ -27,6 +27,8 @@ from stenograd.kernels.cpu.lanes import (
     load_word,
     not_negative_32,
     prefetch_32,
+    sum_magnitudes_256,
+    take_signs_32,
 )
 from stenograd.kernels.reference.bits import packed_bytes
 from stenograd.kernels.reference.sign import block_count, check_scales
@@ -58,20 +60,17 @@ def _encode(x: Any, residual: Any, block: int, numels: Any, words: Any, scales: 
         while start < end:
             stop = min(start + block, end)
             v = residual[start:stop] if residual.size else x[start:stop]
-            if residual.size and x.size:
-                more = x[start:stop]
-                for i in range(v.size):
-                    v[i] += more[i]
-            scale = mean_magnitude(v, lanes)
+            both = residual.size > 0 and x.size > 0
+            scale = _sum_magnitude(v, x[start:stop], lanes) if both else mean_magnitude(v, lanes)
             for i in range(0, v.size, 32):
                 prefetch_32(residual, stop + i)  # while this block is worked on, the next one is on its way
                 prefetch_32(x, stop + i)
                 width = min(v.size - i, 32)
-                word = not_negative_32(v, i) if width == 32 else _not_negative(v[i:])
+                if width < 32:
+                    word = _not_negative(v[i:], scale, residual.size > 0)
+                else:
+                    word = take_signs_32(v, i, scale) if residual.size else not_negative_32(v, i)
                 pending, held, at = put(words, pending, held, at, word, width)
-            if residual.size:
-                for i in range(v.size):
-                    v[i] -= scale if v[i] >= 0 else -scale
             scales[row] = scale
             row += 1
             start = stop
@@ -85,6 +84,24 @@ def mean_magnitude(v: Any, lanes: Any) -> Any:
     whole = v.size - v.size % 256
     for start in range(0, whole, 256):
         add_magnitudes_256(v, start, lanes)
+    return _with_rest(v, whole, lanes)
+
+
+@kernel
+def _sum_magnitude(v: Any, more: Any, lanes: Any) -> Any:
+    """Add more to v, and do what `mean_magnitude` does."""
+    lanes[:] = 0
+    whole = v.size - v.size % 256
+    for start in range(0, whole, 256):
+        sum_magnitudes_256(v, more, start, lanes)
+    for i in range(whole, v.size):
+        v[i] += more[i]
+    return _with_rest(v, whole, lanes)
+
+
+@kernel
+def _with_rest(v: Any, whole: int, lanes: Any) -> Any:
+    """Return the mean magnitude where those before `whole` are in the lanes."""
     for i in range(whole, min(whole + 32, v.size)):
         eight = np.float32(0)
         for j in range(i, v.size, 32):
@@ -94,11 +111,13 @@ def mean_magnitude(v: Any, lanes: Any) -> Any:
 
 
 @kernel
-def _not_negative(v: Any) -> Any:
-    """Do what `not_negative_32` does, for fewer."""
+def _not_negative(v: Any, scale: Any, take: bool) -> Any:
+    """Do what `not_negative_32` or `take_signs_32` does, for fewer."""
     word = np.uint32(0)
     for i in range(v.size):
         word |= np.uint32(v[i] >= 0) << np.uint32(i)
+        if take:
+            v[i] -= scale if v[i] >= 0 else -scale
     return word
 
 
