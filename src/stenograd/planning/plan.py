@@ -41,7 +41,7 @@ from stenograd.version import __version__
 __all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_slowest"]
 
 _FORMAT = 1
-VALIDATED = 4  # workers, see docs/planning.md
+VALIDATED = 8  # workers, see docs/planning.md
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ def _notes(bare: Plan, found: Sequence[Prediction], best: str) -> tuple[str, ...
                 f"{text}: {share:.0%} of a step is latency; larger buckets or rarer rounds save most"
             )
     notes.append(
-        "in real runs the median error of times was 9 % on a quiet machine, 7 to 49 % on a busy one "
+        "in real runs the median error of times was 7 % on a quiet machine, 7 to 49 % on a busy one "
         "(docs/planning.md): try the method for some steps, and compare by --check"
     )
     if accuracy_of(best) == "lossy":
