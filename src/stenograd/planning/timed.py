@@ -23,6 +23,7 @@ _LABEL = Label(ATTACH)
 # After each collective, so that a token bucket fills again, as it does while a training computes.
 _PAUSE_S = 0.002
 _PARTS = 16  # messages of a flow
+_PLAUSIBLE = 2.0  # how often the mean a rate may be: TCP begins slowly, but not for more than half of a flow
 _BEGINNING = 4  # of them: what a token bucket lets pass at once, and TCP finding its window
 
 
@@ -182,7 +183,8 @@ def per_second(streams: Sequence[Sequence[float]], beginning: int) -> float:
     """Return how many messages came per second, of all streams together, while all of them went on.
 
     A rank that is held up notices late what has come, which moves some times but not most. So it is the
-    median of the slopes between any two messages that are at least a third of all apart (Theil and Sen).
+    median of the slopes between any two messages that are at least a third of all apart (Theil and Sen). One
+    that was held up nearly all the time finds most messages there at once: then the mean is what can be said.
 
     Args:
         streams: for each pair of a sender and a receiver, when its messages came.
@@ -194,12 +196,14 @@ def per_second(streams: Sequence[Sequence[float]], beginning: int) -> float:
     """
     first, last = max(s[beginning - 1] for s in streams), min(s[-1] for s in streams)
     times = sorted(t for s in streams for t in s[beginning:] if first <= t <= last)
+    whole_s = max(s[-1] for s in streams) - min(s[0] for s in streams)
+    mean = sum(len(s) - 1 for s in streams) / max(whole_s, 1e-9)
     if len(times) < 2 * len(streams) + 2:  # they hardly went on together
-        whole_s = max(s[-1] for s in streams) - min(s[beginning - 1] for s in streams)
-        return sum(len(s) - beginning for s in streams) / max(whole_s, 1e-9)
+        return mean
     apart = max(len(times) // 3, 1)
     pairs = ((i, j) for i in range(len(times)) for j in range(i + apart, len(times)))
-    return statistics.median((j - i) / max(times[j] - times[i], 1e-9) for i, j in pairs)
+    usual = statistics.median((j - i) / max(times[j] - times[i], 1e-9) for i, j in pairs)
+    return usual if usual < _PLAUSIBLE * mean else mean
 
 
 def _request_of(op: Op, nbytes: int, world_size: int) -> Request:
