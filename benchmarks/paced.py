@@ -101,6 +101,7 @@ class Paced(nn.Module):
     def __init__(self, model: nn.Module, loss: Callable[[], Tensor], pace: Pace, seed: int) -> None:
         super().__init__()
         self.inner = model
+        model.zero_grad()
         loss().backward()
         self._parameters_in_order = [list(model.parameters())[at] for at in pace.order]
         self._gradients = [p.grad.detach().clone() for p in self._parameters_in_order if p.grad is not None]

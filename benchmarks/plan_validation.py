@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from dataclasses import replace
@@ -86,10 +87,10 @@ class Cell(NamedTuple):
 
     def __str__(self) -> str:
         hosts = f"{self.hosts} hosts" + (f" of {self.ranks} ranks" if self.ranks > 1 else "")
-        delay = "" if self.delay == "none" else f", {self.delay}"
-        return f"{self.model}, {hosts}, {self.rate.replace('bit', 'bit/s')}{delay}" + (
-            ", paced" if self.paced else ""
-        )
+        up, _, down = (re.sub("([kmg])bit", lambda m: f" {m[1].upper()}bit/s", self.rate)).partition("/s/")
+        rate = f"{up}/s up and {down} down" if down else up
+        parts = [self.model, hosts, rate, "" if self.delay == "none" else self.delay, "paced" * self.paced]
+        return ", ".join(part for part in parts if part)
 
 
 def run(cell: str, args: argparse.Namespace, *, unshaped: bool = False) -> dict[str, Any]:

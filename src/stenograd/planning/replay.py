@@ -235,12 +235,6 @@ def _advance(run: _Run, method: str) -> None:
             run.spans.append(Span("collective", -1, r.number, r.start, run.now))
 
 
-def _less(left: float, seconds: float, speed: float) -> float:
-    """Return what is left of a share after some seconds."""
-    rest = 0.0 if speed == math.inf else left - seconds * speed
-    return rest if rest > 1e-9 else 0.0
-
-
 def _share(r: _Running, sending: Sequence[_Running]) -> float:
     """Return the part of its link that a collective has."""
     return 1.0 / sum(other.transfer.inside == r.transfer.inside for other in sending)
