@@ -166,15 +166,16 @@ class TopK(Codec):
 
     def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
         """Add, select and leave the rest in x, in one pass unless there are chunks; then write."""
+        message, halves = self._message(x, site), False
         if residual is None or self.chunk:
             x = x if residual is None else x.add_(residual)
             places, values = self._select(x, site)
             x.index_fill_(0, places.long(), 0)
         else:  # the sum is the same either way round, and x's memory takes what is left
-            places, values = select_feedback(residual, x, self._count(x, site))
-        message = self._message(x, site)
+            halves = message.values == "bfloat16"
+            places, values = select_feedback(residual, x, self._count(x, site), halves=halves)
         payload = message.write(places, values)
-        if message.is_lossy:
+        if message.is_lossy and not halves:
             x.index_copy_(0, places.long(), values - message.read(payload)[1])
         return payload, x
 

@@ -155,7 +155,9 @@ def qsgd_decode_mean(
     return total
 
 
-def select_feedback(x: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def select_feedback(
+    x: Tensor, residual: Tensor, k: int, *, halves: bool = False
+) -> tuple[Tensor, Tensor]:
     """Take the k largest after correction: `v = x + r`, `S = top_k(|v|)`, `r' = v` outside S, else 0.
 
     A bound that slightly more than k elements reach is guessed from a regular sample. One pass adds, writes
@@ -166,6 +168,7 @@ def select_feedback(x: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor
         x: flat tensor (n,), any floating type; left alone.
         residual: flat tensor (n,), overwritten.
         k: 0 to n.
+        halves: whether values will travel as bfloat16, so that on S `r' = v - bfloat16(v)`.
 
     Returns:
         Places (k,), ascending, int32 (int64 above 2**31 elements), and values (k,) in residual's type. Of
@@ -184,7 +187,7 @@ def select_feedback(x: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor
     """
     x = matching(x, residual)
     _check_k(x, k)
-    places, values = pick("select", "select_feedback", x, residual)(x, residual, k)
+    places, values = pick("select", "select_feedback", x, residual)(x, residual, k, halves)
     return places, values
 
 

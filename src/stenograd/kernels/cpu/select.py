@@ -21,29 +21,32 @@ _SAMPLE = 16384  # magnitudes from which a bound is guessed; a third as many cos
 _NONE = np.empty(0, np.float32)
 
 
-def select_feedback(x: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def select_feedback(x: Tensor, residual: Tensor, k: int, halves: bool) -> tuple[Tensor, Tensor]:
     """Take the k largest of `x + residual` and leave the rest in residual."""
-    return _largest(view(x), view(residual), k, clear=True)
+    return _largest(view(x), view(residual), k, clear=True, halves=halves)
 
 
 def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest and their places, ascending."""
-    return _largest(_NONE, view(x), k, clear=False)
+    return _largest(_NONE, view(x), k, clear=False, halves=False)
 
 
-def _largest(addend: Any, v: Any, k: int, *, clear: bool) -> tuple[Tensor, Tensor]:
-    """Add `addend` to v unless it is empty, and return the k largest, which `clear` sets to zero in v."""
+def _largest(addend: Any, v: Any, k: int, *, clear: bool, halves: bool) -> tuple[Tensor, Tensor]:
+    """Add `addend` to v unless it is empty, and return the k largest.
+
+    With `clear` they are taken out of v, where nothing of them is left, or with `halves` what bfloat16 loses.
+    """
     n = v.size
     places, values = _room(k)
     last = None
     if n >= 2 * _SAMPLE and 0 < k <= n // 16:
-        sample = _magnitudes(addend, v, n // _SAMPLE | 1)
+        sample = _sampled(addend, v, n // _SAMPLE | 1)
         expected = k / n * sample.size
         reach = math.ceil(expected + 3.5 * math.sqrt(expected)) + 4  # k or more, but for 1 in 4,000
-        bound = max(np.partition(sample, sample.size - reach)[sample.size - reach], np.uint32(1))
+        bound = max(np.uint32(_kth(sample, reach, np.uint32(0))[0]), np.uint32(1))
         room = 3 * k + n // 256
         some, theirs = _room(room + CHUNK)
-        count = _sweep(addend, v, bound, clear, room, some, theirs)
+        count = _sweep(addend, v, bound, clear, halves, room, some, theirs)
         some, theirs = some[:count], theirs[:count]
         if k <= count < room:
             kept = _choose(some, theirs, *_kth(theirs, k, bound), v, clear)
@@ -56,7 +59,7 @@ def _largest(addend: Any, v: Any, k: int, *, clear: bool) -> tuple[Tensor, Tenso
     elif addend.size:
         _add(addend, v)
     bound, ties = last or _kth(v, k, np.uint32(0))
-    _take(v, bound, ties, clear, places, values)
+    _take(v, bound, ties, clear, halves, places, values)
     return torch.from_numpy(places), torch.from_numpy(values)
 
 
@@ -65,12 +68,12 @@ def _room(size: int) -> tuple[Any, Any]:
 
 
 @kernel
-def _magnitudes(addend: Any, v: Any, stride: int) -> Any:
-    """Return every stride-th magnitude of the sum, as bits."""
-    out = np.empty((v.size + stride - 1) // stride, np.uint32)
+def _sampled(addend: Any, v: Any, stride: int) -> Any:
+    """Return every stride-th element of the sum."""
+    out = np.empty((v.size + stride - 1) // stride, np.float32)
     for j in range(out.size):
         i = np.uint64(j * stride)
-        out[j] = bits_of(v[i] + addend[i] if addend.size else v[i])
+        out[j] = v[i] + addend[i] if addend.size else v[i]
     return out
 
 
@@ -81,10 +84,12 @@ def _add(addend: Any, v: Any) -> None:
 
 
 @kernel
-def _sweep(addend: Any, v: Any, bound: Any, clear: bool, room: int, places: Any, values: Any) -> Any:
+def _sweep(
+    addend: Any, v: Any, bound: Any, clear: bool, halves: bool, room: int, places: Any, values: Any
+) -> Any:
     """Add, and write down what is at least the bound until the room is full; return how many that were.
 
-    What is written down becomes zero in v if `clear`. There is place for `CHUNK` more than `room`.
+    What is written down is taken out of v if `clear`. There is place for `CHUNK` more than `room`.
     """
     hits = np.empty(CHUNK // 64, np.uint64)
     count = np.int64(0)
@@ -99,8 +104,18 @@ def _sweep(addend: Any, v: Any, bound: Any, clear: bool, room: int, places: Any,
             at = np.uint64(places[np.uint64(i)])  # an unsigned index needs no test for counting from the end
             values[np.uint64(i)] = v[at]
             if clear:
-                v[at] = 0
+                v[at] = _left(v[at], halves)
     return count
+
+
+@kernel
+def _left(value: Any, halves: bool) -> Any:
+    """Return what is left of a value that is sent: nothing, or what rounding to nearest even loses."""
+    if not halves:
+        return np.float32(0)
+    bits = np.float32(value).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return value - np.uint32(rounded).view(np.float32)
 
 
 @kernel
@@ -143,7 +158,7 @@ def _written(hits: Any, first: int, places: Any, count: Any) -> Any:
 
 
 @kernel
-def _take(v: Any, bound: Any, ties: int, clear: bool, places: Any, values: Any) -> None:
+def _take(v: Any, bound: Any, ties: int, clear: bool, halves: bool, places: Any, values: Any) -> None:
     """Write down what is above the bound and the first `ties` at it, which are as many as there is room."""
     count = 0
     whole = v.size - v.size % 32
@@ -159,7 +174,7 @@ def _take(v: Any, bound: Any, ties: int, clear: bool, places: Any, values: Any) 
                 places[count], values[count] = at, v[at]
                 count += 1
                 if clear:
-                    v[at] = 0
+                    v[at] = _left(v[at], halves)
 
 
 @kernel

@@ -26,10 +26,11 @@ def magnitude_bits(x: Tensor) -> Tensor:
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 
 
-def select_feedback(x: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def select_feedback(x: Tensor, residual: Tensor, k: int, halves: bool) -> tuple[Tensor, Tensor]:
     """Take the k largest of `x + residual` and leave the rest in residual."""
     places, values = select(residual.add_(x), k)
-    residual.index_fill_(0, places.long(), 0)
+    left = values - values.bfloat16().to(values.dtype) if halves else torch.zeros_like(values)
+    residual.index_copy_(0, places.long(), left)
     return places, values
 
 
