@@ -18,8 +18,11 @@ from stenograd.errors import StenogradError, TensorTypeError
 
 __all__ = ["Filler", "Slot", "SparseFiller", "check_gradient"]
 
-# A bucket of tensors smaller than this on average is filled by one call when it is complete: with 10,000
-# tensors of 4 elements a call for each took twice the time of the whole backward pass.
+# A bucket of tensors smaller than this on average is filled by one call when it is complete: a call for each
+# gradient comes between two of autograd's own, out of the caches, and then takes 60 us and not 10.
+_SMALL_ELEMENTS = 1 << 17
+# Smaller than this, gradients also keep their own memory: with 10,000 tensors of 4 elements, giving each
+# another took twice the time of the whole backward pass.
 _FEW_ELEMENTS = 2048
 _KEPT_VIEWS = 3  # memories that a bucket changes between: its own, an old residual's, an average's
 
@@ -64,10 +67,17 @@ class Slot:
 
 
 class _Hold:
-    """One bucket's parameters, and the views of their gradients in the memories that it uses."""
+    """One bucket's parameters, and the views of their gradients in the memories that it uses.
+
+    Attributes:
+        together: whether it is filled by one call when it is complete.
+        many: whether gradients keep memory of their own; then it is filled together, too.
+        missing: number of gradients to come in this pass.
+    """
 
     def __init__(self, bucket: Bucket, params: list[nn.Parameter], slots: list[Slot]) -> None:
         self.bucket, self.params, self.slots = bucket, params, slots
+        self.together = len(params) > 1 and sum(bucket.numels) < _SMALL_ELEMENTS * len(params)
         self.many = len(params) > 1 and sum(bucket.numels) < _FEW_ELEMENTS * len(params)
         self.missing = 0
         self._views: dict[int, list[Tensor]] = {}
@@ -118,12 +128,14 @@ class Filler:
         for hold in self.holds:
             hold.missing = len(hold.params)
 
-    @torch.no_grad()
     def fill(self, index: int, parameter: Tensor) -> None:
-        """Put a gradient where it is exchanged, now that it is in the cache."""
+        """Put a gradient where it is exchanged, unless that is done for all of its bucket together."""
+        if not self.holds[index].together:
+            self._fill_one(index, parameter)
+
+    @torch.no_grad()
+    def _fill_one(self, index: int, parameter: Tensor) -> None:
         hold = self.holds[index]
-        if hold.many:
-            return  # with the others of its bucket
         grad, scale = parameter.grad, self._exchange.scale(index)
         check_gradient(grad, parameter, hold.bucket)
         if grad is None:
@@ -142,16 +154,19 @@ class Filler:
 
     @torch.no_grad()
     def complete(self, index: int, number: int) -> None:
-        """Fill what pass `number` has not made a gradient of, and all of a bucket of many small tensors."""
+        """Fill what pass `number` has not made a gradient of, and all of a bucket that is filled together."""
         hold = self.holds[index]
         if hold.many:
             self._fill_many(hold, index)
-        elif hold.missing:
+            return
+        if hold.together:
+            self._fill_together(hold, index, number)
+        if hold.missing:
             for p, slot in zip(hold.params, hold.slots, strict=True):
                 if slot.at == number:
                     continue
                 if p.grad is None or slot.counts(p.grad):
-                    self.fill(index, p)
+                    self._fill_one(index, p)
                 else:
                     self._fill_left(hold, index, p, slot)
 
@@ -221,6 +236,28 @@ class Filler:
         scale = self._exchange.scale(index)
         if scale != 1.0:
             flat.mul_(scale)
+
+    def _fill_together(self, hold: _Hold, index: int, number: int) -> None:
+        """Fill in the gradients that pass `number` has made."""
+        views = hold.views(self._exchange.flat(index))
+        targets: list[Tensor] = []
+        grads: list[Tensor] = []
+        for p, slot, view in zip(hold.params, hold.slots, views, strict=True):
+            if slot.at != number:
+                continue
+            check_gradient(p.grad, p, hold.bucket)
+            if p.grad is None:
+                view.zero_()  # somebody took it away: it counts as zeros
+            else:
+                targets.append(view)
+                grads.append(p.grad)
+                if self._shares and p.is_contiguous():
+                    p.grad = view
+        if targets:
+            torch._foreach_copy_(targets, grads)
+            scale = self._exchange.scale(index)
+            if scale != 1.0:
+                torch._foreach_mul_(targets, scale)
 
     def _fill_left(self, hold: _Hold, index: int, parameter: Tensor, slot: Slot) -> None:
         """Fill in the gradient that an earlier exchange left, in case that other ranks add to theirs.

@@ -110,7 +110,7 @@ class Hooked(Uneven):
         if slot.bucket >= 0:
             hold = self._filler.holds[slot.bucket]
             hold.missing -= 1
-            if not hold.many or not hold.missing:
+            if not hold.together or not hold.missing:
                 self._ready(slot.bucket, parameter)
 
     def _ready(self, index: int, parameter: Tensor) -> None:
