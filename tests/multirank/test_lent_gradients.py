@@ -1,4 +1,4 @@
-"""Gradients that fill a bucket are exchanged where autograd left them: nobody else may notice."""
+"""Gradients are exchanged where autograd left them, or copied one by one or together: nobody may notice."""
 
 import time
 
@@ -8,11 +8,32 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import stenograd
+from stenograd.sync import filling
+
+# Largest bucket, and the sizes below which one is filled together, and its gradients keep their memory.
+WAYS = {
+    "lent": (1, 0, 0),
+    "one by one": (1 << 20, 0, 0),
+    "together": (1 << 20, 1 << 20, 0),
+    "kept apart": (1 << 20, 1 << 20, 1 << 20),
+}
 
 
-def _train(rank, method, bucket_bytes, trouble):
+class _Net(nn.Module):
+    """Two layers, the first of which has a second half that is not always used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.extra = nn.Linear(12, 20), nn.Linear(20, 3), nn.Linear(12, 20)
+
+    def forward(self, x, *, extra):
+        return self.second(torch.tanh(self.first(x) + (self.extra(x) if extra else 0)))
+
+
+def _train(rank, method, way, trouble):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3))
+    bucket_bytes, filling._SMALL_ELEMENTS, filling._FEW_ELEMENTS = WAYS[way]
+    model = _Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sync = stenograd.distribute(model, optimizer, method, bucket_bytes=bucket_bytes)
     g = torch.Generator().manual_seed(1 + rank)
@@ -20,15 +41,19 @@ def _train(rank, method, bucket_bytes, trouble):
     if trouble == "hooks":  # a gradient that somebody else holds is not ours to change
         for p in model.parameters():
             p.register_hook(kept.append)
+    if trouble == "taken":  # a hook of the user's takes a gradient away
+        model.second.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     for step in range(6):
+        # With "unused" first all ranks use all, then one, then none.
+        extra = {"unused": step < 2 or (step < 4 and rank == 1)}.get(trouble, True)
         if trouble == "in place":
             optimizer.zero_grad(set_to_none=False)
-        elif trouble != "accumulate" or step % 2 == 0:
+        elif trouble not in ("accumulate", "unused") or step % 2 == 0:
             optimizer.zero_grad()
         if trouble == "no_sync":
             with sync.no_sync():
-                model(torch.randn(4, 12, generator=g)).square().mean().backward()
-        loss = model(torch.randn(4, 12, generator=g)).square().mean()
+                model(torch.randn(4, 12, generator=g), extra=True).square().mean().backward()
+        loss = model(torch.randn(4, 12, generator=g), extra=extra).square().mean()
         loss.backward(retain_graph=trouble == "graph")
         if trouble == "hooks":
             copies = [t.clone() for t in kept]
@@ -44,29 +69,36 @@ def _train(rank, method, bucket_bytes, trouble):
     return [p.detach().clone() for p in model.parameters()], all(values)
 
 
-TROUBLES = ["none", "in place", "accumulate", "no_sync", "hooks", "graph", "clip"]
+TROUBLES = ["none", "in place", "accumulate", "no_sync", "hooks", "graph", "clip", "taken", "unused"]
 
 
-def _all(rank, method, bucket_sizes):
-    return [[_train(rank, method, nbytes, trouble) for nbytes in bucket_sizes] for trouble in TROUBLES]
+def _all(rank, method, ways):
+    before = filling._SMALL_ELEMENTS, filling._FEW_ELEMENTS
+    try:
+        return [[_train(rank, method, way, trouble) for way in ways] for trouble in TROUBLES]
+    finally:
+        filling._SMALL_ELEMENTS, filling._FEW_ELEMENTS = before
 
 
 @pytest.mark.parametrize("method", ["dense", "fp16", "sign:block=64"])
-def test_each_in_a_bucket_of_its_own_equals_all_in_one(pool, method):
-    """In one bucket gradients are copied; these methods' averages do not depend on the buckets."""
-    for rank in pool.run(2, _all, method, (1, 1 << 20)):
-        for (alone, untouched), (together, _) in rank:
-            assert untouched
-            for a, b in zip(alone, together, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+def test_all_ways_give_the_same(pool, method):
+    """These methods' averages do not depend on the buckets."""
+    for rank in pool.run(2, _all, method, list(WAYS)):
+        for (alone, untouched), *others in rank:
+            for parameters, untouched_too in others:
+                assert untouched
+                assert untouched_too
+                for a, b in zip(alone, parameters, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["topk:ratio=0.2", "qsgd", "powersgd:rank=2"])
 def test_ranks_stay_equal(pool, method):
-    first, second = pool.run(2, _all, method, (1,))
-    for [(ours, untouched)], [(theirs, _)] in zip(first, second, strict=True):
-        assert untouched
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    first, second = pool.run(2, _all, method, list(WAYS))
+    for mine, others in zip(first, second, strict=True):
+        for (ours, untouched), (theirs, _) in zip(mine, others, strict=True):
+            assert untouched
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _freed(memory):
