@@ -59,7 +59,7 @@ def pick(family: str, name: str, *tensors: Tensor, numel: int = 0) -> Callable[.
 
 def _suits_numba(t: Tensor) -> bool:
     fits = t.dtype is torch.float32 or not t.is_floating_point()
-    return t.device.type == "cpu" and fits and t.is_contiguous() and t.numel() <= _MOST
+    return t.is_cpu and fits and t.is_contiguous() and t.numel() <= _MOST
 
 
 @cache

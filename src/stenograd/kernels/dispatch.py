@@ -155,9 +155,7 @@ def qsgd_decode_mean(
     return total
 
 
-def select_feedback(
-    x: Tensor, residual: Tensor, k: int, *, halves: bool = False
-) -> tuple[Tensor, Tensor]:
+def select_feedback(x: Tensor, residual: Tensor, k: int, *, halves: bool = False) -> tuple[Tensor, Tensor]:
     """Take the k largest after correction: `v = x + r`, `S = top_k(|v|)`, `r' = v` outside S, else 0.
 
     A bound that slightly more than k elements reach is guessed from a regular sample. One pass adds, writes

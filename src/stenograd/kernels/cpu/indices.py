@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.cpu.jit import kernel, peek, view
-from stenograd.kernels.cpu.lanes import load_word, lowest_bit
+from stenograd.kernels.cpu.lanes import bit_count, load_word, lowest_bit, store_word
 from stenograd.kernels.reference.indices import mark_count, places_bytes, planes_of
 
 __all__ = ["pack_places", "unpack_places"]
@@ -27,27 +27,37 @@ def pack_places(places: Tensor, n: int) -> Tensor:
 @kernel
 def _pack(places: Any, n: int, low: int, packed: Any) -> bool:
     """Fill `packed`, which is all zeros, and return whether the places were in order."""
-    previous = np.int64(-1)
-    for i in range(places.size):
-        if not previous < places[i] < n:
-            return False
-        previous = np.int64(places[i])
+    if places.size == 0:
+        return True
+    good = places[0] >= 0 and places[places.size - 1] < n
+    for i in range(1, places.size):
+        good &= places[i - 1] < places[i]
+    if not good:
+        return False
     start = 0
     for shift in range(0, low, 8):
         start += _pack_plane(places, shift, min(8, low - shift), packed[start:])
-    marks = packed[start:]
-    for i in range(places.size):
-        bit = np.uint64((np.int64(places[i]) >> low) + i)
-        marks[bit >> np.uint64(3)] |= np.uint8(1) << np.uint8(bit & np.uint64(7))
+    _mark(places, low, packed[start:])
     return True
 
 
 @kernel
 def _pack_plane(places: Any, shift: int, bits: int, packed: Any) -> int:
-    """Write `bits` bits of each place, lowest first; return how many bytes that took."""
-    pending, held, at = 0, 0, 0
-    for i in range(places.size):
-        pending |= ((np.int64(places[i]) >> shift) & ((1 << bits) - 1)) << held
+    """Write `bits` bits of each place, lowest first; return how many bytes that took.
+
+    Eight places fill `bits` bytes; what is written behind them is zeros, where zeros are or more places come.
+    """
+    mask = np.int64((1 << bits) - 1)
+    whole = min(places.size // 8, (packed.size - 8) // bits + 1) if packed.size >= 8 else 0
+    for group in range(whole):
+        word = np.uint64(0)
+        for j in range(8):
+            place = np.int64(places[np.uint64(8 * group + j)])
+            word |= np.uint64((place >> shift) & mask) << np.uint64(j * bits)
+        store_word(packed, group * bits, word)
+    pending, held, at = np.int64(0), 0, whole * bits
+    for i in range(8 * whole, places.size):
+        pending |= ((np.int64(places[i]) >> shift) & mask) << held
         held += bits
         if held >= 8:
             packed[at] = pending & 255
@@ -58,6 +68,21 @@ def _pack_plane(places: Any, shift: int, bits: int, packed: Any) -> int:
         packed[at] = pending
         at += 1
     return at
+
+
+@kernel
+def _mark(places: Any, low: int, marks: Any) -> None:
+    """Set the bit of each place's high bits, by words of which all but the last are complete."""
+    word, at = np.uint64(0), np.uint64(0)
+    for i in range(places.size):
+        bit = np.uint64((np.int64(places[np.uint64(i)]) >> low) + i)
+        if bit >> np.uint64(6) != at:
+            store_word(marks, np.int64(at * np.uint64(8)), word)
+            word, at = np.uint64(0), bit >> np.uint64(6)
+        word |= np.uint64(1) << (bit & np.uint64(63))
+    for i in range(np.int64(at) * 8, marks.size):
+        marks[i] = word & np.uint64(255)
+        word >>= np.uint64(8)
 
 
 def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
@@ -78,30 +103,46 @@ def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
 def _unpack(packed: Any, n: int, low: int, marks: int, places: Any) -> tuple[int, bool]:
     """Fill `places`; return how many bits are set in the unary part, and whether all places are in order."""
     k = places.size
-    places[:] = 0
     start = 0
+    places[:] = 0
     for shift in range(0, low, 8):
         bits = min(8, low - shift)
-        mask = np.uint64((1 << bits) - 1)
         plane = packed[start : start + (k * bits + 7) // 8]
-        safe = min(k, max(0, 8 * (plane.size - 8) // bits + 1))  # of these, whole words can be read
-        for i in range(safe):
-            word = load_word(plane, (i * bits) >> 3) >> np.uint64((i * bits) & 7)
-            places[i] |= np.int64(word & mask) << shift
-        for i in range(safe, k):
-            places[i] |= np.int64(peek(plane, i * bits) & mask) << shift
+        _unpack_plane(plane, shift, bits, places)
         start += plane.size
-    unary, found, good, previous = packed[start:], 0, True, np.int64(-1)
-    for first in range(0, marks, 32):
-        word = np.uint32(peek(unary, first))
-        if marks - first < 32:
-            word &= np.uint32((1 << (marks - first)) - 1)
+    unary, found = packed[start:], np.int64(0)
+    for first in range(0, marks, 64):
+        found += bit_count(_marked(unary, first, marks))
+    if found != k:
+        return found, False
+    good, previous, at = True, np.int64(-1), np.uint64(0)
+    for first in range(0, marks, 64):
+        word = _marked(unary, first, marks)
         while word:
-            if found < k:
-                place = ((first + lowest_bit(word) - found) << low) | np.int64(places[found])
-                good &= previous < place < n
-                previous = place
-                places[found] = place
-            found += 1
-            word &= word - np.uint32(1)
-    return found, good
+            place = ((first + lowest_bit(word) - np.int64(at)) << low) | np.int64(places[at])
+            good &= previous < place
+            previous = place
+            places[at] = place
+            at += np.uint64(1)
+            word &= word - np.uint64(1)
+    return found, good and previous < n
+
+
+@kernel
+def _unpack_plane(plane: Any, shift: int, bits: int, places: Any) -> None:
+    """Read what `_pack_plane` wrote into places, where these bits are zeros."""
+    mask = np.uint64((1 << bits) - 1)
+    whole = min(places.size // 8, (plane.size - 8) // bits + 1) if plane.size >= 8 else 0
+    for group in range(whole):
+        word = load_word(plane, group * bits)
+        for j in range(8):
+            places[np.uint64(8 * group + j)] |= np.int64((word >> np.uint64(j * bits)) & mask) << shift
+    for i in range(8 * whole, places.size):
+        places[i] |= np.int64(peek(plane, i * bits) & mask) << shift
+
+
+@kernel
+def _marked(unary: Any, first: int, marks: int) -> Any:
+    """Return 64 bits of the unary part, without those behind its end."""
+    word = np.uint64(peek(unary, first))
+    return word if marks - first >= 64 else word & ((np.uint64(1) << np.uint64(marks - first)) - np.uint64(1))

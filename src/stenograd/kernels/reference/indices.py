@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ def place_type(n: int) -> torch.dtype:
     return torch.int32 if n <= 1 << 31 else torch.int64
 
 
+@lru_cache(maxsize=1024)
 def places_bytes(n: int, k: int) -> int:
     """Bytes that `pack_places` needs for k of n places: about `k (2 + log2(n / k)) / 8`.
 
@@ -64,7 +67,8 @@ def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
     return places.to(place_type(n))
 
 
-def planes_of(n: int, k: int) -> list[int]:
+@lru_cache(maxsize=1024)
+def planes_of(n: int, k: int) -> tuple[int, ...]:
     """Return the bits of each low byte of a place: eight, and what is left of `floor(log2(n / k))`.
 
     Raises:
@@ -72,14 +76,15 @@ def planes_of(n: int, k: int) -> list[int]:
 
     Example:
         >>> planes_of(1 << 20, 100)
-        [8, 5]
+        (8, 5)
     """
     if not 0 <= k <= n:
         raise ConfigError(f"k must be 0 to {n}, got {k}")
     low = (n // k).bit_length() - 1 if k else 0
-    return [8] * (low // 8) + [low % 8] * (low % 8 > 0)
+    return (8,) * (low // 8) + (low % 8,) * (low % 8 > 0)
 
 
+@lru_cache(maxsize=1024)
 def mark_count(n: int, k: int) -> int:
     """Return the bits of the unary part: one a place, and one for each value of the high bits but 0.
 
