@@ -27,10 +27,10 @@ import stenograd
 from stenograd.comm.driver import Driver
 from stenograd.planning.link import Link
 from stenograd.planning.measure_link import measure_link
-from stenograd.planning.plan import Plan, plan, with_slowest
+from stenograd.planning.plan import Plan, plan, with_ranks
 
 FLOOR = "none"
-_WARM_UP_STEPS = 4
+_PERIOD = 4  # steps after which every schedule here begins again
 
 
 class Rival:
@@ -59,16 +59,24 @@ class Rival:
         return lambda: loss(model(self._inputs), self._targets)
 
     def turn_s(self, steps: int) -> float:
-        """Train, and return the mean seconds per step of the slowest rank."""
+        """Train, and return the mean seconds per step of the slowest rank.
+
+        A period before is not counted: caches and freed memory are those of the rival before, and ranks leave
+        a barrier one after another.
+        """
+        self._train(_PERIOD)
         dist.barrier()
         start = time.perf_counter()
+        self._train(steps)
+        taken = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return taken.item()
+
+    def _train(self, steps: int) -> None:
         for _ in range(steps):
             self._optimizer.zero_grad()
             (self.model() if self._paced else loss(self.model(self._inputs), self._targets)).backward()
             self._optimizer.step()
-        taken = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return taken.item()
 
 
 def predictions(args: argparse.Namespace, world: stenograd.World) -> tuple[dict[str, Any], Pace | None]:
@@ -87,7 +95,8 @@ def predictions(args: argparse.Namespace, world: stenograd.World) -> tuple[dict[
         found, pace = both
     else:
         cores = (os.cpu_count() or 1) / world.world_size  # all emulated hosts share this machine
-        found = with_slowest(_planned(args, world, link, cores), Driver.own())
+        trial = Rival(FLOOR, args.model, world.rank).trial()
+        found = with_ranks(_planned(args, world, link, cores), trial, Driver.own(), args.seconds / 10)
     assert found is not None
     told = {
         "floor_s": found.profile.floor_s,
@@ -123,24 +132,27 @@ def _planned(args: argparse.Namespace, world: stenograd.World, link: Link, cores
 
 
 def measured(args: argparse.Namespace, rank: int, pace: Pace | None) -> dict[str, Any]:
-    """Let all methods take turns, and return each turn's seconds per step and the bytes per step."""
+    """Let all methods take turns, and return each turn's seconds per step and the bytes per step.
+
+    Each turn attaches anew: the idle threads of ten other rivals cost 3 % of a small step.
+    """
     texts = [FLOOR, *dict.fromkeys(stenograd.method(m).text for m in ("dense", *args.methods))]
-    rivals = {text: Rival(text, args.model, rank, pace) for text in texts}
-    warm = {text: rival.turn_s(_WARM_UP_STEPS) for text, rival in rivals.items()}
-    # Whole periods of schedules: four steps.
-    steps = {text: 4 * max(1, min(10, round(args.turn_s / warm[text] / 4))) for text in texts}
-    before = {text: r.sync.traffic.moved_bytes for text, r in rivals.items() if r.sync}
     turns: dict[str, list[float]] = {text: [] for text in texts}
-    for order in rounds_order(len(texts), args.rounds):
-        for index in order:
-            turns[texts[index]].append(rivals[texts[index]].turn_s(steps[texts[index]]))
-    sent = {
-        text: (rivals[text].sync.traffic.moved_bytes - counted) / (args.rounds * steps[text])
-        for text, counted in before.items()
-    }
-    for rival in rivals.values():
-        if rival.sync:
-            rival.sync.close()
+    sent: dict[str, float] = {}
+    warm: dict[str, float] = {}
+    for order in [range(len(texts)), *rounds_order(len(texts), args.rounds)]:
+        for text in (texts[index] for index in order):
+            rival = Rival(text, args.model, rank, pace)
+            if text not in warm:
+                warm[text] = rival.turn_s(_PERIOD)
+                count = 0
+            else:
+                count = _PERIOD * max(1, min(10, round(args.turn_s / warm[text] / _PERIOD)))
+                turns[text].append(rival.turn_s(count))
+            if rival.sync:
+                # The first turn of each tells what loading kernels and meeting took, and is not counted.
+                sent[text] = rival.sync.traffic.moved_bytes / (_PERIOD + max(count, _PERIOD))
+                rival.sync.close()
     return {
         "turns_s": turns,
         "moved_bytes": sent,

@@ -37,7 +37,10 @@ METHODS = [
     "diloco:every=4",
     "gossip",
 ]
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+# Ranks keep the memory that they free: fetching it from the kernel again takes a model up to 4 ms of a step,
+# or nothing, by chance of what else lives at the end of the heap.
+KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", **KEEPS}
 BASELINE = "unshaped + bytes / rate"
 ERRORS = (
     "error",

@@ -1,6 +1,7 @@
 """Measuring a link between real ranks, and the fit on samples that are known."""
 
 import json
+import time
 
 import pytest
 
@@ -8,7 +9,7 @@ from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
 from stenograd.planning.link import OPS, Sample, assumed, from_json, hops, load_link, wire_bytes
 from stenograd.planning.measure_link import _fitted, _passed, measure_link
-from stenograd.planning.timed import per_second
+from stenograd.planning.timed import Computing, per_second
 
 
 def _measured(rank, seconds):
@@ -27,7 +28,8 @@ def test_two_ranks_agree_on_what_they_measured(pool):
     samples = first["samples"]
     assert {s["op"] for s in samples} == set(OPS)
     assert {s["at_once"] for s in samples} == {1, 2}
-    assert any(s["busy"] for s in samples)
+    assert {s["op"] for s in samples if s["busy"]} == set(OPS)
+    assert all(s["lost_s"] == 0 for s in samples if not s["busy"])
     assert all(cost["hop_s"] > 0 and cost["bytes_per_s"] > 0 for cost in first["costs"].values())
     assert from_json(json.loads(json.dumps(first))).as_json() == first
     assert taken < 60
@@ -42,11 +44,35 @@ def test_a_fit_finds_the_line_that_samples_lie_on(op):
         return 2e-4 * hops(OPS[op], 64, 4) + wire_bytes(OPS[op], nbytes, 4) / 12.5e6
 
     samples = [Sample(op, n, 1, (seconds(n),) * 3, (0.0,) * 3) for n in sizes]
-    samples.append(Sample(op, 64, 1, (2 * seconds(64),), (0.0,), True))
+    # Beside computing: latencies twice as long, five times in large messages; 3 ms of computing lost, and 2 ns
+    # per byte. Of three windows one was disturbed.
+    for n in (64, 1 << 16):
+        apart = wire_bytes(OPS[op], n, 4) - wire_bytes(OPS[op], 64, 4)
+        for lost_s in (3e-3, 3e-3, -1.0):
+            takes = 2 * seconds(n) if n == 64 else seconds(n) + 4 * 2e-4 * hops(OPS[op], 64, 4)
+            lost_s += 2e-9 * apart
+            samples.append(Sample(op, n, 1, (takes,), (0.0,), True, lost_s, 1e-3))
     cost = _fitted(op, samples, 4)
     assert cost.bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
     assert cost.hop_s == pytest.approx(seconds(64) / hops(OPS[op], 64, 4))
-    assert cost.busy_hop_s == pytest.approx(2 * cost.hop_s)
+    slowed = 5 * 2e-4 * hops(OPS[op], 64, 4) / hops(OPS[op], 1 << 16, 4)
+    assert cost.busy_hop_s == pytest.approx(max(2 * cost.hop_s, slowed), rel=0.05)
+    assert cost.cpu_s_per_byte == pytest.approx(2e-9)
+    assert cost.cpu_s == pytest.approx(2e-3 / {"all-reduce": 6}.get(op, 3))  # messages of each of 4 ranks
+    assert cost.issue_s == pytest.approx(1e-3)  # of the 3 ms: in the thread that asks
+
+
+def test_what_is_computed_is_told_in_seconds_alone():
+    """As much as the clock shows, but for what else runs on this machine."""
+    with Computing() as computing:
+        computing.alone(0.2)
+        before, start = computing.done_s(), time.perf_counter()
+        time.sleep(0.2)
+        done_s, taken = computing.done_s() - before, time.perf_counter() - start
+    assert 0.3 * taken < done_s < 3 * taken
+    after = computing.done_s()
+    time.sleep(0.02)
+    assert computing.done_s() == after
 
 
 def test_a_token_bucket_does_not_make_a_link_look_faster():

@@ -31,8 +31,9 @@ METHODS = [
 ]
 
 
-def cluster(rate, hop_s=0.0, *, hosts=2, per_host=1, cores=4.0, cpu=0.0):
-    costs = {op: Cost(hop_s, hop_s, 1.0, cpu) for op in ("all-reduce", "all-gather", "all-to-all")}
+def cluster(rate, hop_s=0.0, *, hosts=2, per_host=1, cores=4.0, cpu=0.0, message_s=0.0, issue_s=0.0):
+    cost = Cost(hop_s, hop_s, 1.0, cpu, cpu_s=message_s, issue_s=issue_s)
+    costs = dict.fromkeys(("all-reduce", "all-gather", "all-to-all"), cost)
     return Cluster(
         hosts=hosts, ranks_per_host=per_host, cores=cores, up_bps=(rate,), down_bps=(rate,), costs=costs
     )
@@ -58,6 +59,22 @@ def test_computing_hides_what_is_sent_meanwhile():
         run = program([gathering(0, nbytes, 1.0), Event("wait", 0, 3.0), Event("step", 0)])
         expected = 1 + max(3, wire_s(nbytes, 1e8))
         assert replay(run, cluster(1e8)).step_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("cores", "seconds"), [(1.0, 1.04), (2.0, 1.0)])
+def test_a_message_takes_computing_time_where_there_is_no_core_for_it(cores, seconds):
+    """1 s of computing beside a message of 0.1 s that keeps 0.4 of a core busy, so that takes 0.04 s."""
+    run = program([gathering(0, 8), Event("wait", 0, 1.0), Event("step", 0)])
+    found = replay(run, cluster(1e15, 0.1, cores=cores, message_s=0.04))
+    assert found.step_s == pytest.approx(seconds, abs=1e-6)
+    alone = program([gathering(0, 8), Event("wait", 0), Event("step", 0)])
+    assert replay(alone, cluster(1e15, 0.1, cores=cores, message_s=0.04)).step_s == pytest.approx(0.1)
+
+
+def test_whoever_asks_for_a_collective_is_busy_with_that():
+    """However many cores there are; 0.02 s, then 1 s beside a message of 0.1 s."""
+    run = program([gathering(0, 8), Event("wait", 0, 1.0), Event("step", 0)])
+    assert replay(run, cluster(1e15, 0.1, issue_s=0.02)).step_s == pytest.approx(1.02, abs=1e-6)
 
 
 def test_collectives_at_once_share_the_link_and_a_third_one_waits():

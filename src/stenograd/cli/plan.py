@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,15 @@ from stenograd.launch.process_group import detect
 from stenograd.planning.advice import check_accuracy
 from stenograd.planning.link import Link, load_link
 from stenograd.planning.measure_link import measure_link
-from stenograd.planning.plan import Plan, default_cores, load_plan, plan, with_slowest
+from stenograd.planning.plan import Plan, default_cores, load_plan, plan, with_ranks
 from stenograd.planning.report import page
-from stenograd.planning.trial import Trial, load_trial
+from stenograd.planning.trial import Trial, first_batches, load_trial
 from stenograd.planning.units import rate_text, time_text
 
 __all__ = ["Asked", "run", "show_plan"]
+
+# Shares of the time: for the link, and for training together on all ranks; methods are rehearsed in the rest.
+_LINK, _TOGETHER = 1 / 3, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,7 @@ def run(asked: Asked) -> int:
     if asked.plan is not None:
         return _told(asked, load_plan(asked.plan))
     if asked.link is not None and alone:
-        return _told(asked, _made(asked, _link(asked.link), asked.options.workers or 2, None))
+        return _told(asked, _made(asked, _link(asked.link), asked.options.workers or 2, None)[0])
     return in_ranks(asked.options, lambda world_size: world_size, lambda _, driver: _measured(asked, driver))
 
 
@@ -103,10 +106,11 @@ def _measured(asked: Asked, driver: Driver) -> int:
             "machines that will train"
         )
     if asked.link is None:
-        link: str | Link = measure_link(Driver.own(timeout_s=asked.options.timeout_s), asked.seconds / 3)
+        link: str | Link = measure_link(Driver.own(timeout_s=asked.options.timeout_s), asked.seconds * _LINK)
     else:
         link = _link(asked.link)
-    found = with_slowest(agree(driver, lambda: _made(asked, link, driver.world_size, driver)), driver)
+    found, trial = agree(driver, lambda: _made(asked, link, driver.world_size, driver))
+    found = with_ranks(found, trial, driver, asked.seconds * _TOGETHER)
     status = _told(asked, found) if driver.rank == 0 else 0
     return max(int(text) for text in everyone(driver, str(status)))
 
@@ -116,13 +120,15 @@ def _link(text: str) -> str | Link:
     return load_link(path) if path.suffix == ".json" or path.is_file() else text
 
 
-def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -> Plan:
+def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -> tuple[Plan, Trial]:
+    """Return a plan, and the trial that it is of."""
     name, trial = _trial(asked, workers)
+    trial = replace(trial, batches=first_batches(trial))  # once: an iterator would give others every time
     per_host = asked.ranks_per_host
     if per_host is None:
         per_host = link.hosts.count(0) if isinstance(link, Link) and len(link.hosts) == workers else 1
     here = detect(os.environ).local_world_size if driver is not None else per_host
-    return plan(
+    found = plan(
         trial,
         workers=workers,
         link=link,
@@ -130,10 +136,11 @@ def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -
         accuracy=asked.accuracy,
         ranks_per_host=per_host,
         cores=asked.cores or default_cores() / here,
-        seconds=asked.seconds * 2 / 3,
+        seconds=asked.seconds * (1 - _LINK - _TOGETHER),
         bucket_bytes=asked.options.bucket_bytes,
         name=name,
     )
+    return found, trial
 
 
 def _trial(asked: Asked, workers: int) -> tuple[str, Trial]:

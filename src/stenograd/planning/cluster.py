@@ -12,7 +12,7 @@ import numpy as np
 from stenograd.comm.routes import Route, route
 from stenograd.data.requests import REDUCTIONS, Op
 from stenograd.errors import bad_value, check_count
-from stenograd.planning.link import Cost, Link, hops, wire_bytes
+from stenograd.planning.link import Cost, Link, hops, messages, wire_bytes
 from stenograd.planning.program import Collective
 
 __all__ = ["Cluster", "Transfer", "cluster_of", "message_level", "ring_s"]
@@ -31,6 +31,7 @@ class Transfer(NamedTuple):
         busy_latency_s: the same while they compute.
         wire_s: in which the busiest link sends; collectives at the same time share it.
         cpu_s: of a rank's processor while it sends.
+        latency_cpu_s: of a rank's processor before.
         inside: whether it stays within hosts, so does not share the links between them.
     """
 
@@ -38,6 +39,7 @@ class Transfer(NamedTuple):
     busy_latency_s: float
     wire_s: float
     cpu_s: float
+    latency_cpu_s: float
     inside: bool
 
 
@@ -87,17 +89,25 @@ class Cluster:
 
     def without_limits(self) -> Cluster:
         """Return the same with links of infinite rate, which cost no processor time."""
-        costs = {op: replace(c, cpu_s_per_byte=0.0) for op, c in self.costs.items()}
+        costs = {op: replace(c, cpu_s_per_byte=0.0, cpu_s=0.0, issue_s=0.0) for op, c in self.costs.items()}
         return replace(self.with_rate(math.inf), costs=costs, inside_bps=math.inf, site_bps=math.inf)
+
+    def issue_s(self, about: Collective) -> float:
+        """Return the processor time of the thread that asks for a collective, and waits for it."""
+        if about.size == 1 or about.nbytes == 0:
+            return 0.0
+        op = Op.MEAN.value if about.op in {kind.value for kind in REDUCTIONS} else about.op
+        return self.costs.get(op, self.costs[_DIRECT]).issue_s
 
     def transfer(self, about: Collective) -> Transfer:
         """Return what a collective takes."""
         op, nbytes, size = about.op, about.nbytes, about.size
         if size == 1 or nbytes == 0:
-            return Transfer(0.0, 0.0, 0.0, 0.0, True)
+            return Transfer(0.0, 0.0, 0.0, 0.0, 0.0, True)
         inside = self.hosts == 1 or (size == self.ranks_per_host and size < self.world_size)
         if op == "broadcast":
-            return self._direct(nbytes * math.ceil(math.log2(size)), math.ceil(math.log2(size)), inside, 1, 1)
+            depth = math.ceil(math.log2(size))
+            return self._direct(nbytes * depth, depth, depth, inside, 1, 1)
         kind = Op(op)
         if kind is Op.EXCHANGE:
             peers = len(about.peers)
@@ -106,19 +116,22 @@ class Cluster:
                 per * sum(peer >= per for peer in about.peers) / max(peers, 1)
                 for per in (self.ranks_per_host, self.world_size // self.sites)
             )
-            return self._direct(sent, 1, inside or not shared, shared or 1.0, trunk)
+            return self._direct(sent, peers, 1, inside or not shared, shared or 1.0, trunk)
         sent = wire_bytes(kind, nbytes, size, itemsize=about.itemsize)
         if route(kind, nbytes, size) is Route.RING:
             return self._ring(kind, sent, size, hops(kind, nbytes, size), inside)
         per_host = 1 if size == self.hosts else self.ranks_per_host
         shared, trunk = (per * (size - per) / max(size - 1, 1) for per in (per_host, size // self.sites))
-        return self._direct(sent, 1, inside, shared, trunk)
+        return self._direct(sent, size - 1, 1, inside, shared, trunk)
 
-    def _direct(self, sent: float, depth: int, inside: bool, sharing: float, trunk: float) -> Transfer:
+    def _direct(
+        self, sent: float, count: int, depth: int, inside: bool, sharing: float, trunk: float
+    ) -> Transfer:
         """Return what ranks take that send to many at once.
 
         Args:
             sent: bytes of a rank.
+            count: messages of a rank.
             depth: messages that wait for one another.
             inside: whether all stay within hosts.
             sharing: ranks' bytes that cross a host's link.
@@ -128,12 +141,12 @@ class Cluster:
         cpu = sent * cost.cpu_s_per_byte
         if inside:
             hop = depth * self.inside_hop_s
-            return Transfer(hop, hop, 8 * sent / self.inside_bps, cpu, True)
+            return Transfer(hop, hop, 8 * sent / self.inside_bps, cpu, count * cost.cpu_s, True)
         more_s = self.extra_hop_s + (self.site_hop_s if trunk else 0.0)
         idle, busy = (depth * (a + more_s) for a in (cost.hop_s, cost.busy_hop_s))
         counted = 8 * cost.counted(sent) / cost.bytes_per_s
         wire_s = max(counted * sharing / min(*self.up_bps, *self.down_bps), counted * trunk / self.site_bps)
-        return Transfer(idle, busy, wire_s, cpu, False)
+        return Transfer(idle, busy, wire_s, cpu, count * cost.cpu_s, False)
 
     def _ring(self, op: Op, sent: int, size: int, steps: int, inside: bool) -> Transfer:
         cost = self.costs[Op.MEAN.value if op in REDUCTIONS else op.value]
@@ -156,7 +169,8 @@ class Cluster:
             level = message_level if size <= _MESSAGE_LEVEL_RANKS else ring_s
             found.append(max(level(steps, seconds, latency) - steps * float(seconds.max()), 0.0))
         cpu = sent * cost.cpu_s_per_byte
-        return Transfer(found[0], found[1], float(steps * seconds.max()), cpu, inside)
+        messages_s = messages(op, size) * cost.cpu_s
+        return Transfer(found[0], found[1], float(steps * seconds.max()), cpu, messages_s, inside)
 
     def _spread(self, rates: Sequence[float]) -> Sequence[float]:
         return rates if len(rates) == self.hosts else [min(rates)] * self.hosts

@@ -15,9 +15,9 @@ from stenograd.data.requests import REDUCTIONS, Op
 from stenograd.errors import DataError, first_line
 from stenograd.planning.units import parse_link
 
-__all__ = ["OPS", "WAYS", "Cost", "Link", "Sample", "assumed", "hops", "load_link", "wire_bytes"]
+__all__ = ["OPS", "WAYS", "Cost", "Link", "Sample", "assumed", "hops", "load_link", "messages", "wire_bytes"]
 
-_FORMAT = 2
+_FORMAT = 3
 OPS = {"all-reduce": Op.MEAN, "all-gather": Op.GATHER, "all-to-all": Op.SCATTER}
 
 # How often a hop's latency counts: gloo sends no data before the receiver has offered room for it, and in a
@@ -28,6 +28,7 @@ WAYS = 2
 _GOODPUT = {"all-reduce": 0.94, "all-gather": 0.94, "all-to-all": 0.94}
 _HOP_S = 1.5e-4  # of a small message, without a link's own latency; chosen, not fitted
 _CPU_S_PER_BYTE = 1.2e-9  # of a rank that sends and receives, kernel time included; chosen, not fitted
+_CPU_S, _ISSUE_S = 3e-4, 2e-4  # of a rank for each message, and for each collective; chosen, not fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Sample:
         seconds: until all had ended, one value per repetition.
         cpu_s: processor time of one rank's process meanwhile, per repetition.
         busy: whether every rank was computing meanwhile.
+        lost_s: seconds of that computing which each of them took.
+        own_s: of these, processor seconds of the thread that asks for them and waits.
     """
 
     op: str
@@ -49,6 +52,8 @@ class Sample:
     seconds: tuple[float, ...]
     cpu_s: tuple[float, ...]
     busy: bool = False
+    lost_s: float = 0.0
+    own_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,9 @@ class Cost:
         cpu_s_per_byte: processor time of a rank for each byte that it sends, and for receiving as many.
         counts_as: for measured sizes, ascending, the bytes that a rank sends, and as how many they count at
             `bytes_per_s`: a token bucket lets few bytes pass at once, and a queue that is full takes longer.
+        cpu_s: processor time of a rank for each message that it sends, whatever its size: threads wake up
+            and push what computes out of its caches.
+        issue_s: processor time of the thread that asks for a collective, and waits for it.
     """
 
     hop_s: float
@@ -69,6 +77,8 @@ class Cost:
     bytes_per_s: float
     cpu_s_per_byte: float
     counts_as: tuple[tuple[float, float], ...] = ()
+    cpu_s: float = 0.0
+    issue_s: float = 0.0
 
     def counted(self, sent: float) -> float:
         """Return as how many bytes those that a rank sends count at `bytes_per_s`.
@@ -137,6 +147,16 @@ def hops(op: Op, nbytes: int, world_size: int) -> int:
     return world_size - 1 if route(op, nbytes, world_size) is Route.RING else 1
 
 
+def messages(op: Op, world_size: int) -> int:
+    """Return how many messages a rank sends for a collective that reaches all ranks.
+
+    Example:
+        >>> messages(Op.MEAN, 8), messages(Op.SCATTER, 8)
+        (14, 7)
+    """
+    return (2 if op in REDUCTIONS else 1) * (world_size - 1)
+
+
 def wire_bytes(op: Op, nbytes: int, world_size: int, *, itemsize: int = 4, peers: int = 1) -> int:
     """Return what a rank sends for a collective, with the headers that gloo and TCP add.
 
@@ -167,8 +187,9 @@ def assumed(text: str, hosts: Sequence[int]) -> Link:
     said = parse_link(text)
     slowest = min(said.up_bps, said.down_bps) / 8
     more_s = WAYS * said.latency_s
+    spent: dict[str, Any] = {"cpu_s_per_byte": _CPU_S_PER_BYTE, "cpu_s": _CPU_S, "issue_s": _ISSUE_S}
     costs = {
-        op: Cost(_HOP_S + more_s, 2 * _HOP_S + more_s, share * slowest, _CPU_S_PER_BYTE)
+        op: Cost(_HOP_S + more_s, 2 * _HOP_S + more_s, share * slowest, **spent)
         for op, share in _GOODPUT.items()
     }
     count = max(hosts) + 1

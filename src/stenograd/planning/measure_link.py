@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
-
-import torch
 
 from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import Op
 from stenograd.errors import bad_value
-from stenograd.planning.link import OPS, Cost, Link, Sample, hops, wire_bytes
-from stenograd.planning.timed import Timed
+from stenograd.planning.link import OPS, Cost, Link, Sample, hops, messages, wire_bytes
+from stenograd.planning.timed import Computing, Timed
 from stenograd.sync.handshake import compare
 
 __all__ = ["measure_link"]
@@ -32,6 +29,7 @@ _WAYS_OF_A_FLOW = 40  # how often its messages could go to and fro: TCP finds it
 _FLOW_SHARE = 16  # of what may be in memory: a flow's messages are all there at once
 _GROWTH = 64  # at most, from one flow to the next: what a token bucket let pass tells nothing of the rate
 _REPEATS, _COLD_BYTES = 7, 1 << 18
+_WINDOWS = 3  # beside computing: one that is interrupted from elsewhere shall not decide
 _LATER = 2  # sizes among which what is left of the time is shared
 _LIKE_NOTHING = 0.1  # of a collective that is all latency: what is sent faster tells nothing more
 _LEAST_S = 1e-6
@@ -60,11 +58,11 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
     Timed(driver).sample(Op.MEAN, _SMALL_BYTES, repeats=_WARM_UP, at_most_s=seconds / 50)
     timed = Timed(driver)
     latency_s = _latency_s(timed, hosts, seconds / 30)
-    samples = _small(timed, seconds / 30, busy=False)
-    with _computing():
-        samples += _small(timed, seconds / 30, busy=True)
+    samples = _small(timed, seconds / 30)
+    samples += _beside(timed, _SMALL_BYTES, _PINGS, seconds / 90)
     up, down = _rates(timed, hosts, seconds * 0.3, _WAYS_OF_A_FLOW * latency_s)
     bytes_per_s = min(*up, *down) / 8
+    samples += _beside(timed, bytes_per_s * seconds / 400, _REPEATS, seconds / 90)
     deadline = start + seconds - 2 * _SILENCE_S - seconds / 20
     shortest_s = min(statistics.median(s.seconds) for s in samples) * _LIKE_NOTHING
     samples += _by_size(timed, bytes_per_s, deadline, shortest_s, seconds / 30)
@@ -87,31 +85,27 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
     )
 
 
-@contextmanager
-def _computing() -> Iterator[None]:
-    """Multiply matrices in another thread meanwhile, as a backward pass would."""
-    stop = threading.Event()
-
-    def work() -> None:
-        a = torch.ones(256, 256)
-        while not stop.is_set():
-            torch.mm(a, a)  # releases Python's lock
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _small(timed: Timed, at_most_s: float, *, busy: bool) -> list[Sample]:
+def _small(timed: Timed, at_most_s: float) -> list[Sample]:
     """Measure the smallest size of each collective, which is all latency."""
     return [
-        timed.sample(op, _SMALL_BYTES, repeats=_PINGS, least=2, at_most_s=at_most_s, busy=busy)
-        for op in OPS.values()
+        timed.sample(op, _SMALL_BYTES, repeats=_PINGS, least=2, at_most_s=at_most_s) for op in OPS.values()
     ]
+
+
+def _beside(timed: Timed, sent: float, repeats: int, at_most_s: float) -> list[Sample]:
+    """Measure collectives by which a rank sends so many bytes while every rank computes.
+
+    Each is measured several times between measurements of what is computed alone, whose speed drifts.
+    """
+    samples = []
+    with Computing() as computing:
+        for op in [*OPS.values()] * _WINDOWS:
+            computing.alone(at_most_s / 2)
+            nbytes = _handed(op, sent, timed.driver.world_size) if sent > _SMALL_BYTES else _SMALL_BYTES
+            samples.append(
+                timed.sample(op, nbytes, repeats=repeats, least=2, at_most_s=at_most_s, beside=computing)
+            )
+    return samples
 
 
 def _latency_s(timed: Timed, hosts: Sequence[int], at_most_s: float) -> float:
@@ -264,9 +258,9 @@ def _fitted(op: str, samples: Sequence[Sample], world_size: int) -> Cost:
     bucket lets pass at once, rather than of a link.
     """
     own = [s for s in samples if s.op == op and s.at_once == 1]
+    small = hops(OPS[op], _SMALL_BYTES, world_size)
     idle, busy = (
-        next(_usual(s.seconds) for s in own if s.nbytes == _SMALL_BYTES and s.busy is b)
-        / hops(OPS[op], _SMALL_BYTES, world_size)
+        _usual([t for s in own if s.nbytes == _SMALL_BYTES and s.busy is b for t in s.seconds]) / small
         for b in (False, True)
     )
     still = sorted((s for s in own if not s.busy and s.nbytes > _SMALL_BYTES), key=lambda s: s.nbytes)
@@ -279,6 +273,33 @@ def _fitted(op: str, samples: Sequence[Sample], world_size: int) -> Cost:
     if len(sent) > 1 and left[-1] > left[-2]:
         # Between the two sizes the link did nothing but send; but noise may make the difference small.
         rate = min((sent[-1] - sent[-2]) / (left[-1] - left[-2]), 2 * rate)
-    cpu = statistics.median(still[-1].cpu_s) / sent[-1]
     counts = tuple((b, seconds * rate) for b, seconds in zip(sent, left, strict=True))
-    return Cost(idle, max(idle, busy), rate, cpu, counts)
+    beside = [s for s in own if s.busy]
+    lost_s, lost_s_per_byte = _lost(beside, world_size)
+    spent = max(statistics.median(still[-1].cpu_s) / sent[-1], lost_s_per_byte)
+    issue_s = statistics.median(s.own_s for s in beside if s.nbytes == _SMALL_BYTES)
+    each_s = max(lost_s - issue_s, 0.0) / messages(OPS[op], world_size)
+    cost = Cost(idle, max(idle, busy), rate, spent, counts, each_s, issue_s)
+    return replace(cost, busy_hop_s=max(cost.busy_hop_s, _busy_hop_s(cost, op, beside, world_size)))
+
+
+def _busy_hop_s(cost: Cost, op: str, beside: Sequence[Sample], world_size: int) -> float:
+    """Return the latency while ranks compute as large messages show it, each piece of which may wait."""
+    most = max(s.nbytes for s in beside)
+    if most == _SMALL_BYTES:
+        return 0.0
+    seconds = statistics.median(statistics.median(s.seconds) for s in beside if s.nbytes == most)
+    sending_s = cost.counted(wire_bytes(OPS[op], most, world_size)) / cost.bytes_per_s
+    return (seconds - sending_s) / hops(OPS[op], most, world_size)
+
+
+def _lost(busy: Sequence[Sample], world_size: int) -> tuple[float, float]:
+    """Return the seconds of computing that a collective takes, and those that each byte sent takes.
+
+    What the kernel does for a link is counted nowhere else: it interrupts whoever happens to run.
+    """
+    by_size = {s.nbytes: wire_bytes(OPS[s.op], s.nbytes, world_size) for s in busy}
+    lost = {n: statistics.median(s.lost_s for s in busy if s.nbytes == n) for n in by_size}
+    least, most = min(lost), max(lost)
+    each_s = max(lost[least], 0.0)
+    return each_s, max(lost[most] - each_s, 0.0) / max(by_size[most] - by_size[least], 1)

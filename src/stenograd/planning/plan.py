@@ -32,15 +32,15 @@ from stenograd.planning.advice import (
 from stenograd.planning.cluster import Cluster, cluster_of
 from stenograd.planning.link import WAYS, Link, assumed, from_json
 from stenograd.planning.program import Program
-from stenograd.planning.rehearsal import Profile, Rehearsed, rehearse
+from stenograd.planning.rehearsal import Profile, Rehearsed, rehearse, together
 from stenograd.planning.replay import Timeline, replay
 from stenograd.planning.trial import Trial
 from stenograd.planning.units import parse_link, rate_text
 from stenograd.version import __version__
 
-__all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_slowest"]
+__all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_ranks"]
 
-_FORMAT = 1
+_FORMAT = 2
 VALIDATED = 8  # workers, see docs/planning.md
 
 
@@ -88,8 +88,9 @@ class Plan:
     def slowness(self) -> Slowness:
         """How much longer than recorded the slowest worker computes.
 
-        A step waits for the slowest of N workers, so `P(all below t) = P(one below t)^N`; in the middle
-        stands the mean of that, since many steps take as many means. What a step took by the clock beyond
+        A step waits for the slowest of N workers. Where they were measured together that is known; else it is
+        as if chance made them differ, `P(all below t) = P(one below t)^N`. In the middle
+        stands the mean, since many steps take as many means. What a step took by the clock beyond
         its processor time is what else ran on the machine. Where a worker has less than a
         core, the replay slows it by that, so it is taken out here as far as it was in what was measured.
         """
@@ -98,8 +99,11 @@ class Plan:
         alone = max(usual * min(self.cores, 1.0), min(usual, 1.0))
         # Workers that share cores slow each other down, but those that wait for the slowest leave it theirs.
         spread = step_s / np.median(step_s) if self.cores >= 1 else cpu_s / np.median(cpu_s)
-        low, high = (float(np.quantile(spread, q ** (1 / self.world_size))) for q in LEVELS)
-        below = (np.arange(len(spread) + 1) / len(spread)) ** self.world_size
+        workers = self.world_size
+        if self.profile.together_s:
+            spread, workers = np.array(self.profile.together_s) / np.median(step_s), 1
+        low, high = (float(np.quantile(spread, q ** (1 / workers))) for q in LEVELS)
+        below = (np.arange(len(spread) + 1) / len(spread)) ** workers
         middle = float(np.sort(spread) @ np.diff(below))
         return Slowness((alone * low, alone * middle, alone * max(high, middle)), alone)
 
@@ -265,11 +269,22 @@ def _notes(bare: Plan, found: Sequence[Prediction], best: str) -> tuple[str, ...
     return tuple(notes)
 
 
-def with_slowest(found: Plan, driver: AnyDriver) -> Plan:
-    """Return a plan in which computing takes as long as on the slowest of some ranks; all of them call it."""
+def with_ranks(found: Plan, trial: Trial, driver: AnyDriver, seconds: float) -> Plan:
+    """Return a plan in which computing takes as long as on the slowest of some ranks; all of them call it.
+
+    Args:
+        found: this rank's plan.
+        trial: what it is for; stays as it is.
+        driver: the way to the other ranks.
+        seconds: about how long ranks may train together to see how far they are apart.
+    """
     step_s = [float(text) for text in everyone(driver, repr(found.profile.floor_s))]
     slow = max(step_s) / step_s[driver.rank]
-    profile = replace(found.profile, step_s=tuple(slow * s for s in found.profile.step_s))
+    profile = replace(
+        found.profile,
+        step_s=tuple(slow * s for s in found.profile.step_s),
+        together_s=together(trial, driver, seconds),
+    )
     return predicted(replace(found, profile=profile))
 
 
@@ -296,7 +311,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         told["link"] = from_json(told["link"])
         told["programs"] = {text: Program.from_json(p) for text, p in told["programs"].items()}
         profile = told["profile"]
-        told["profile"] = Profile(tuple(profile["step_s"]), tuple(profile["cpu_s"]), profile["parameters"])
+        seconds = {key: tuple(profile[key]) for key in ("step_s", "cpu_s", "together_s")}
+        told["profile"] = Profile(parameters=profile["parameters"], **seconds)
         told["predictions"] = tuple(
             Prediction(**{**p, "seconds": tuple(p["seconds"]), "pays": tuple(p["pays"])})
             for p in told["predictions"]

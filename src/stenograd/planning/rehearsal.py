@@ -9,8 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from stenograd.catalog.method import Method, method
+from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
+from stenograd.comm.traffic import ATTACH, Label
+from stenograd.data.requests import Op, Request, gather
 from stenograd.errors import check_count
 from stenograd.planning.program import Program, median_program
 from stenograd.planning.recorder import Recorder, RehearsalDriver
@@ -19,10 +24,11 @@ from stenograd.schedules.gossip import Gossip
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.distribute import distribute
 
-__all__ = ["Profile", "Rehearsed", "periods", "rehearse", "steady", "with_floor"]
+__all__ = ["Profile", "Rehearsed", "periods", "rehearse", "steady", "together", "with_floor"]
 
 _WARM_UP = 2  # periods that are not counted: first steps fill caches and states
 _FLOOR_WARM_UP = 2
+_LEAST_TOGETHER, _MOST_TOGETHER = 8, 100
 _MOST_TURNS = 32  # of a graph that repeats after log2 of the ranks' number
 
 
@@ -34,11 +40,14 @@ class Profile:
         step_s: seconds of each measured step.
         cpu_s: processor seconds of the training's thread in each.
         parameters: number of trained elements.
+        together_s: seconds of steps after each of which real ranks waited for one another: the slowest's
+            computing; none where there are no ranks.
     """
 
     step_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
     parameters: int
+    together_s: tuple[float, ...] = ()
 
     @property
     def floor_s(self) -> float:
@@ -202,6 +211,35 @@ def rehearse(
         for text, (p, own) in programs.items()
     }
     return Rehearsed(profile=profile, programs=brought, left_out=left_out)
+
+
+def together(trial: Trial, driver: AnyDriver, seconds: float) -> tuple[float, ...]:
+    """Return what steps take on the slowest of some ranks that wait for one another; all of them call it.
+
+    Nothing is exchanged but one number at the end of a step. How far ranks are apart then depends on the
+    machines, on what else runs there and on what waking up does to caches; it need not be by chance alone.
+
+    Args:
+        trial: stays as it is, and so do all random generators.
+        driver: the way to the other ranks.
+        seconds: about how long it may take; some steps are measured in any case.
+    """
+    label, taken = Label(ATTACH), []
+    with untouched(trial):
+        work = Work(trial, first_batches(trial))
+        count, at = _LEAST_TOGETHER, -_FLOOR_WARM_UP
+        while at < count:
+            start = time.perf_counter()
+            work.step()
+            taken.append(time.perf_counter() - start)
+            driver.start(Request(Op.MEAN, (torch.zeros(1),)), label).wait()
+            at += 1
+            if at == 0:
+                each_s = driver.run(gather(torch.tensor(taken[-1], dtype=torch.float64)), label)
+                slowest_s = max(float(theirs) for (theirs,) in each_s)
+                count = int(min(max(seconds / slowest_s, _LEAST_TOGETHER), _MOST_TOGETHER))
+        told = driver.run(gather(torch.tensor(taken[-count:], dtype=torch.float64)), label)
+    return tuple(float(s) for s in torch.stack([theirs for (theirs,) in told]).amax(0))
 
 
 def with_floor(program: Program, floor_s: float) -> Program:

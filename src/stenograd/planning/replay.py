@@ -102,7 +102,7 @@ def replay(program: Program, cluster: Cluster, *, slower: float = 1.0, spans: bo
     again = any(e.number < 0 for lane in program.lanes for e in lane)
     periods = _PERIODS if again else 1
     lanes = [
-        _Lane([_shifted(e, period, count, slower) for period in range(periods) for e in lane])
+        _Lane([_shifted(e, period, count, slower, cluster) for period in range(periods) for e in lane])
         for lane in program.lanes
     ]
     run = _Run(cluster, lanes, spans=[] if spans else None)
@@ -122,10 +122,12 @@ def _counts(program: Program) -> dict[str, int]:
     return {"issue": kinds.count("issue"), "post": kinds.count("post")}
 
 
-def _shifted(event: Event, period: int, count: dict[str, int], slower: float) -> Event:
-    """Return an event of a later period, with the numbers that are used there."""
+def _shifted(event: Event, period: int, count: dict[str, int], slower: float, cluster: Cluster) -> Event:
+    """Return an event of a later period, with the numbers that are used there, and what it takes there."""
     by = count["issue" if event.kind in ("issue", "wait") else "post"] * period
     compute, codec = event.compute_s * slower, event.codec_s * slower
+    if event.collective is not None:
+        codec += cluster.issue_s(event.collective)
     return Event(event.kind, event.number + by, compute, codec, event.collective)
 
 
@@ -201,38 +203,40 @@ def _advance(run: _Run, method: str) -> None:
     """Let time pass until something ends."""
     computing = [lane for lane in run.lanes if lane.at < len(lane.events) and lane.left > _TINY_S]
     sending = [r for r in run.active if r.latency_left <= 0]
-    demands = [_demand(r, sending) for r in sending]
-    level = _level([1.0] * len(computing) + demands, run.cluster.cores)
     crowded = bool(computing) and run.cluster.cores - len(computing) < 1
+    waiting = [(r, _lasts(r.transfer, crowded)) for r in run.active if r.latency_left > 0]
+    demands = [_demand(r, sending) for r in sending]
+    waking = [min(r.transfer.latency_cpu_s / lasts, 1.0) if lasts else 0.0 for r, lasts in waiting]
+    level = _level([1.0] * len(computing) + demands + waking, run.cluster.cores)
     speeds: list[tuple[_Running, float]] = []
     for r, demand in zip(sending, demands, strict=True):
         share = _share(r, sending) * (min(demand, level) / demand if demand else 1.0)
         speeds.append((r, share / r.transfer.wire_s if r.transfer.wire_s else math.inf))
-    waiting = []
-    for r in run.active:
-        if r.latency_left > 0:
-            lasts = r.transfer.busy_latency_s if crowded else r.transfer.latency_s
-            waiting.append((r, 1.0 / lasts if lasts else math.inf))
     speed = min(1.0, level)
     ends = [lane.left / speed for lane in computing]
-    ends += [r.wire_left / s for r, s in speeds] + [r.latency_left / s for r, s in waiting]
+    ends += [r.wire_left / s for r, s in speeds] + [r.latency_left * lasts for r, lasts in waiting]
     if not ends:
         raise StenogradError(f"{method}: its recording waits for what never comes: please report this")
     passed = min(ends)
     run.now += passed
     for lane in computing:
         lane.left -= passed * speed
-    for r, s in waiting:
-        r.latency_left = (
-            0.0 if s == math.inf or r.latency_left - passed * s < _TINY_S else r.latency_left - passed * s
-        )
+    for r, lasts in waiting:
+        left = r.latency_left - passed / lasts if lasts else 0.0
+        r.latency_left = left if left >= _TINY_S else 0.0
     for r, s in speeds:
-        r.wire_left = 0.0 if s == math.inf or r.wire_left - passed * s < _TINY_S else r.wire_left - passed * s
+        left = 0.0 if s == math.inf else r.wire_left - passed * s
+        r.wire_left = left if left >= _TINY_S else 0.0
     for r in [r for r in run.active if r.latency_left <= 0 and r.wire_left <= 0]:
         run.active.remove(r)
         run.arrived.add(r.number)
         if run.spans is not None:
             run.spans.append(Span("collective", -1, r.number, r.start, run.now))
+
+
+def _lasts(transfer: Transfer, crowded: bool) -> float:
+    """Return the seconds before a collective sends."""
+    return transfer.busy_latency_s if crowded else transfer.latency_s
 
 
 def _share(r: _Running, sending: Sequence[_Running]) -> float:

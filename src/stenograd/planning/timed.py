@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,12 @@ from stenograd.comm.traffic import ATTACH, Label
 from stenograd.data.requests import Op, Request, Rounds, gather
 from stenograd.planning.link import Sample, wire_bytes
 
-__all__ = ["Flow", "Timed", "per_second"]
+__all__ = ["Computing", "Flow", "Timed", "per_second"]
 
 _LABEL = Label(ATTACH)
 # After each collective, so that a token bucket fills again, as it does while a training computes.
 _PAUSE_S = 0.002
+_SIDE = 256  # of the matrices that are multiplied
 _PARTS = 16  # messages of a flow
 _PLAUSIBLE = 2.0  # how often the mean a rate may be: TCP begins slowly, but not for more than half of a flow
 _BEGINNING = 4  # of them: what a token bucket lets pass at once, and TCP finding its window
@@ -37,6 +39,43 @@ class Flow(NamedTuple):
 
     bytes_per_s: float
     seconds: float
+
+
+class Computing:
+    """Multiplies matrices in another thread while a `with` block lasts, as a backward pass would.
+
+    Attributes:
+        unit_s: seconds that a product takes when nothing else is done.
+    """
+
+    def __init__(self) -> None:
+        self._stop, self._count = threading.Event(), 0
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self.unit_s = 0.0
+
+    def __enter__(self) -> Computing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def alone(self, seconds: float) -> None:
+        """Measure `unit_s` for so long."""
+        count, start = self._count, time.perf_counter()
+        time.sleep(seconds)
+        self.unit_s = (time.perf_counter() - start) / max(self._count - count, 1)
+
+    def done_s(self) -> float:
+        """Return the seconds that all products so far would have taken alone."""
+        return self._count * self.unit_s
+
+    def _work(self) -> None:
+        a, out = torch.ones(_SIDE, _SIDE), torch.empty(_SIDE, _SIDE)
+        while not self._stop.is_set():
+            torch.mm(a, a, out=out)  # releases Python's lock
+            self._count += 1
 
 
 class Timed:
@@ -61,7 +100,7 @@ class Timed:
         repeats: int,
         least: int = 1,
         at_most_s: float,
-        busy: bool = False,
+        beside: Computing | None = None,
     ) -> Sample:
         """Measure one size of a collective.
 
@@ -76,19 +115,21 @@ class Timed:
             repeats: how often, where there is time.
             least: how often in any case.
             at_most_s: about how long all repetitions may take.
-            busy: what the sample says of the ranks.
+            beside: what every rank computes meanwhile.
         """
         requests = [_request_of(op, nbytes, self.driver.world_size) for _ in range(at_once)]
         began = time.perf_counter()
         self._meet()
-        taken, cpu = [], []
+        taken, cpu, own = [], [], []
+        done_s = lost_s = 0.0
         count = at = 1
         while at <= count:
-            start, cpu_start = time.perf_counter(), time.process_time()
+            start, cpu_start, own_start = time.perf_counter(), time.process_time(), time.thread_time()
             for pending in [self.driver.start(request, _LABEL) for request in requests]:
                 pending.wait()
             taken.append(time.perf_counter() - start)
             cpu.append(time.process_time() - cpu_start)
+            own.append(time.thread_time() - own_start)
             if at == 1 and repeats == least:
                 count += least
             elif at == 1:
@@ -96,10 +137,15 @@ class Timed:
                 count += int(max(least, min(repeats, at_most_s / spent_s)))
             else:
                 time.sleep(_PAUSE_S)
+            if at == 1 and beside is not None:
+                began, done_s = time.perf_counter(), beside.done_s()
             at += 1
+        if beside is not None:
+            lost_s = (time.perf_counter() - began - beside.done_s() + done_s) / (count - 1)
         self.sent_bytes += count * at_once * wire_bytes(op, nbytes, self.driver.world_size)
-        found = self.mean([*taken[1:], *cpu[1:]])
-        return Sample(op.value, nbytes, at_once, tuple(found[: count - 1]), tuple(found[count - 1 :]), busy)
+        lost_s, own_s, *found = self.mean([lost_s, statistics.median(own[1:]), *taken[1:], *cpu[1:]])
+        seconds, cpu_s = tuple(found[: count - 1]), tuple(found[count - 1 :])
+        return Sample(op.value, nbytes, at_once, seconds, cpu_s, beside is not None, lost_s, own_s)
 
     def after_silence_s(self, op: Op, nbytes: int, silence_s: float) -> float:
         """Return the seconds of one collective before which nothing was sent for a while."""
