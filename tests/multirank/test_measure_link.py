@@ -44,8 +44,8 @@ def test_a_fit_finds_the_line_that_samples_lie_on(op):
         return 2e-4 * hops(OPS[op], 64, 4) + wire_bytes(OPS[op], nbytes, 4) / 12.5e6
 
     samples = [Sample(op, n, 1, (seconds(n),) * 3, (0.0,) * 3) for n in sizes]
-    # Beside computing: latencies twice as long, five times in large messages; 3 ms of computing lost, and 2 ns
-    # per byte. Of three windows one was disturbed.
+    # Beside computing: latencies twice as long, five times in large messages; 3 ms of computing lost, and 2
+    # ns per byte. Of three windows one was disturbed.
     for n in (64, 1 << 16):
         apart = wire_bytes(OPS[op], n, 4) - wire_bytes(OPS[op], 64, 4)
         for lost_s in (3e-3, 3e-3, -1.0):
@@ -56,7 +56,7 @@ def test_a_fit_finds_the_line_that_samples_lie_on(op):
     assert cost.bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
     assert cost.hop_s == pytest.approx(seconds(64) / hops(OPS[op], 64, 4))
     slowed = 5 * 2e-4 * hops(OPS[op], 64, 4) / hops(OPS[op], 1 << 16, 4)
-    assert cost.busy_hop_s == pytest.approx(max(2 * cost.hop_s, slowed), rel=0.05)
+    assert cost.busy_hop_s == pytest.approx(max(2 * cost.hop_s, slowed), rel=0.1)
     assert cost.cpu_s_per_byte == pytest.approx(2e-9)
     assert cost.cpu_s == pytest.approx(2e-3 / {"all-reduce": 6}.get(op, 3))  # messages of each of 4 ranks
     assert cost.issue_s == pytest.approx(1e-3)  # of the 3 ms: in the thread that asks
