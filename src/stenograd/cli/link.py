@@ -14,7 +14,7 @@ from stenograd.cli.table import console, show
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
 from stenograd.errors import bad_value
-from stenograd.planning.link import Link
+from stenograd.planning.link import Cost, Link
 from stenograd.planning.measure_link import measure_link
 from stenograd.planning.units import rate_text, time_text
 
@@ -51,10 +51,11 @@ def _show(link: Link) -> None:
     ]
     show(("host", "workers", "sends", "receives"), rows, f"Link of {where}, packet headers counted")
     costs = [
-        (op, time_text(c.hop_s), time_text(c.busy_hop_s), rate_text(8 * c.bytes_per_s), _ns(c.cpu_s_per_byte))
+        (op, time_text(c.hop_s), time_text(c.busy_hop_s), rate_text(8 * c.bytes_per_s), _taken(c))
         for op, c in link.costs.items()
     ]
-    show(("collective", "latency", "while computing", "rate", "processor time"), costs, "Through gloo")
+    heads = ("collective", "latency", "while computing", "rate", "takes from computing")
+    show(heads, costs, "Through gloo, per message")
     samples = [
         (s.op, f"{s.nbytes:,}", s.at_once, time_text(statistics.median(s.seconds)))
         for s in link.samples
@@ -68,5 +69,5 @@ def _show(link: Link) -> None:
     screen.print(f"measured in {link.seconds:.1f} s, {megabytes(link.sent_bytes)} sent by each worker")
 
 
-def _ns(seconds_per_byte: float) -> str:
-    return f"{1e9 * seconds_per_byte:.2f} ns/byte"
+def _taken(cost: Cost) -> str:
+    return f"{time_text(cost.issue_s + cost.cpu_s)} + {1e9 * cost.cpu_s_per_byte:.2f} ns/byte"

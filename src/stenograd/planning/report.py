@@ -122,6 +122,7 @@ def _inputs(plan: Plan) -> str:
         ("link", "measured" if plan.link.measured else "assumed"),
         ("rate of the slowest host", rate_text(plan.link.bps)),
         ("latency of a message", f"{time_text(cost.hop_s)}, while computing {time_text(cost.busy_hop_s)}"),
+        ("what a message takes from computing", time_text(cost.issue_s + cost.cpu_s)),
         ("step without an exchange", time_text(plan.profile.floor_s)),
         ("steps measured", str(len(plan.profile.step_s))),
         ("parameters", f"{plan.work['parameters']:,}"),
