@@ -73,6 +73,18 @@ def test_the_last_ones_stay_with_the_others_where_no_tail_is_wanted():
     assert [b.names for b in assign(tensors, 16, tail=False)] == [("a", "b", "c")]
 
 
+def test_the_first_bucket_leaves_when_a_quarter_of_it_is_filled():
+    """4 bytes each: of a bucket of 32, two are a quarter. A tensor larger than one leaves by itself."""
+    tensors = {name: torch.ones(1) for name in "abcdefgh"}
+    names = [b.names for b in assign(tensors, 32, head=True, tail=False)]
+    assert names == [("a", "b"), ("c", "d", "e", "f", "g", "h")]
+    names = [b.names for b in assign(tensors, 32, head=True)]
+    assert names == [("a", "b"), ("c", "d", "e", "f"), ("g", "h")]
+    assert [b.names for b in assign({"a": torch.ones(9)}, 32, head=True)] == [("a",)]
+    large = {"a": torch.ones(1), "b": torch.ones(9), "c": torch.ones(1), "d": torch.ones(1)}
+    assert [b.names for b in assign(large, 32, head=True, tail=False)] == [("b",), ("a", "c", "d")]
+
+
 def test_a_bucket_needs_room():
     with pytest.raises(ConfigError, match="bucket_bytes must be at least 1, got 0"):
         assign({}, 0)

@@ -176,9 +176,10 @@ class Method:
             )
 
     def sends_all(self, world_size: int) -> bool:
-        """Return whether every element travels, so that the last gradients are better sent by themselves.
+        """Return whether every element travels, so that the first and last gradients are better sent apart.
 
-        Then only they are on the wire when nothing is left to compute; it costs one extra collective.
+        Then the link is busy early, and only the last are on it when nothing is left to compute; each costs
+        one more collective.
         """
         return self.compressor.transport(Site(shapes=(), world_size=world_size)).linear
 

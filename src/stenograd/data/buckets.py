@@ -51,7 +51,12 @@ class Bucket:
 
 
 def assign(
-    tensors: Mapping[str, Tensor], bucket_bytes: int, *, tail: bool = True, dense_below: int = 0
+    tensors: Mapping[str, Tensor],
+    bucket_bytes: int,
+    *,
+    head: bool = False,
+    tail: bool = True,
+    dense_below: int = 0,
 ) -> list[Bucket]:
     """Put named tensors into buckets, in the order given; a tensor larger than a bucket is a bucket.
 
@@ -61,6 +66,8 @@ def assign(
     Args:
         tensors: in the order in which they will become ready (backward order).
         bucket_bytes: largest size of a bucket of several tensors, at least 1.
+        head: whether to close the first one as soon as a quarter of it is filled: a slow link is idle until
+            it leaves.
         tail: whether to close one also before the last tensors that fill a quarter of it together: what is
             ready last is sent when nothing is left to compute meanwhile, so it should be little.
         dense_below: tensors with fewer elements get buckets of their own, which are marked as dense.
@@ -85,8 +92,12 @@ def assign(
         if names and (used + nbytes > bucket_bytes or (name in last and names[-1] not in last)):
             full.append(names)
             names, used = [], 0
-        open_groups[kind] = ([*names, name], used + nbytes)
-    full.extend(names for names, _ in open_groups.values())
+        names, used = [*names, name], used + nbytes
+        if head and not full and 4 * used >= bucket_bytes:
+            full.append(names)
+            names, used = [], 0
+        open_groups[kind] = (names, used)
+    full.extend(names for names, _ in open_groups.values() if names)
     place = {name: i for i, name in enumerate(tensors)}
     full.sort(key=lambda names: place[names[-1]])  # a bucket is ready with its last tensor
     return [_bucket(names, tensors, dense_below) for names in full]

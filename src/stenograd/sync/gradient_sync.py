@@ -146,10 +146,12 @@ class GradientSync(Hooked, Attached):
         parameters = self._found()
         thin = sparse_parameters(self._model)
         ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
+        all_of_it = self.method.sends_all(self.world_size)
         buckets = assign(
             ready_order,
             self._bucket_bytes,
-            tail=self.method.sends_all(self.world_size),
+            head=all_of_it,
+            tail=all_of_it,
             dense_below=self.method.dense_below,
         )
         device = next(iter(parameters.values())).device
