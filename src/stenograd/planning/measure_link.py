@@ -33,6 +33,9 @@ _WINDOWS = 3  # beside computing: one that is interrupted from elsewhere shall n
 _LATER = 2  # sizes among which what is left of the time is shared
 _LIKE_NOTHING = 0.1  # of a collective that is all latency: what is sent faster tells nothing more
 _LEAST_S = 1e-6
+# A large collective that takes more than so many times as long beside computing says nothing of training:
+# where ranks have less than a core each, one that never waits holds the others up.
+_FAIR = 2.0
 _SILENCE_S = 0.3
 
 
@@ -274,7 +277,11 @@ def _fitted(op: str, samples: Sequence[Sample], world_size: int) -> Cost:
         # Between the two sizes the link did nothing but send; but noise may make the difference small.
         rate = min((sent[-1] - sent[-2]) / (left[-1] - left[-2]), 2 * rate)
     counts = tuple((b, seconds * rate) for b, seconds in zip(sent, left, strict=True))
-    beside = [s for s in own if s.busy]
+    beside = []
+    for s in (s for s in own if s.busy):
+        alone_s = idle * small + wire_bytes(OPS[op], s.nbytes, world_size) / rate
+        if s.nbytes == _SMALL_BYTES or statistics.median(s.seconds) < _FAIR * alone_s:
+            beside.append(s)
     lost_s, lost_s_per_byte = _lost(beside, world_size)
     spent = max(statistics.median(still[-1].cpu_s) / sent[-1], lost_s_per_byte)
     issue_s = statistics.median(s.own_s for s in beside if s.nbytes == _SMALL_BYTES)
