@@ -175,7 +175,8 @@ class _Flows:
             self._nbytes = min(int(self._nbytes * times), most)
             flow = self._timed.flow(*ends, self._nbytes)
         rates = [flow.bytes_per_s]
-        if flow.seconds < self._budget_s / 2 or self._nbytes == _FIRST_BYTES:  # or it was held up from elsewhere
+        # A flow of the smallest messages that takes long may have been held up by what else runs here.
+        if flow.seconds < self._budget_s / 2 or self._nbytes == _FIRST_BYTES:
             rates.append(self._timed.flow(*ends, self._nbytes).bytes_per_s)
         if flow.seconds > self._budget_s:
             self._nbytes = max(int(self._nbytes * self._budget_s / flow.seconds), _FIRST_BYTES)
