@@ -13,49 +13,32 @@ import argparse
 import os
 import subprocess
 import sys
-import threading
 import time
 
 import torch
 import torch.distributed as dist
 
 from stenograd.emulate.hosts import Hosts, parse_rate
+from stenograd.planning.timed import Computing
 
 _LASTS_S, _ALONE_S, _REPEATS = 0.35, 0.5, 5
-
-
-class Counter:
-    """A thread that multiplies matrices until it is told to stop."""
-
-    def __init__(self) -> None:
-        self.count, self.stop = 0, threading.Event()
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        a, out = torch.ones(64, 64), torch.empty(64, 64)
-        while not self.stop.is_set():
-            for _ in range(10):
-                torch.mm(a, a, out=out)  # releases Python's lock
-            self.count += 1
 
 
 def measure(nbytes: int) -> None:
     """Let this rank count beside all-reduces of so many bytes; rank 0 prints what was lost."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    tensor, counter = torch.zeros(nbytes // 4), Counter()
+    tensor = torch.zeros(nbytes // 4)
     dist.all_reduce(tensor)
-    for _ in range(_REPEATS):
-        start, before = time.perf_counter(), counter.count
-        time.sleep(_ALONE_S)
-        per_s = (counter.count - before) / (time.perf_counter() - start)
-        dist.barrier()
-        start, before = time.perf_counter(), counter.count
-        dist.all_reduce(tensor)
-        took = time.perf_counter() - start
-        if dist.get_rank() == 0:
-            print(f"{took:.3f} s, of which {1 - (counter.count - before) / (per_s * took):.0%} are lost")
-    counter.stop.set()
+    with Computing() as computing:
+        for _ in range(_REPEATS):
+            computing.alone(_ALONE_S)
+            dist.barrier()
+            start, before_s = time.perf_counter(), computing.done_s()
+            dist.all_reduce(tensor)
+            took_s = time.perf_counter() - start
+            if dist.get_rank() == 0:
+                print(f"{took_s:.3f} s, of which {1 - (computing.done_s() - before_s) / took_s:.0%} are lost")
     dist.barrier()
     dist.destroy_process_group()
 

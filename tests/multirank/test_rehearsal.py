@@ -3,6 +3,7 @@
 import copy
 import random
 import statistics
+import time
 import warnings
 
 import numpy as np
@@ -14,7 +15,7 @@ import stenograd
 from stenograd.comm.driver import Driver
 from stenograd.planning.program import Program, median_program
 from stenograd.planning.recorder import Recorder, RehearsalDriver
-from stenograd.planning.rehearsal import periods, rehearse
+from stenograd.planning.rehearsal import periods, rehearse, together
 from stenograd.planning.trial import Trial
 from stenograd.testing.methods import suite
 from stenograd.testing.pool import RankPool
@@ -192,3 +193,28 @@ def test_no_method_computes_less_than_a_step_without_an_exchange():
     for program in found.programs.values():
         computed = sum(event.compute_s for event in program.lanes[0])
         assert computed >= program.steps * floor_s * (1 - 1e-9)
+
+
+def _together(rank):
+    """Rank 1 takes 20 ms more for each loss."""
+    model = torch.nn.Linear(8, 4)
+    before = torch.get_rng_state()
+
+    def loss(module, batch):
+        time.sleep(0.02 * rank)
+        return module(batch).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trial = stenograd.Trial(model, optimizer, iter([torch.ones(2, 8)]), loss)
+    weights = model.weight.detach().clone()
+    found = together(trial, Driver.own(timeout_s=30), 0.2)
+    assert torch.equal(model.weight, weights)
+    assert torch.equal(torch.get_rng_state(), before)
+    return found
+
+
+def test_ranks_together_take_what_the_slowest_takes(pool):
+    first, second = pool.run(2, _together)
+    assert first == second
+    assert len(first) >= 8
+    assert min(first) >= 0.02

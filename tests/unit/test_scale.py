@@ -122,6 +122,15 @@ def test_a_step_takes_the_mean_of_the_slowest(plan):
     assert middle < high <= 2.0
 
 
+def test_ranks_that_were_measured_together_tell_what_the_slowest_takes(plan):
+    """Steps of 1 s alone, of 1, 1.5 and 2 s together: their mean counts, whatever the number of workers."""
+    profile = Profile((1.0,) * 4, (1.0,) * 4, 1, (1.0, 2.0, 1.5))
+    found = dataclasses.replace(plan, profile=profile, cores=1.0, world_size=8)
+    low, middle, high = found.slowness.at
+    assert middle == pytest.approx(1.5)
+    assert 1.0 <= low < middle < high <= 2.0
+
+
 def test_the_report_is_one_small_file_that_needs_nothing_else(plan):
     text = page(plan)
     assert text == page(plan)
