@@ -38,7 +38,7 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="none, or like 100mbit or 1gbit")
-    parser.add_argument("--models", nargs="+", metavar="MODEL", help="cnn, mlp, gpt-small, gpt")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="cnn, mlp, mlp-64, gpt-small, gpt")
     parser.add_argument("--rivals", nargs="+", metavar="RIVAL", default=RIVALS)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="turns of each rival")

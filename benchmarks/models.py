@@ -62,6 +62,8 @@ WORKS = {
     "cnn": Work(mnist_cnn, lambda: _images(64, 1, 28, 28)),
     # 10.0 M parameters and little arithmetic: the exchange weighs most here
     "mlp": Work(_mlp, lambda: _images(128, 784)),
+    # the same with half of the arithmetic
+    "mlp-64": Work(_mlp, lambda: _images(64, 784)),
     # nanoGPT's character model for CPUs, 0.80 M parameters, with its batch size and context
     "gpt-small": Work(lambda: CharGPT(_CHARACTERS), lambda: _text(12, 64)),
     # nanoGPT's character model for GPUs, 10.7 M parameters, with its context; a batch that one core can do

@@ -11,8 +11,8 @@ __all__ = ["WARM_UP_STEPS", "expected_s", "rounds_order", "turn_steps"]
 WARM_UP_STEPS = 4  # DDP settles its buckets after one, its PowerSGD hook sends all for two
 
 # Rough values for the forecast alone: nothing that is measured depends on them.
-_PARAMETERS = {"cnn": 0.43e6, "mlp": 10.0e6, "gpt-small": 0.80e6, "gpt": 10.7e6}
-_STEP_S = {"cnn": 0.05, "mlp": 0.1, "gpt-small": 0.1, "gpt": 0.8}
+_PARAMETERS = {"cnn": 0.43e6, "mlp": 10.0e6, "mlp-64": 10.0e6, "gpt-small": 0.80e6, "gpt": 10.7e6}
+_STEP_S = {"cnn": 0.05, "mlp": 0.1, "mlp-64": 0.07, "gpt-small": 0.1, "gpt": 0.8}
 _BYTES_PER_PARAMETER = {"ddp": 4, "dense": 4, "ddp-fp16": 2, "ddp-bf16": 0, "fp16": 2, "bf16": 2, "none": 0}
 _OTHER_BYTES_PER_PARAMETER = 0.5
 _START_S = 6.0

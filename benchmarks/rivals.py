@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +16,7 @@ import stenograd
 from stenograd import simulate
 from stenograd.emulate.namespaces import sent_bytes
 
-__all__ = ["DDP_HOOKS", "FLOOR", "Attached", "check_names", "host_bytes"]
+__all__ = ["DDP_HOOKS", "EPFML", "FLOOR", "Attached", "check_names", "host_bytes"]
 
 FLOOR = "none"  # every rank trains for itself
 _ONE_BUCKET_MB = 1 << 20
@@ -25,10 +26,13 @@ def check_names(names: list[str]) -> None:
     """Check the rivals' names before anything is started.
 
     Raises:
-        MethodError: a name is none of DDP's and no Stenograd method either.
+        MethodError: a name is none of the others' and no Stenograd method either.
+        ValueError: its package is not here.
     """
     for name in names:
-        if name != FLOOR and name not in DDP_HOOKS:
+        if name in EPFML and importlib.util.find_spec("powersgd.powersgd") is None:
+            raise ValueError(f"{name} needs github.com/epfml/powersgd: put its folder into PYTHONPATH")
+        if name != FLOOR and name not in DDP_HOOKS and name not in EPFML:
             stenograd.method(name)
 
 
@@ -41,8 +45,9 @@ class Attached:
     """A model attached to the other ranks.
 
     Args:
-        name: "none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", or a Stenograd method
-            such as "topk:ratio=0.01".
+        name: "none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "epfml-powersgd" (which sends both
+            factors of rank 4 each step), "epfml-powersgd-1" (one in turns), or a Stenograd method such as
+            "topk:ratio=0.01".
         model: the model; `module` is what to call in its place.
         optimizer: over the model's parameters.
 
@@ -55,6 +60,8 @@ class Attached:
         self._sync: Any = None
         if name in DDP_HOOKS:
             self.module = DDP_HOOKS[name](model)
+        elif name in EPFML:
+            _epfml_powersgd(model, optimizer, EPFML[name])
         elif name != FLOOR:
             _compile(name)
             self._sync = stenograd.distribute(model, optimizer, name)
@@ -121,3 +128,31 @@ DDP_HOOKS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp-bf16": _ddp_cast("bf16_compress_hook"),
     "ddp-powersgd": _ddp_powersgd,
 }
+
+EPFML = {"epfml-powersgd": 2, "epfml-powersgd-1": 1}  # factors that are sent each step
+
+
+def _epfml_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer, factors: int) -> None:
+    """Let a step exchange gradients by the package of PowerSGD's authors, as its `optimizer_step` does.
+
+    The gradients hold what was left out when a step has ended, so nobody may set them to zero.
+    """
+    from powersgd import Config, PowerSGD
+
+    held = list(model.parameters())
+    settings = Config(rank=4, num_iters_per_step=factors, start_compressing_after_num_steps=0)
+    exchange = PowerSGD(held, settings)
+    left: list[Tensor] = []
+
+    def before(*_: object) -> None:
+        left[:] = [p.grad for p in held if p.grad is not None]
+        for p, mean in zip(held, exchange.aggregate(left), strict=True):
+            p.grad = mean
+
+    def after(*_: object) -> None:
+        for p, residual in zip(held, left, strict=True):
+            p.grad = residual
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]

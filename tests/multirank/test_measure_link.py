@@ -8,8 +8,8 @@ import pytest
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
 from stenograd.planning.link import OPS, Sample, assumed, from_json, hops, load_link, wire_bytes
-from stenograd.planning.measure_link import _fitted, _passed, measure_link
-from stenograd.planning.timed import Computing, per_second
+from stenograd.planning.measure_link import _fitted, _rates, measure_link
+from stenograd.planning.timed import Computing, Timed, per_second
 
 
 def _measured(rank, seconds):
@@ -28,11 +28,27 @@ def test_two_ranks_agree_on_what_they_measured(pool):
     samples = first["samples"]
     assert {s["op"] for s in samples} == set(OPS)
     assert {s["at_once"] for s in samples} == {1, 2}
-    assert {s["op"] for s in samples if s["busy"]} == set(OPS)
+    assert {s["op"] for s in samples if s["busy"]} in (set(OPS), set())  # none where cores are short
     assert all(s["lost_s"] == 0 for s in samples if not s["busy"])
     assert all(cost["hop_s"] > 0 and cost["bytes_per_s"] > 0 for cost in first["costs"].values())
     assert from_json(json.loads(json.dumps(first))).as_json() == first
     assert taken < 60
+
+
+def _rates_of_three(rank):
+    timed = Timed(Driver.own())
+    return *_rates(timed, [0, 1, 2], 0.6, 0.0), *timed.passed_on([0, 1, 2], 1 << 14), timed.sent_bytes
+
+
+def test_three_hosts_get_a_rate_each_way_that_all_ranks_agree_on(pool):
+    """As if each of three ranks had a host; each sends at least sixteen messages to each other."""
+    found = pool.run(3, _rates_of_three)
+    assert [rates[:-1] for rates in found[1:]] == [found[0][:-1]] * 2
+    up, down, *passed, _ = found[0]
+    assert len(up) == len(down) == len(passed) == 3
+    assert min(*up, *down) > 1e5
+    assert min(passed) > 1e4
+    assert all(sent > 2 * 16 * 1024 for *_, sent in found)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -52,8 +68,6 @@ def test_a_fit_finds_the_line_that_samples_lie_on(op):
             takes = 2 * seconds(n) if n == 64 else seconds(n) + 4 * 2e-4 * hops(OPS[op], 64, 4)
             lost_s += 2e-9 * apart
             samples.append(Sample(op, n, 1, (takes,), (0.0,), True, lost_s, 1e-3))
-    # Where ranks have less than a core each, large ones that are held up by others' computing do not count.
-    samples += [Sample(op, 1 << 16, 1, (9.0,), (0.0,), True, 5.0, 1e-3)] * 9
     cost = _fitted(op, samples, 4)
     assert cost.bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
     assert cost.hop_s == pytest.approx(seconds(64) / hops(OPS[op], 64, 4))
@@ -64,10 +78,22 @@ def test_a_fit_finds_the_line_that_samples_lie_on(op):
     assert cost.issue_s == pytest.approx(1e-3)  # of the 3 ms: in the thread that asks
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_where_nothing_was_measured_beside_computing_processor_time_counts(op):
+    """3 ms of the process for the smallest collective, 1 of them in the thread that asks."""
+    samples = [
+        Sample(op, n, 1, (1e-3 + n / 1e6,) * 3, (3e-3,) * 3, own_s=1e-3) for n in (64, 1 << 16, 1 << 20)
+    ]
+    cost = _fitted(op, samples, 4)
+    assert cost.busy_hop_s == cost.hop_s
+    assert cost.cpu_s == pytest.approx(2e-3 / {"all-reduce": 6}.get(op, 3))
+    assert cost.issue_s == pytest.approx(1e-3)
+
+
 def test_what_is_computed_is_told_in_seconds_alone():
     """As much as the clock shows, but for what else runs on this machine."""
     with Computing() as computing:
-        computing.alone(0.2)
+        assert 0 < computing.alone(0.2) < 1.1
         before, start = computing.done_s(), time.perf_counter()
         time.sleep(0.2)
         done_s, taken = computing.done_s() - before, time.perf_counter() - start
@@ -90,7 +116,6 @@ def test_a_token_bucket_does_not_make_a_link_look_faster():
     assert cost.bytes_per_s == pytest.approx(1e6)
     assert cost.counted(wire_bytes(OPS["all-reduce"], 1 << 12, 2)) == pytest.approx(0, abs=1)
     assert cost.counted(3e6) == pytest.approx(3e6 - 16_384)
-    assert 0.7 < _passed(samples, 2) / 8e6 <= 1  # what has passed is never more than the link's rate
 
 
 def test_streams_give_a_rate_though_a_rank_is_held_up_and_one_ends_early():

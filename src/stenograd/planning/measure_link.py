@@ -25,7 +25,9 @@ _SMALL_BYTES = 64
 _FIRST_BYTES, _APART = 1024, 4
 _MOST_BYTES = 1 << 26
 _FEW, _NEARLY = 3, 0.9
+_CLOSE = 0.95  # two measurements of a rate that differ by less are as good
 _WAYS_OF_A_FLOW = 40  # how often its messages could go to and fro: TCP finds its window in some of them
+_FLOWS = 3  # of the same kind
 _FLOW_SHARE = 16  # of what may be in memory: a flow's messages are all there at once
 _GROWTH = 64  # at most, from one flow to the next: what a token bucket let pass tells nothing of the rate
 _REPEATS, _COLD_BYTES = 7, 1 << 18
@@ -33,9 +35,7 @@ _WINDOWS = 3  # beside computing: one that is interrupted from elsewhere shall n
 _LATER = 2  # sizes among which what is left of the time is shared
 _LIKE_NOTHING = 0.1  # of a collective that is all latency: what is sent faster tells nothing more
 _LEAST_S = 1e-6
-# A large collective that takes more than so many times as long beside computing says nothing of training:
-# where ranks have less than a core each, one that never waits holds the others up.
-_FAIR = 2.0
+_A_CORE = 0.75  # of one, that a rank must have for computing
 _SILENCE_S = 0.3
 
 
@@ -65,15 +65,13 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
     samples += _beside(timed, _SMALL_BYTES, _PINGS, seconds / 90)
     up, down = _rates(timed, hosts, seconds * 0.3, _WAYS_OF_A_FLOW * latency_s)
     bytes_per_s = min(*up, *down) / 8
-    samples += _beside(timed, bytes_per_s * seconds / 400, _REPEATS, seconds / 90)
+    if any(sample.busy for sample in samples):
+        samples += _beside(timed, bytes_per_s * seconds / 400, _REPEATS, seconds / 90)
     deadline = start + seconds - 2 * _SILENCE_S - seconds / 20
     shortest_s = min(statistics.median(s.seconds) for s in samples) * _LIKE_NOTHING
     samples += _by_size(timed, bytes_per_s, deadline, shortest_s, seconds / 30)
     cold = _cold(timed, samples)
     costs = {op: _fitted(op, samples, driver.world_size) for op in OPS}
-    if len(set(hosts)) > 1:
-        passed = _passed(samples, driver.world_size)
-        up, down = (tuple(max(rate, passed) for rate in rates) for rates in (up, down))
     return Link(
         measured=True,
         hosts=hosts,
@@ -99,9 +97,14 @@ def _beside(timed: Timed, sent: float, repeats: int, at_most_s: float) -> list[S
     """Measure collectives by which a rank sends so many bytes while every rank computes.
 
     Each is measured several times between measurements of what is computed alone, whose speed drifts.
+
+    Nothing is measured where ranks have less than a core each. Computing that never pauses then keeps their
+    messages waiting for many times as long as a training does, whose ranks wait for one another.
     """
-    samples = []
+    samples: list[Sample] = []
     with Computing() as computing:
+        if -timed.largest(-computing.alone(at_most_s)) < _A_CORE:
+            return samples
         for op in [*OPS.values()] * _WINDOWS:
             computing.alone(at_most_s / 2)
             nbytes = _handed(op, sent, timed.driver.world_size) if sent > _SMALL_BYTES else _SMALL_BYTES
@@ -128,14 +131,18 @@ def _rates(
     """Measure what each host sends to others at once, and receives from them, in bits per second.
 
     Few others first: with many senders to one receiver packets are lost, and that takes longer to even out.
-    All the others where those few send, or take, no more than was found. With two hosts a flow shows only
-    the slower of one's sending and the other's receiving rate.
+    All the others where those few send, or take, no more than was found. At last every host sends to the
+    next, which guards against rates that were found too low because packets were lost. With two hosts a flow
+    shows only the slower of one's sending and the other's receiving rate.
     """
     first = [hosts.index(host) for host in range(max(hosts) + 1)]
     if len(first) == 1:  # one host: between its first two ranks
         first = [0, 1]
     count = len(first)
-    flows = _Flows(timed, first, max(seconds / (2 * count), least_s))
+    flows = _Flows(timed, first, seconds / (2 * count), least_s)
+    if count == 2:  # what one sends is what the other receives
+        up = [flows.bits_per_s(at, [1 - at], sending=True) for at in (0, 1)]
+        return (tuple(up), (up[1], up[0])) if len(set(hosts)) == 2 else ((min(up),), (min(up),))
     few = {at: [(at + step) % count for step in range(1, min(count, _FEW + 1))] for at in range(count)}
     up, down = (
         [flows.bits_per_s(at, others, sending=sending) for at, others in few.items()]
@@ -146,22 +153,29 @@ def _rates(
             if len(others) < count - 1 and mine[at] > _NEARLY * sum(theirs[other] for other in others):
                 everybody = [other for other in range(count) if other != at]
                 mine[at] = max(mine[at], flows.bits_per_s(at, everybody, sending=sending))
-    if len(set(hosts)) == 1:
-        return (min(up),), (min(down),)
+    for at, rate in enumerate(flows.passed_on()):
+        for rates, host in ((up, at - 1), (down, at)):
+            rates[host] = rate if rates[host] < _CLOSE * rate else rates[host]
     return tuple(up), tuple(down)
 
 
 class _Flows:
-    """Flows between hosts, of a size that takes about as long as each may.
+    """Flows between hosts, each of a size that takes about as long as it may; the median of some counts.
+
+    One flow may be slow, because packets were lost, or look fast, because a rank was held up at its beginning
+    and then found at once what had come meanwhile.
 
     Args:
         timed: the ranks.
         first: the first rank of each host.
-        budget_s: about how long all flows of a host and a direction may take.
+        seconds: about how long all flows of a host and a direction may take.
+        least_s: what a single one must take in any case.
     """
 
-    def __init__(self, timed: Timed, first: Sequence[int], budget_s: float) -> None:
-        self._timed, self._first, self._budget_s = timed, first, budget_s
+    def __init__(self, timed: Timed, first: Sequence[int], seconds: float, least_s: float) -> None:
+        self._timed, self._first = timed, first
+        self._count = _FLOWS if seconds / _FLOWS > least_s else 1
+        self._each_s = max(seconds / self._count, least_s)
         self._nbytes = _FIRST_BYTES  # of a message; the next flow begins with what suited the one before
 
     def bits_per_s(self, host: int, others: Sequence[int], *, sending: bool) -> float:
@@ -170,18 +184,23 @@ class _Flows:
         ends = (one, many) if sending else (many, one)
         most = max(_MOST_BYTES // _FLOW_SHARE // len(many), _FIRST_BYTES)
         flow = self._timed.flow(*ends, self._nbytes)
-        while flow.seconds < self._budget_s / 4 and self._nbytes < most:
-            times = min(max(self._budget_s / 2 / flow.seconds, 2), _GROWTH)
+        while flow.seconds < self._each_s / 3 and self._nbytes < most:
+            times = min(max(0.8 * self._each_s / flow.seconds, 2), _GROWTH)
             self._nbytes = min(int(self._nbytes * times), most)
             flow = self._timed.flow(*ends, self._nbytes)
         rates = [flow.bytes_per_s]
-        # A flow of the smallest messages that takes long may have been held up by what else runs here.
-        if flow.seconds < self._budget_s / 2 or self._nbytes == _FIRST_BYTES:
+        if flow.seconds > self._each_s:
+            self._nbytes = max(int(self._nbytes * self._each_s / flow.seconds), _FIRST_BYTES)
+        while len(rates) < self._count:
             rates.append(self._timed.flow(*ends, self._nbytes).bytes_per_s)
-        if flow.seconds > self._budget_s:
-            self._nbytes = max(int(self._nbytes * self._budget_s / flow.seconds), _FIRST_BYTES)
-        # What differs much was disturbed, and no disturbance makes a link faster.
-        return 8 * (statistics.mean(rates) if min(rates) > _NEARLY * max(rates) else max(rates))
+        return 8 * statistics.median(rates)
+
+    def passed_on(self) -> list[float]:
+        """Return what each host gets when all of them send to the next."""
+        # As much for each as from the many senders of the other flows, to one receiver.
+        nbytes = min(min(len(self._first) - 1, _FEW) * self._nbytes, _MOST_BYTES // _FLOW_SHARE)
+        rates = [self._timed.passed_on(self._first, nbytes) for _ in range(self._count)]
+        return [8 * statistics.median(own) for own in zip(*rates, strict=True)]
 
 
 def _by_size(
@@ -216,18 +235,6 @@ def _by_size(
     return samples
 
 
-def _passed(samples: Sequence[Sample], world_size: int) -> float:
-    """Return the bits per second that every rank has sent and received in a ring, so that it can do.
-
-    It guards against a host whose rate was found too low because packets were lost. A token bucket may have
-    let pass at once what the next smaller size sends.
-    """
-    op = Op.MEAN
-    large = [s for s in samples if s.op == op.value and s.at_once == 1 and not s.busy][-2:]
-    less, most = (wire_bytes(op, s.nbytes, world_size) for s in (large[0], large[-1]))
-    return 8 * (most - less) / min(large[-1].seconds)
-
-
 def _handed(op: Op, sent: float, world_size: int) -> int:
     """Return about how many bytes a rank hands over where it then sends so many."""
     share = moved_bytes(op, 1 << 20, world_size) / (1 << 20)
@@ -259,14 +266,12 @@ def _fitted(op: str, samples: Sequence[Sample], world_size: int) -> Cost:
     """Take hops from the smallest messages, and a rate from the two largest sizes.
 
     Sizes between are kept as they were measured. A line through all would tell of small sizes, which a token
-    bucket lets pass at once, rather than of a link.
+    bucket lets pass at once, rather than of a link. What messages take from computing is what was lost beside
+    it, or where nothing was measured so, the process's own processor time.
     """
     own = [s for s in samples if s.op == op and s.at_once == 1]
     small = hops(OPS[op], _SMALL_BYTES, world_size)
-    idle, busy = (
-        _usual([t for s in own if s.nbytes == _SMALL_BYTES and s.busy is b for t in s.seconds]) / small
-        for b in (False, True)
-    )
+    idle = _usual([t for s in own if s.nbytes == _SMALL_BYTES and not s.busy for t in s.seconds]) / small
     still = sorted((s for s in own if not s.busy and s.nbytes > _SMALL_BYTES), key=lambda s: s.nbytes)
     sent = [float(wire_bytes(OPS[op], s.nbytes, world_size)) for s in still]
     left = [
@@ -278,17 +283,19 @@ def _fitted(op: str, samples: Sequence[Sample], world_size: int) -> Cost:
         # Between the two sizes the link did nothing but send; but noise may make the difference small.
         rate = min((sent[-1] - sent[-2]) / (left[-1] - left[-2]), 2 * rate)
     counts = tuple((b, seconds * rate) for b, seconds in zip(sent, left, strict=True))
-    beside = []
-    for s in (s for s in own if s.busy):
-        alone_s = idle * small + wire_bytes(OPS[op], s.nbytes, world_size) / rate
-        if s.nbytes == _SMALL_BYTES or statistics.median(s.seconds) < _FAIR * alone_s:
-            beside.append(s)
-    lost_s, lost_s_per_byte = _lost(beside, world_size)
-    spent = max(statistics.median(still[-1].cpu_s) / sent[-1], lost_s_per_byte)
-    issue_s = statistics.median(s.own_s for s in beside if s.nbytes == _SMALL_BYTES)
-    each_s = max(lost_s - issue_s, 0.0) / messages(OPS[op], world_size)
-    cost = Cost(idle, max(idle, busy), rate, spent, counts, each_s, issue_s)
-    return replace(cost, busy_hop_s=max(cost.busy_hop_s, _busy_hop_s(cost, op, beside, world_size)))
+    cost = Cost(idle, idle, rate, statistics.median(still[-1].cpu_s) / sent[-1], counts)
+    beside = [s for s in own if s.busy]
+    least = [s for s in own if s.nbytes == _SMALL_BYTES and s.busy == bool(beside)]
+    issue_s = statistics.median(s.own_s for s in least)
+    if beside:
+        took_s, lost_s_per_byte = _lost(beside, world_size)
+        busy = _usual([t for s in least for t in s.seconds]) / small
+        slowed = max(idle, busy, _busy_hop_s(cost, op, beside, world_size))
+        cost = replace(cost, busy_hop_s=slowed, cpu_s_per_byte=max(cost.cpu_s_per_byte, lost_s_per_byte))
+    else:
+        took_s = statistics.median(t for s in least for t in s.cpu_s)
+    each_s = max(took_s - issue_s, 0.0) / messages(OPS[op], world_size)
+    return replace(cost, cpu_s=each_s, issue_s=issue_s)
 
 
 def _busy_hop_s(cost: Cost, op: str, beside: Sequence[Sample], world_size: int) -> float:

@@ -14,6 +14,7 @@ import torch
 
 from stenograd.comm.agreement import everyone
 from stenograd.comm.driver import Driver, Pending
+from stenograd.comm.gloo_framing import DATA_BYTES, MESSAGE_BYTES, PACKET_BYTES
 from stenograd.comm.traffic import ATTACH, Label
 from stenograd.data.requests import Op, Request, Rounds, gather
 from stenograd.planning.link import Sample, wire_bytes
@@ -49,7 +50,7 @@ class Computing:
     """
 
     def __init__(self) -> None:
-        self._stop, self._count = threading.Event(), 0
+        self._stop, self._count, self._cpu_s = threading.Event(), 0, 0.0
         self._thread = threading.Thread(target=self._work, daemon=True)
         self.unit_s = 0.0
 
@@ -61,11 +62,13 @@ class Computing:
         self._stop.set()
         self._thread.join()
 
-    def alone(self, seconds: float) -> None:
-        """Measure `unit_s` for so long."""
-        count, start = self._count, time.perf_counter()
+    def alone(self, seconds: float) -> float:
+        """Measure `unit_s` for so long, and return the part of a core that this thread had."""
+        count, cpu_s, start = self._count, self._cpu_s, time.perf_counter()
         time.sleep(seconds)
-        self.unit_s = (time.perf_counter() - start) / max(self._count - count, 1)
+        took_s = time.perf_counter() - start
+        self.unit_s = took_s / max(self._count - count, 1)
+        return (self._cpu_s - cpu_s) / took_s
 
     def done_s(self) -> float:
         """Return the seconds that all products so far would have taken alone."""
@@ -76,6 +79,7 @@ class Computing:
         while not self._stop.is_set():
             torch.mm(a, a, out=out)  # releases Python's lock
             self._count += 1
+            self._cpu_s = time.thread_time()
 
 
 class Timed:
@@ -183,9 +187,21 @@ class Timed:
 
     def flow(self, senders: Sequence[int], receivers: Sequence[int], nbytes: int) -> Flow:
         """Send messages of `nbytes` from each sender to each receiver, one way and without a pause."""
+        told = self._stream([(s, r) for s in senders for r in sorted(receivers)], nbytes)
+        streams = [stream for theirs in told for stream in theirs]
+        seconds = max(stream[-1] for stream in streams) - min(stream[0] for stream in streams)
+        return Flow(_in_a_row(nbytes) * per_second(streams, _BEGINNING), max(seconds, 1e-6))
+
+    def passed_on(self, ranks: Sequence[int], nbytes: int) -> list[float]:
+        """Let each of some ranks send to the next, all at once; return what each gets in bytes per second."""
+        told = self._stream([(ranks[at - 1], rank) for at, rank in enumerate(ranks)], nbytes)
+        return [_in_a_row(nbytes) * per_second(told[rank], _BEGINNING) for rank in ranks]
+
+    def _stream(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[list[list[float]]]:
+        """Send messages from one to the other of each pair; return when each rank's came, by its senders."""
         me = self.driver.rank
-        peers = tuple(r for r in sorted(receivers) if me in senders and r != me)
-        sources = [s for s in senders if me in receivers and s != me]
+        peers = tuple(r for s, r in pairs if s == me)
+        sources = [s for s, r in pairs if r == me]
         offers = [[self._message(nbytes, (), (source,)) for _ in range(_PARTS)] for source in sources]
         self._meet()
         start = time.perf_counter()
@@ -194,12 +210,8 @@ class Timed:
             came = list(threads.map(lambda own: [_came_s(each, start) for each in own], offers))
         for each in sent:
             each.wait()
-        part = wire_bytes(Op.EXCHANGE, nbytes, 2)
-        self.sent_bytes += len(sent) * len(peers) * part
-        told = [json.loads(text) for text in everyone(self.driver, json.dumps(came))]
-        streams = [stream for theirs in told for stream in theirs]
-        seconds = max(stream[-1] for stream in streams) - min(stream[0] for stream in streams)
-        return Flow(part * per_second(streams, _BEGINNING), max(seconds, 1e-6))
+        self.sent_bytes += len(sent) * len(peers) * wire_bytes(Op.EXCHANGE, nbytes, 2)
+        return [json.loads(text) for text in everyone(self.driver, json.dumps(came))]
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Return the mean of all ranks' values, each by itself; all ranks have as many."""
@@ -218,6 +230,11 @@ class Timed:
         """Let all ranks begin at about the same time."""
         # Not by a gather, which between two ranks is a message and could be taken for one that is measured.
         self.driver.start(Request(Op.MEAN, (torch.zeros(1),)), _LABEL).wait()
+
+
+def _in_a_row(nbytes: int) -> float:
+    """Return what a message and the notice of it take among others, with which it shares packets."""
+    return (nbytes + 2 * MESSAGE_BYTES) * (1 + PACKET_BYTES / DATA_BYTES)
 
 
 def _came_s(pending: Pending, start: float) -> float:
