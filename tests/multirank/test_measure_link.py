@@ -68,7 +68,11 @@ def test_a_fit_finds_the_line_that_samples_lie_on(op):
             takes = 2 * seconds(n) if n == 64 else seconds(n) + 4 * 2e-4 * hops(OPS[op], 64, 4)
             lost_s += 2e-9 * apart
             samples.append(Sample(op, n, 1, (takes,), (0.0,), True, lost_s, 1e-3))
+    # Two at once take a fifth longer than one after the other.
+    both = 2e-4 * hops(OPS[op], 1 << 16, 4) + 1.2 * 2 * wire_bytes(OPS[op], 1 << 16, 4) / 12.5e6
+    samples.append(Sample(op, 1 << 16, 2, (both,) * 3, (0.0,) * 3))
     cost = _fitted(op, samples, 4)
+    assert cost.crowding == pytest.approx(1.2, rel=0.05)
     assert cost.bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
     assert cost.hop_s == pytest.approx(seconds(64) / hops(OPS[op], 64, 4))
     slowed = cost.hop_s + 4 * 2e-4 * hops(OPS[op], 64, 4) / hops(OPS[op], 1 << 16, 4)
@@ -86,6 +90,7 @@ def test_where_nothing_was_measured_beside_computing_processor_time_counts(op):
     ]
     cost = _fitted(op, samples, 4)
     assert cost.busy_hop_s == cost.hop_s
+    assert cost.crowding == 1
     assert cost.cpu_s == pytest.approx(2e-3 / {"all-reduce": 6}.get(op, 3))
     assert cost.issue_s == pytest.approx(1e-3)
 

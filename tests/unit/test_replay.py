@@ -107,8 +107,48 @@ def test_sites_share_a_trunk():
     assert alone.transfer(whole) == near.transfer(whole)
     pair = Collective("exchange", 1_000_000, 1, 0, 4, peers=(1,), sources=(1,))
     other = Collective("exchange", 1_000_000, 1, 0, 4, peers=(2,), sources=(2,))
-    assert far.transfer(pair) == near.transfer(pair)
-    assert far.transfer(other).wire_s > 15 * far.transfer(pair).wire_s  # two ranks at a tenth of the rate
+    # Rank 1 is the last of its site, so its neighbour is elsewhere; at a distance of 2 so are both ranks'.
+    assert far.transfer(pair).wire_s == pytest.approx(10 * near.transfer(pair).wire_s)
+    assert far.transfer(other).wire_s == pytest.approx(2 * far.transfer(pair).wire_s)
+    assert (
+        far.transfer(dataclasses.replace(pair, peers=(3,))).wire_s == far.transfer(pair).wire_s
+    )  # the other way round
+
+
+def test_ranks_of_a_host_share_its_link():
+    """Two hosts of two ranks: one of a host has its neighbour elsewhere, and each two of three others."""
+    shared = dataclasses.replace(cluster(1e8, hosts=2), ranks_per_host=2)
+    apart = cluster(1e8, hosts=4)
+    for peer, times in ((1, 1), (2, 2), (3, 1)):
+        pair = Collective("exchange", 1_000_000, 1, 0, 4, peers=(peer,), sources=(peer,))
+        assert shared.transfer(pair).wire_s == pytest.approx(times * apart.transfer(pair).wire_s)
+    rows = Collective("all-to-all", 4_000_000, 1, 0, 4)
+    assert shared.transfer(rows).wire_s == pytest.approx(4 / 3 * apart.transfer(rows).wire_s)
+    assert shared.transfer(dataclasses.replace(rows, size=2)).inside
+
+
+def test_a_link_that_ranks_of_a_host_have_shared_is_not_taken_for_slow():
+    """All-to-all among two hosts of two ranks: 4/3 of what a rank sends has to pass a link of 12.5 MB/s."""
+    link = assumed("100mbit", [0, 0, 1, 1])
+    seen = dataclasses.replace(link.costs["all-to-all"], bytes_per_s=12.5e6 * 3 / 4)
+    link = dataclasses.replace(link, measured=True, costs=link.costs | {"all-to-all": seen})
+    rows = Collective("all-to-all", 4_000_000, 1, 0, 4)
+    sent = 3_000_000 + frames(Op.SCATTER, 4_000_000, 4).header_bytes
+    assert cluster_of(link, 4).transfer(rows).wire_s == pytest.approx(8 * sent * 4 / 3 / 1e8)
+    assert cluster_of(link, 4, ranks_per_host=1).transfer(rows).wire_s == pytest.approx(8 * sent / 1e8)
+
+
+def test_two_at_once_take_as_long_as_was_measured():
+    """Two all-reduces of s seconds on a link that two at once use at four fifths: 2.5 s; one alone: s."""
+    s = 8 * (1_000_000 + frames(Op.MEAN, 1_000_000, 2, itemsize=4).header_bytes) / 1e8
+    one, two = [Event("issue", n, 0.0, 0.0, Collective("all-reduce", 1_000_000, 4, 0, 2)) for n in (0, 1)]
+    waits = [Event("wait", 0), Event("wait", 1), Event("step", 0)]
+    near = cluster(1e8)
+    crowded = {op: dataclasses.replace(cost, crowding=1.25) for op, cost in near.costs.items()}
+    found = replay(program([one, two, *waits]), dataclasses.replace(near, costs=crowded))
+    assert found.step_s == pytest.approx(2.5 * s)
+    alone = replay(program([one, waits[0], waits[2]]), dataclasses.replace(near, costs=crowded))
+    assert alone.step_s == pytest.approx(s)
 
 
 def test_threads_share_cores():

@@ -33,6 +33,7 @@ class Transfer(NamedTuple):
         cpu_s: of a rank's processor while it sends.
         latency_cpu_s: of a rank's processor before.
         inside: whether it stays within hosts, so does not share the links between them.
+        crowding: how many times as long its bytes take while others send, besides the sharing.
     """
 
     latency_s: float
@@ -41,6 +42,7 @@ class Transfer(NamedTuple):
     cpu_s: float
     latency_cpu_s: float
     inside: bool
+    crowding: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +114,9 @@ class Cluster:
         if kind is Op.EXCHANGE:
             peers = len(about.peers)
             sent = wire_bytes(kind, nbytes, size, peers=peers)
+            # At a distance d, so many of the ranks that are side by side send to other places.
             shared, trunk = (
-                per * sum(peer >= per for peer in about.peers) / max(peers, 1)
+                sum(min(peer, size - peer, per) for peer in about.peers) / max(peers, 1) if per < size else 0
                 for per in (self.ranks_per_host, self.world_size // self.sites)
             )
             return self._direct(sent, peers, 1, inside or not shared, shared or 1.0, trunk)
@@ -121,7 +124,7 @@ class Cluster:
         if route(kind, nbytes, size) is Route.RING:
             return self._ring(kind, sent, size, hops(kind, nbytes, size), inside)
         per_host = 1 if size == self.hosts else self.ranks_per_host
-        shared, trunk = (per * (size - per) / max(size - 1, 1) for per in (per_host, size // self.sites))
+        shared, trunk = (_leaving(per, size) for per in (per_host, size // self.sites))
         return self._direct(sent, size - 1, 1, inside, shared, trunk)
 
     def _direct(
@@ -146,7 +149,7 @@ class Cluster:
         idle, busy = (depth * (a + more_s) for a in (cost.hop_s, cost.busy_hop_s))
         counted = 8 * cost.counted(sent) / cost.bytes_per_s
         wire_s = max(counted * sharing / min(*self.up_bps, *self.down_bps), counted * trunk / self.site_bps)
-        return Transfer(idle, busy, wire_s, cpu, count * cost.cpu_s, False)
+        return Transfer(idle, busy, wire_s, cpu, count * cost.cpu_s, False, cost.crowding)
 
     def _ring(self, op: Op, sent: int, size: int, steps: int, inside: bool) -> Transfer:
         cost = self.costs[Op.MEAN.value if op in REDUCTIONS else op.value]
@@ -170,7 +173,8 @@ class Cluster:
             found.append(max(level(steps, seconds, latency) - steps * float(seconds.max()), 0.0))
         cpu = sent * cost.cpu_s_per_byte
         messages_s = messages(op, size) * cost.cpu_s
-        return Transfer(found[0], found[1], float(steps * seconds.max()), cpu, messages_s, inside)
+        crowding = 1.0 if inside else cost.crowding
+        return Transfer(found[0], found[1], float(steps * seconds.max()), cpu, messages_s, inside, crowding)
 
     def _spread(self, rates: Sequence[float]) -> Sequence[float]:
         return rates if len(rates) == self.hosts else [min(rates)] * self.hosts
@@ -250,9 +254,13 @@ def cluster_of(
     if world_size % per_host:
         raise bad_value("ranks_per_host", f"must divide the {world_size} workers", per_host, "use 1")
     hosts, slowest = world_size // per_host, link.bps / 8
-    costs = {op: _shared(cost, slowest) for op, cost in link.costs.items()}
-    rates = [rates if len(rates) == hosts else (min(rates),) for rates in (link.up_bps, link.down_bps)]
     alone = len(set(link.hosts)) == 1  # then what was measured is the way inside a host
+    # Ranks of a host that send to all at once have shared its link while that was measured.
+    together = 1.0 if alone or not link.measured else _leaving(link.hosts.count(0), len(link.hosts))
+    costs = {
+        op: _shared(cost, slowest / (together if op == _DIRECT else 1.0)) for op, cost in link.costs.items()
+    }
+    rates = [rates if len(rates) == hosts else (min(rates),) for rates in (link.up_bps, link.down_bps)]
     return Cluster(
         hosts=hosts,
         ranks_per_host=per_host,
@@ -263,6 +271,16 @@ def cluster_of(
         inside_bps=link.bps if alone else _INSIDE_BPS,
         inside_hop_s=link.costs["all-reduce"].hop_s if alone else _INSIDE_HOP_S,
     )
+
+
+def _leaving(side_by_side: int, size: int) -> float:
+    """Return how many ranks' messages leave a host, where each of its ranks sends to all others.
+
+    Example:
+        >>> _leaving(1, 4), round(_leaving(2, 4), 3)
+        (1.0, 1.333)
+    """
+    return side_by_side * (size - side_by_side) / max(size - 1, 1)
 
 
 def _shared(cost: Cost, slowest: float) -> Cost:

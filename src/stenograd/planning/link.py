@@ -17,7 +17,7 @@ from stenograd.planning.units import parse_link
 
 __all__ = ["OPS", "WAYS", "Cost", "Link", "Sample", "assumed", "hops", "load_link", "messages", "wire_bytes"]
 
-_FORMAT = 3
+_FORMAT = 4
 OPS = {"all-reduce": Op.MEAN, "all-gather": Op.GATHER, "all-to-all": Op.SCATTER}
 
 # How often a hop's latency counts: gloo sends no data before the receiver has offered room for it, and in a
@@ -70,6 +70,8 @@ class Cost:
         cpu_s: processor time of a rank for each message that it sends, whatever its size: threads wake up
             and push what computes out of its caches.
         issue_s: processor time of the thread that asks for a collective, and waits for it.
+        crowding: how many times as long the bytes of two take that are under way at once, as one after the
+            other; below 1 where one alone does not fill the link.
     """
 
     hop_s: float
@@ -79,6 +81,7 @@ class Cost:
     counts_as: tuple[tuple[float, float], ...] = ()
     cpu_s: float = 0.0
     issue_s: float = 0.0
+    crowding: float = 1.0
 
     def counted(self, sent: float) -> float:
         """Return as how many bytes those that a rank sends count at `bytes_per_s`.

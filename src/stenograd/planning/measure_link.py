@@ -30,7 +30,8 @@ _WAYS_OF_A_FLOW = 40  # how often its messages could go to and fro: TCP finds it
 _FLOWS = 3  # of the same kind
 _FLOW_SHARE = 16  # of what may be in memory: a flow's messages are all there at once
 _GROWTH = 64  # at most, from one flow to the next: what a token bucket let pass tells nothing of the rate
-_REPEATS, _COLD_BYTES = 7, 1 << 18
+_REPEATS, _PAIRS, _COLD_BYTES = 7, 3, 1 << 18
+_CROWDING = (0.5, 1.5)  # what is beyond was disturbed
 _WINDOWS = 3  # beside computing: one that is interrupted from elsewhere shall not decide
 _LATER = 2  # sizes among which what is left of the time is shared
 _LIKE_NOTHING = 0.1  # of a collective that is all latency: what is sent faster tells nothing more
@@ -230,7 +231,7 @@ def _by_size(
             began = time.perf_counter()
             samples.append(timed.sample(op, nbytes, repeats=_REPEATS if brief else 1, at_most_s=each_s))
             if place == 1:
-                samples.append(timed.sample(op, nbytes, at_once=2, repeats=1, at_most_s=each_s))
+                samples.append(timed.sample(op, nbytes, at_once=2, repeats=_PAIRS, at_most_s=each_s))
             took_s += (time.perf_counter() - began) / (1 + len(samples[-1].seconds))
     return samples
 
@@ -295,7 +296,20 @@ def _fitted(op: str, samples: Sequence[Sample], world_size: int) -> Cost:
     else:
         took_s = statistics.median(t for s in least for t in s.cpu_s)
     each_s = max(took_s - issue_s, 0.0) / messages(OPS[op], world_size)
-    return replace(cost, cpu_s=each_s, issue_s=issue_s)
+    return replace(cost, cpu_s=each_s, issue_s=issue_s, crowding=_crowding(cost, op, samples, world_size))
+
+
+def _crowding(cost: Cost, op: str, samples: Sequence[Sample], world_size: int) -> float:
+    """Return how many times as long the bytes of two collectives take as those of one after the other."""
+    pairs = [s for s in samples if s.op == op and s.at_once == 2]
+    if not pairs:
+        return 1.0
+    sent = wire_bytes(OPS[op], pairs[-1].nbytes, world_size)
+    hop_s = cost.hop_s * hops(OPS[op], pairs[-1].nbytes, world_size)
+    # What a token bucket lets pass at once it lets pass once for both.
+    bytes_s = (cost.counted(sent) + sent) / cost.bytes_per_s
+    found = (statistics.median(pairs[-1].seconds) - hop_s) / bytes_s
+    return min(max(found, _CROWDING[0]), _CROWDING[1])
 
 
 def _busy_hop_s(cost: Cost, op: str, beside: Sequence[Sample], world_size: int) -> float:

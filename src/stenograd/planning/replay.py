@@ -241,7 +241,8 @@ def _lasts(transfer: Transfer, crowded: bool) -> float:
 
 def _share(r: _Running, sending: Sequence[_Running]) -> float:
     """Return the part of its link that a collective has."""
-    return 1.0 / sum(other.transfer.inside == r.transfer.inside for other in sending)
+    count = sum(other.transfer.inside == r.transfer.inside for other in sending)
+    return 1.0 / (count * r.transfer.crowding if count > 1 else 1.0)
 
 
 def _demand(r: _Running, sending: Sequence[_Running]) -> float:
