@@ -151,6 +151,22 @@ def test_two_at_once_take_as_long_as_was_measured():
     assert alone.step_s == pytest.approx(s)
 
 
+def test_a_token_bucket_is_full_once():
+    """A bucket of 50 kB at 12.5 MB/s saves 4 ms of the first of two all-reduces, and of neither later."""
+    s = 8 * (1_000_000 + frames(Op.MEAN, 1_000_000, 2, itemsize=4).header_bytes) / 1e8
+    one, two = [Event("issue", n, 0.0, 0.0, Collective("all-reduce", 1_000_000, 4, 0, 2)) for n in (0, 1)]
+    near = cluster(1e8)
+    bucket = {op: dataclasses.replace(c, counts_as=((50_000.0, 0.0),)) for op, c in near.costs.items()}
+    bucket = dataclasses.replace(near, costs=bucket)
+    waits = [Event("wait", 0), Event("wait", 1), Event("step", 0)]
+    assert replay(program([one, two, *waits]), bucket).step_s == pytest.approx(2 * s - 0.004)
+    apart = [one, waits[0], two, *waits[1:]]
+    assert replay(program(apart), bucket).step_s == pytest.approx(2 * s - 0.008)  # idle between them
+    all_of_it = {op: dataclasses.replace(c, counts_as=((5e6, 0.0),)) for op, c in near.costs.items()}
+    all_of_it = dataclasses.replace(near, costs=all_of_it)
+    assert replay(program([one, two, *waits]), all_of_it).step_s == pytest.approx(s)
+
+
 def test_threads_share_cores():
     """Two threads of 1 s each: 1 s on two cores, 2 s on one, and joining waits for the other."""
     main = [Event("post", 0), Event("join", 0, 1.0), Event("step", 0)]

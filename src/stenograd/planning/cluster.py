@@ -34,6 +34,8 @@ class Transfer(NamedTuple):
         latency_cpu_s: of a rank's processor before.
         inside: whether it stays within hosts, so does not share the links between them.
         crowding: how many times as long its bytes take while others send, besides the sharing.
+        at_once_s: of sending, saved because a token bucket lets the first bytes pass at once, if the link was
+            idle before.
     """
 
     latency_s: float
@@ -43,6 +45,7 @@ class Transfer(NamedTuple):
     latency_cpu_s: float
     inside: bool
     crowding: float = 1.0
+    at_once_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +152,8 @@ class Cluster:
         idle, busy = (depth * (a + more_s) for a in (cost.hop_s, cost.busy_hop_s))
         counted = 8 * cost.counted(sent) / cost.bytes_per_s
         wire_s = max(counted * sharing / min(*self.up_bps, *self.down_bps), counted * trunk / self.site_bps)
-        return Transfer(idle, busy, wire_s, cpu, count * cost.cpu_s, False, cost.crowding)
+        at_once_s = sharing * self._at_once_s(cost, sent)
+        return Transfer(idle, busy, wire_s, cpu, count * cost.cpu_s, False, cost.crowding, at_once_s)
 
     def _ring(self, op: Op, sent: int, size: int, steps: int, inside: bool) -> Transfer:
         cost = self.costs[Op.MEAN.value if op in REDUCTIONS else op.value]
@@ -173,8 +177,12 @@ class Cluster:
             found.append(max(level(steps, seconds, latency) - steps * float(seconds.max()), 0.0))
         cpu = sent * cost.cpu_s_per_byte
         messages_s = messages(op, size) * cost.cpu_s
-        crowding = 1.0 if inside else cost.crowding
-        return Transfer(found[0], found[1], float(steps * seconds.max()), cpu, messages_s, inside, crowding)
+        alone = (found[0], found[1], float(steps * seconds.max()), cpu, messages_s, inside)
+        return Transfer(*alone) if inside else Transfer(*alone, cost.crowding, self._at_once_s(cost, sent))
+
+    def _at_once_s(self, cost: Cost, sent: float) -> float:
+        saved = max(sent - cost.counted(sent), 0.0)
+        return 8 * saved / cost.bytes_per_s / min(*self.up_bps, *self.down_bps)
 
     def _spread(self, rates: Sequence[float]) -> Sequence[float]:
         return rates if len(rates) == self.hosts else [min(rates)] * self.hosts

@@ -195,7 +195,9 @@ def _admit(run: _Run) -> None:
     for group, queue in run.queues.items():
         while queue and sum(r.group == group for r in run.active) < _AT_ONCE:
             running = queue.popleft()
-            running.start = run.now
+            running.start, about = run.now, running.transfer
+            if any(other.transfer.inside == about.inside for other in run.active):
+                running.transfer = about._replace(wire_s=about.wire_s + about.at_once_s)
             run.active.append(running)
 
 
