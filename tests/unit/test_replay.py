@@ -13,6 +13,7 @@ import torch
 import stenograd
 from stenograd.comm.gloo_framing import frames
 from stenograd.data.requests import Op
+from stenograd.planning.advice import Prediction, advised
 from stenograd.planning.cluster import Cluster, cluster_of, message_level, ring_s
 from stenograd.planning.link import Cost, assumed
 from stenograd.planning.program import Collective, Event, Program
@@ -349,3 +350,32 @@ def test_where_latency_decides_fewer_collectives_win():
     assert found.method.startswith("local")
     assert found.predictions[0].limit == "latency"
     assert any("is latency" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "chosen"),
+    [
+        ({"dense": 100, "topk:ratio=0.03": 50, "topk:ratio=0.01": 50.9}, "topk:ratio=0.01"),  # sends less
+        ({"dense": 100, "topk:ratio=0.03": 50, "topk:ratio=0.01": 52}, "topk:ratio=0.03"),  # no tie
+        ({"dense": 100, "topk:ratio=0.01": 50, "fp16": 50.9}, "fp16"),  # milder, though it sends more
+        ({"dense": 100, "topk:ratio=0.01": 98}, "dense"),
+        ({"dense": 100, "topk:ratio=0.01": 97}, "dense"),  # a lead of less than 5 %
+    ],
+)
+def test_advice_among_ties(milliseconds, chosen):
+    """2 % apart is a tie: the milder method wins, then the one that sends least."""
+    bytes_of = {"dense": 400.0, "fp16": 200.0, "topk:ratio=0.03": 12.0, "topk:ratio=0.01": 5.0}
+    saved_s = dict.fromkeys(("compute", "codec", "latency", "bandwidth", "contention", "stragglers"), 0.0)
+    found = [
+        Prediction(
+            method=text,
+            seconds=(0.9 * ms, ms, 1.1 * ms),
+            moved_bytes=bytes_of[text],
+            collectives=1.0,
+            saved_s=saved_s,
+            pays=(),
+            pays_at_lowest=text != "dense",
+        )
+        for text, ms in milliseconds.items()
+    ]
+    assert advised(found, "lossy")[0] == chosen

@@ -33,7 +33,8 @@ __all__ = [
 
 ACCURACIES = ("exact", "rounded", "lossy")
 DENSE = "dense"
-_TIE = 0.02  # methods that close are equally fast: the numerically milder one is chosen
+# Methods that close are equally fast: the numerically milder one is chosen, then the one that sends least.
+_TIE = 0.02
 LEVELS = (0.1, 0.9)  # between which a prediction's interval lies
 # What a prediction may be off besides the spread of steps, to either side. Not fitted: it is the goal for the
 # median error of predictions.
@@ -179,7 +180,8 @@ def advised(found: Sequence[Prediction], accuracy: str) -> tuple[str, str]:
     admitted = [p for p in found if order[p.method] <= ACCURACIES.index(accuracy)]
     fastest = min(p.seconds[1] for p in admitted)
     close = [p for p in admitted if p.seconds[1] <= fastest * (1 + _TIE)]
-    best = min(close, key=lambda p: (order[p.method], p.seconds[1]))
+    # Of equally mild ones the one that sends least: a link may be slower than it was measured, but no faster.
+    best = min(close, key=lambda p: (order[p.method], p.moved_bytes, p.seconds[1]))
     if best.method == DENSE:
         return DENSE, f"dense wins: nothing that {accuracy} accuracy admits is more than {_TIE:.0%} faster"
     saved = dense.seconds[1] - best.seconds[1]
