@@ -139,6 +139,17 @@ def test_a_link_that_ranks_of_a_host_have_shared_is_not_taken_for_slow():
     assert cluster_of(link, 4, ranks_per_host=1).transfer(rows).wire_s == pytest.approx(8 * sent / 1e8)
 
 
+def test_messages_to_one_neighbour_go_at_a_ring_s_rate():
+    """Ranks that all send to all use half of the link here; a message to one other is not one of many."""
+    near = cluster(1e8, hosts=4)
+    half = dataclasses.replace(near.costs["all-to-all"], bytes_per_s=0.5)
+    slow = dataclasses.replace(near, costs=near.costs | {"all-to-all": half})
+    one = Collective("exchange", 1_000_000, 1, 0, 4, peers=(1,), sources=(3,))
+    two = dataclasses.replace(one, peers=(1, 3), sources=(1, 3))
+    assert slow.transfer(one).wire_s == near.transfer(one).wire_s
+    assert slow.transfer(two).wire_s == pytest.approx(2 * near.transfer(two).wire_s)
+
+
 def test_two_at_once_take_as_long_as_was_measured():
     """Two all-reduces of s seconds on a link that two at once use at four fifths: 2.5 s; one alone: s."""
     s = 8 * (1_000_000 + frames(Op.MEAN, 1_000_000, 2, itemsize=4).header_bytes) / 1e8

@@ -112,7 +112,7 @@ class Cluster:
         inside = self.hosts == 1 or (size == self.ranks_per_host and size < self.world_size)
         if op == "broadcast":
             depth = math.ceil(math.log2(size))
-            return self._direct(nbytes * depth, depth, depth, inside, 1, 1)
+            return self._direct(nbytes * depth, depth, depth, inside, 1, 1, self.costs[_DIRECT])
         kind = Op(op)
         if kind is Op.EXCHANGE:
             peers = len(about.peers)
@@ -122,18 +122,20 @@ class Cluster:
                 sum(min(peer, size - peer, per) for peer in about.peers) / max(peers, 1) if per < size else 0
                 for per in (self.ranks_per_host, self.world_size // self.sites)
             )
-            return self._direct(sent, peers, 1, inside or not shared, shared or 1.0, trunk)
+            # A message to one other travels as in a ring, not as from many senders to each receiver.
+            cost = self.costs[Op.MEAN.value if peers == 1 else _DIRECT]
+            return self._direct(sent, peers, 1, inside or not shared, shared or 1.0, trunk, cost)
         sent = wire_bytes(kind, nbytes, size, itemsize=about.itemsize)
         if route(kind, nbytes, size) is Route.RING:
             return self._ring(kind, sent, size, hops(kind, nbytes, size), inside)
         per_host = 1 if size == self.hosts else self.ranks_per_host
         shared, trunk = (_leaving(per, size) for per in (per_host, size // self.sites))
-        return self._direct(sent, size - 1, 1, inside, shared, trunk)
+        return self._direct(sent, size - 1, 1, inside, shared, trunk, self.costs[_DIRECT])
 
     def _direct(
-        self, sent: float, count: int, depth: int, inside: bool, sharing: float, trunk: float
+        self, sent: float, count: int, depth: int, inside: bool, sharing: float, trunk: float, cost: Cost
     ) -> Transfer:
-        """Return what ranks take that send to many at once.
+        """Return what ranks take that send to others directly.
 
         Args:
             sent: bytes of a rank.
@@ -142,8 +144,8 @@ class Cluster:
             inside: whether all stay within hosts.
             sharing: ranks' bytes that cross a host's link.
             trunk: ranks' bytes that cross a site's.
+            cost: of such messages.
         """
-        cost = self.costs[_DIRECT]
         cpu = sent * cost.cpu_s_per_byte
         if inside:
             hop = depth * self.inside_hop_s
