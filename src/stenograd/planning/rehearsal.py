@@ -185,17 +185,19 @@ def rehearse(
     programs: dict[str, tuple[Program, float]] = {}
     left_out: dict[str, str] = {}
     trial = replace(trial, batches=first_batches(trial))  # once: an iterator would give others every time
+    began = time.perf_counter()
     with untouched(trial):
         floor = _Floor(trial)
         floor.measure(_FLOOR_WARM_UP)
         floor.reset()
         floor.measure(5, at_most_s=seconds / 8)
         own_s = floor.profile().floor_s
-        each_s = seconds / max(len(methods), 1)
-        for one in methods:
+        for number, one in enumerate(methods):
             how = method(one)
-            # As if coding took as long as the step, and with the periods and steps that are not counted.
-            count = int(min(max(each_s / (2 * own_s) - _WARM_UP - 6, 2), 12))
+            # As if coding took half of a step, and with the periods and steps that are not counted; where it
+            # takes longer the methods that follow get less.
+            each_s = (began + seconds - time.perf_counter()) / (len(methods) - number)
+            count = int(min(max(each_s / (1.5 * own_s) - _WARM_UP - 6, 2), 12))
             before = floor.measure(1)
             try:
                 recorded = periods(trial, how, world_size, count, bucket_bytes=bucket_bytes)
