@@ -123,6 +123,10 @@ def test_ranks_of_a_host_share_its_link():
     for peer, times in ((1, 1), (2, 2), (3, 1)):
         pair = Collective("exchange", 1_000_000, 1, 0, 4, peers=(peer,), sources=(peer,))
         assert shared.transfer(pair).wire_s == pytest.approx(times * apart.transfer(pair).wire_s)
+    # One rank of each of three hosts, as two-level schedules have them: each has the link to itself.
+    three = dataclasses.replace(shared, hosts=3)
+    heads = Collective("exchange", 1_000_000, 1, 0, 3, peers=(1,), sources=(1,))
+    assert three.transfer(heads).wire_s == pytest.approx(cluster(1e8, hosts=3).transfer(heads).wire_s)
     rows = Collective("all-to-all", 4_000_000, 1, 0, 4)
     assert shared.transfer(rows).wire_s == pytest.approx(4 / 3 * apart.transfer(rows).wire_s)
     assert shared.transfer(dataclasses.replace(rows, size=2)).inside

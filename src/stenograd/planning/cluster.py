@@ -113,14 +113,14 @@ class Cluster:
         if op == "broadcast":
             depth = math.ceil(math.log2(size))
             return self._direct(nbytes * depth, depth, depth, inside, 1, 1, self.costs[_DIRECT])
-        kind = Op(op)
+        kind, per_host = Op(op), 1 if size == self.hosts else self.ranks_per_host
         if kind is Op.EXCHANGE:
             peers = len(about.peers)
             sent = wire_bytes(kind, nbytes, size, peers=peers)
             # At a distance d, so many of the ranks that are side by side send to other places.
             shared, trunk = (
                 sum(min(peer, size - peer, per) for peer in about.peers) / max(peers, 1) if per < size else 0
-                for per in (self.ranks_per_host, self.world_size // self.sites)
+                for per in (per_host, size // self.sites)
             )
             # A message to one other travels as in a ring, not as from many senders to each receiver.
             cost = self.costs[Op.MEAN.value if peers == 1 else _DIRECT]
@@ -128,7 +128,6 @@ class Cluster:
         sent = wire_bytes(kind, nbytes, size, itemsize=about.itemsize)
         if route(kind, nbytes, size) is Route.RING:
             return self._ring(kind, sent, size, hops(kind, nbytes, size), inside)
-        per_host = 1 if size == self.hosts else self.ranks_per_host
         shared, trunk = (_leaving(per, size) for per in (per_host, size // self.sites))
         return self._direct(sent, size - 1, 1, inside, shared, trunk, self.costs[_DIRECT])
 

@@ -87,7 +87,8 @@ def replay(program: Program, cluster: Cluster, *, slower: float = 1.0, spans: bo
     One rank stands for all: it computes `slower` times as long as recorded, as the slowest of them does, and
     a collective ends everywhere when it ends here. Threads, and what gloo spends on sending, share the rank's
     cores in equal parts. Of each process group at most two collectives are under way at once, in the order of
-    issue; those that send at the same time share the links in equal parts.
+    issue; those that send at the same time share the links in equal parts, and take as much longer as was
+    measured for two. What a token bucket lets pass at once counts for the first of them.
 
     Args:
         program: from `rehearsal`, for as many ranks as the cluster has.
