@@ -30,7 +30,7 @@ def check_names(names: list[str]) -> None:
         ValueError: its package is not here.
     """
     for name in names:
-        if name in EPFML and importlib.util.find_spec("powersgd.powersgd") is None:
+        if name in EPFML and importlib.util.find_spec("powersgd") is None:
             raise ValueError(f"{name} needs github.com/epfml/powersgd: put its folder into PYTHONPATH")
         if name != FLOOR and name not in DDP_HOOKS and name not in EPFML:
             stenograd.method(name)
