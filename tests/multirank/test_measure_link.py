@@ -109,17 +109,17 @@ def test_what_is_computed_is_told_in_seconds_alone():
 
 
 def test_a_token_bucket_does_not_make_a_link_look_faster():
-    """Two ranks at 1 MB/s behind a bucket of 16 kB, which passes at once: the rate is 1 MB/s all the same."""
+    """Three ranks at 1 MB/s behind a bucket of 16 kB, which passes at once: the rate is 1 MB/s, too."""
     sizes = [64, 1 << 12, 1 << 16, 1 << 18, 1 << 20]
 
     def seconds(nbytes):
-        return 1e-3 + max(wire_bytes(OPS["all-reduce"], nbytes, 2) - 16_384, 0) / 1e6
+        return 1e-3 + max(wire_bytes(OPS["all-reduce"], nbytes, 3) - 16_384, 0) / 1e6
 
     samples = [Sample("all-reduce", n, 1, (seconds(n),) * 3, (0.0,) * 3) for n in sizes]
     samples.append(Sample("all-reduce", 64, 1, (1e-3,), (0.0,), True))
-    cost = _fitted("all-reduce", samples, 2)
+    cost = _fitted("all-reduce", samples, 3)
     assert cost.bytes_per_s == pytest.approx(1e6)
-    assert cost.counted(wire_bytes(OPS["all-reduce"], 1 << 12, 2)) == pytest.approx(0, abs=1)
+    assert cost.counted(wire_bytes(OPS["all-reduce"], 1 << 12, 3)) == pytest.approx(0, abs=1)
     assert cost.counted(3e6) == pytest.approx(3e6 - 16_384)
 
 

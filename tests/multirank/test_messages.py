@@ -43,3 +43,51 @@ def test_messages_of_several_collectives_do_not_mix(pool, world_size, size):
             assert torch.equal(gathered[source][0], _row(source, 60, size))
         before = (rank - 1) % world_size
         assert torch.equal(near[before][0], _row(before, 50, size))
+
+
+def _sums(rank, dtype, sizes):
+    """Offer a receive that comes to nothing before, then add up; the offer is met at last."""
+    driver = Driver.own(timeout_s=30)
+    other = 1 - rank
+    offer = driver.start(Request(Op.EXCHANGE, (torch.zeros(3),), (), (other,)))
+    found = []
+    for size in sizes:
+        x = _numbers(rank, size, dtype)
+        for op in (Op.MEAN, Op.SUM):
+            halves = x.clone().split([size // 3, size - size // 3])
+            (one,), two = (driver.start(Request(op, t)).wait() for t in ((x.clone(),), halves))
+            found.append((one, torch.cat(two)))
+    sent = driver.start(Request(Op.EXCHANGE, (torch.full((3,), float(rank)),), (other,), ()))
+    told = offer.wait()[other][0]
+    sent.wait()
+    ways = [(e.messages, e.header_bytes) for e in driver.traffic.entries() if e.op == "all-reduce"]
+    driver.close()
+    return found, told, ways
+
+
+def _numbers(rank, size, dtype):
+    generator = torch.Generator().manual_seed(17 * size + rank)
+    x = torch.randn(size, generator=generator, dtype=torch.float64).mul_(3.0).to(dtype)
+    x[::5] *= 1e-7  # float16 has no full precision there
+    if size > 9:
+        x[7], x[9] = torch.inf, -0.0
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_two_ranks_add_up_the_same_bits_directly_and_in_a_ring(pool, dtype):
+    """Below, at and above the bytes that they send each other whole; an earlier offer gets its own."""
+    at = (1 << 17) // dtype.itemsize
+    sizes = [1, 10, at, at + 1, 3 * at]
+    ranks = pool.run(2, _sums, dtype, sizes)
+    expected = []
+    for size in sizes:
+        x, y = (_numbers(rank, size, dtype) for rank in (0, 1))
+        expected += [x * 0.5 + y * 0.5, x + y]
+    for rank, (found, told, ways) in enumerate(ranks):
+        for (one, two), sums in zip(found, expected, strict=True):
+            assert torch.equal(one, sums)
+            assert torch.equal(two, sums)
+        assert told.tolist() == [1.0 - rank] * 3
+        (counted,) = ways
+        assert counted[0] == 3 * 4 * 1 + 2 * 4 * 4  # messages: one each, and a ring's four

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.groups import as_group, ranks_of
-from stenograd.comm.messages import messages, swap
-from stenograd.comm.packing import pack, pack_rows
+from stenograd.comm.messages import messages, swap, trade
+from stenograd.comm.packing import flattened, pack, pack_rows
 from stenograd.comm.pending import Arrival, Pending, Several
 from stenograd.comm.pipeline import Pipeline
-from stenograd.comm.routes import Route, route, swaps
+from stenograd.comm.routes import Route, route, spreads, swaps
 from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged
@@ -263,18 +263,18 @@ class Driver:
         return Arrival(work) if followed else work
 
     def _start_reduction(self, op: Op, tensors: tuple[Tensor, ...], label: Label) -> Pending:
-        flat = tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
-        flat = flat.contiguous()
+        flat, split = flattened(tensors)
         if self.world_size > 1 and op is Op.MEAN:
             flat.mul_(1.0 / self.world_size)  # before summing, as DDP does: the sum cannot overflow
         what = f"all-reduce of {flat.numel()} {flat.dtype} elements"
-        work = self._collective(Op.MEAN, flat, flat, what, label)
+        added = spreads(op, flat.nbytes, self.world_size, on_gloo=flat.device.type == "cpu")
+        received = torch.empty_like(flat) if added else flat
+        work = self._collective(Op.MEAN, flat, received, what, label)
 
         def finish() -> Reply:
-            if len(tensors) == 1:
-                return (flat,)
-            pieces = flat.split([t.numel() for t in tensors])
-            return tuple(piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True))
+            if added:  # two ranks, in whose order the sum goes
+                torch.add(*((flat, received) if self.rank == 0 else (received, flat)), out=flat)
+            return split(flat)
 
         return Pending(self, work, finish, what, label, Op.MEAN)
 
@@ -338,10 +338,12 @@ class Driver:
     # These three alone hand tensors to torch.distributed; a rehearsal replaces them.
 
     def _transmit(self, op: Op, handed: Tensor, received: Tensor) -> Any:
-        """Begin a collective that fills `received`, for an all-reduce `handed` itself; return its work."""
+        """Begin a collective that fills `received`, in a ring all-reduce `handed`; return its work."""
         options: dict[str, Any] = {"group": self.group, "async_op": True}
-        if op in REDUCTIONS:
+        if op in REDUCTIONS and received is handed:
             return dist.all_reduce(handed, **options)
+        if op in REDUCTIONS:
+            return trade(self.group, self.rank, handed, received)
         nbytes, on_gloo = handed.numel() * handed.element_size(), handed.device.type == "cpu"
         if op is Op.SCATTER:
             if on_gloo and swaps(nbytes // self.world_size, self.world_size):

@@ -9,7 +9,33 @@ from torch import Tensor
 
 from stenograd.errors import WireError
 
-__all__ = ["pack", "pack_rows"]
+__all__ = ["flattened", "pack", "pack_rows"]
+
+
+def flattened(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+    """Put tensors of one type in a row; also return the way back.
+
+    Args:
+        tensors: at least one, of any shapes.
+
+    Returns:
+        A contiguous tensor, the very one that is given if that is one and contiguous, and a function that
+        makes tensors of the given shapes of another one like it.
+
+    Example:
+        >>> row, split = flattened((torch.ones(2), torch.zeros(1, 1)))
+        >>> row, split(row + 1)
+        (tensor([1., 1., 0.]), (tensor([2., 2.]), tensor([[1.]])))
+    """
+    if len(tensors) == 1:
+        return tensors[0].contiguous(), lambda row: (row,)
+
+    def split(row: Tensor) -> tuple[Tensor, ...]:
+        """Cut one row."""
+        pieces = row.split([t.numel() for t in tensors])
+        return tuple(piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True))
+
+    return torch.cat([t.reshape(-1) for t in tensors]), split
 
 
 def pack(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, TextIO
 
 from stenograd.comm.gloo_framing import Frames, broadcast_frames, frames
-from stenograd.comm.routes import Route, route
+from stenograd.comm.routes import spreads
 from stenograd.data.requests import REDUCTIONS, Op
 
 __all__ = ["ATTACH", "CONTROL", "PLAIN", "TRAINING", "Entry", "Label", "Tally", "Traffic", "moved_bytes"]
@@ -234,7 +234,7 @@ class Traffic:
             itemsize: bytes of an element.
             framed: whether it goes through gloo.
         """
-        direct = op is Op.GATHER and route(op, nbytes, world_size, on_gloo=framed) is Route.DIRECT
+        direct = spreads(op, nbytes, world_size, on_gloo=framed)
         moved = moved_bytes(op, nbytes, world_size, len(peers))
         framing = Frames()
         if framed and direct:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stenograd.comm.gloo_framing import frames
-from stenograd.comm.routes import Route, route
+from stenograd.comm.routes import Route, route, spreads
 from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import REDUCTIONS, Op
 from stenograd.errors import DataError, first_line
@@ -145,9 +145,7 @@ def hops(op: Op, nbytes: int, world_size: int) -> int:
     """
     if world_size == 1:
         return 0
-    if op in REDUCTIONS:
-        return 2 * (world_size - 1)
-    return world_size - 1 if route(op, nbytes, world_size) is Route.RING else 1
+    return messages(op, world_size) if route(op, nbytes, world_size) is Route.RING else 1
 
 
 def messages(op: Op, world_size: int) -> int:
@@ -169,7 +167,7 @@ def wire_bytes(op: Op, nbytes: int, world_size: int, *, itemsize: int = 4, peers
     """
     if nbytes == 0:
         return 0
-    if op is Op.GATHER and route(op, nbytes, world_size) is Route.DIRECT:
+    if spreads(op, nbytes, world_size):
         op, nbytes = Op.SCATTER, world_size * nbytes
     framing = frames(op, nbytes, world_size, itemsize=itemsize, peers=peers)
     return moved_bytes(op, nbytes, world_size, peers) + framing.header_bytes
