@@ -272,7 +272,7 @@ class Driver:
         work = self._collective(Op.MEAN, flat, received, what, label)
 
         def finish() -> Reply:
-            if added:  # two ranks, in whose order the sum goes
+            if added:  # in the order of the two ranks, so that both get the same bits
                 torch.add(*((flat, received) if self.rank == 0 else (received, flat)), out=flat)
             return split(flat)
 
@@ -338,7 +338,7 @@ class Driver:
     # These three alone hand tensors to torch.distributed; a rehearsal replaces them.
 
     def _transmit(self, op: Op, handed: Tensor, received: Tensor) -> Any:
-        """Begin a collective that fills `received`, in a ring all-reduce `handed`; return its work."""
+        """Begin a collective that fills `received` (`handed` itself in a ring all-reduce); return its work."""
         options: dict[str, Any] = {"group": self.group, "async_op": True}
         if op in REDUCTIONS and received is handed:
             return dist.all_reduce(handed, **options)
