@@ -338,7 +338,7 @@ class Driver:
     # These three alone hand tensors to torch.distributed; a rehearsal replaces them.
 
     def _transmit(self, op: Op, handed: Tensor, received: Tensor) -> Any:
-        """Begin a collective that fills `received` (`handed` itself in a ring all-reduce); return its work."""
+        """Begin a collective that fills `received` (`handed` in a ring all-reduce); return its work."""
         options: dict[str, Any] = {"group": self.group, "async_op": True}
         if op in REDUCTIONS and received is handed:
             return dist.all_reduce(handed, **options)
