@@ -12,8 +12,9 @@ cpu = pytest.importorskip("stenograd.kernels.cpu.lowrank")
 
 @st.composite
 def _cases(draw):
-    count, rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 23)), draw(st.integers(1, 40))
-    rank, start, gap = draw(st.integers(1, 5)), draw(st.integers(0, 5)), draw(st.integers(0, 7))
+    count, rows = draw(st.integers(1, 3)), draw(st.integers(1, 23))
+    columns = draw(st.integers(1, 40) | st.integers(1020, 1032))  # on both sides of a wide one
+    rank, start, gap = draw(st.integers(1, 9)), draw(st.integers(0, 5)), draw(st.integers(0, 7))
     return (start, rows * columns + gap, count, rows, columns), rank, draw(st.integers(0, 99))
 
 
@@ -21,7 +22,7 @@ def _tensors(place, rank, seed):
     start, stride, count, rows, columns = place
     g = torch.Generator().manual_seed(seed)
     x, addend = (torch.randn(start + count * stride + 3, generator=g) for _ in range(2))
-    thin = (torch.randn(count, rank, n, generator=g) for n in (rows, columns, columns))
+    thin = (torch.randn(count, rank, n, generator=g) for n in (rows, columns))
     return x, addend, *thin
 
 
@@ -29,12 +30,12 @@ def _tensors(place, rank, seed):
 @given(_cases(), st.booleans())
 def test_projections_agree(case, adds):
     place, rank, seed = case
-    x, addend, factors, queries, _ = _tensors(place, rank, seed)
+    x, addend, factors, queries = _tensors(place, rank, seed)
     ours, theirs = x.clone(), x.clone()
     more = addend if adds else None
-    torch.testing.assert_close(
-        cpu.project_rows(ours, more, place, queries), reference.project_rows(theirs, more, place, queries)
-    )
+    found = cpu.project_rows(ours, more, place, queries)
+    expected = reference.project_rows(theirs, more, place, queries)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-4)  # sums of 1,000 in another order
     assert torch.equal(ours, theirs)  # only the matrices are changed, and alike
     torch.testing.assert_close(
         cpu.project_columns(ours, place, factors), reference.project_columns(theirs, place, factors)
@@ -42,20 +43,19 @@ def test_projections_agree(case, adds):
 
 
 @settings(deadline=None, max_examples=120)
-@given(_cases(), st.booleans())
-def test_expansions_agree(case, keeps):
+@given(_cases(), st.sampled_from(["expand", "take_out"]))
+def test_expansions_agree(case, name):
     place, rank, seed = case
-    x, average, factors, mine, mean = _tensors(place, rank, seed)
-    more = factors.flip(2)  # a rank's own left factors may differ from the mean's
-    results = []
-    for kernels in (cpu, reference):
-        rest, out = x.clone(), average.clone()
-        kernels.expand(rest if keeps else None, out, place, (factors, mine), (more, mean))
-        results.append((rest, out))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    if not keeps:
-        assert torch.equal(results[0][0], x)
+    x, _, factors, queries = _tensors(place, rank, seed)
+    ours, theirs = x.clone(), x.clone()
+    for kernels, out in ((cpu, ours), (reference, theirs)):
+        getattr(kernels, name)(out, place, (factors, queries))
+    torch.testing.assert_close(ours, theirs)
+    start, stride, count, rows, columns = place
+    inside = torch.zeros_like(x, dtype=torch.bool)
+    for c in range(count):
+        inside[start + c * stride : start + c * stride + rows * columns] = True
+    assert torch.equal(ours[~inside], x[~inside])
 
 
 @settings(deadline=None, max_examples=80)

@@ -22,7 +22,7 @@ from stenograd.compression.contract import (
 from stenograd.compression.orthogonalize import orthogonalize
 from stenograd.data.requests import Rounds, means
 from stenograd.errors import MethodError, bad_value
-from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows
+from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, take_out
 
 __all__ = ["Dion"]
 
@@ -156,7 +156,8 @@ class _Subspace(Transport):
                 length = rt.double().square().sum(2, keepdim=True).sqrt().to(rt.dtype)
                 unit = torch.where(length > 0, rt / length, 0.0)
                 scale = math.sqrt(at[3] / at[4])
-                expand(b, average, at, (pt, own * (1 - codec.momentum)), (pt, unit * scale))
+                take_out(b, at, (pt, own * (1 - codec.momentum)))
+                expand(average, at, (pt, unit * scale))
                 new[f"dion_q/{i}"] = torch.where(length > 0, unit, state[f"dion_q/{i}"])[0]
         new["dion_momentum"] = b
         error = None if before is None else (x.to(b.dtype) - (before - b)).to(x.dtype)

@@ -25,7 +25,7 @@ from stenograd.compression.small_all_reduce import small_means, small_rounds
 from stenograd.data.finite import Finite, finite_of
 from stenograd.data.requests import Rounds, commit, means
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows
+from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, take_out
 
 __all__ = ["PowerSGD"]
 
@@ -173,7 +173,9 @@ class _TwoFactors(Transport):
             if want_error:
                 work[start:stop] = 0
         for b, pt, own, mean in zip(batches, pts, mine, qts, strict=True):
-            expand(work if want_error else None, average, b.place, (pt, own), (pt, mean))
+            expand(average, b.place, (pt, mean))
+            if want_error:
+                take_out(work, b.place, (pt, own))
         state = _next("q", batches, qts) if codec.warm_start else state
         error = work.to(x.dtype) if want_error else None
         return Exchange(average.to(x.dtype), state, error, finite.clamp(max=Finite.YES))
@@ -218,8 +220,9 @@ class _OneFactor(Transport):
             if want_error:
                 work[start:stop] = 0
         for (b, basis), own, mean in zip(pairs, mine, reply, strict=False):
-            factors = ((own, basis), (mean, basis)) if left else ((basis, own), (basis, mean))
-            expand(work if want_error else None, average, b.place, *factors)
+            expand(average, b.place, (mean, basis) if left else (basis, mean))
+            if want_error:
+                take_out(work, b.place, (own, basis) if left else (basis, own))
         sent, kept = _next(new, batches, reply), {n: t for n, t in state.items() if n.startswith(known)}
         state = {**sent, **kept} if left else {**kept, **sent}
         error = work.to(x.dtype) if want_error else None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stenograd.kernels.backend import pick, present
 
-__all__ = ["Factors", "Place", "expand", "orthonormal", "project_columns", "project_rows"]
+__all__ = ["Factors", "Place", "expand", "orthonormal", "project_columns", "project_rows", "take_out"]
 
 # Where matrices lie in a flat tensor: the first one's start, the distance of their starts, how many they are,
 # rows and columns; in elements.
@@ -58,23 +58,38 @@ def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
 Factors = tuple[Tensor, Tensor]
 
 
-def expand(x: Tensor | None, average: Tensor, place: Place, mine: Factors, mean: Factors) -> None:
-    """Write `P Q^T` of the mean factors to the average, and take that of this rank's from x, in one pass.
+def expand(average: Tensor, place: Place, factors: Factors) -> None:
+    """Write `P Q^T` where the matrices are.
 
     Args:
-        x: flat, changed; None where nobody asks for what was lost.
-        average: flat like x, written where the matrices are.
+        average: flat, changed.
         place: where the matrices are.
-        mine: this rank's factors.
-        mean: those of the mean over ranks.
+        factors: of each matrix.
 
     Example:
-        >>> x, average, thin = torch.ones(4), torch.zeros(4), torch.ones(1, 1, 2)
-        >>> expand(x, average, (0, 4, 1, 2, 2), (thin, thin), (thin, thin))
-        >>> x, average
-        (tensor([0., 0., 0., 0.]), tensor([1., 1., 1., 1.]))
+        >>> average, thin = torch.zeros(4), torch.ones(1, 1, 2)
+        >>> expand(average, (0, 4, 1, 2, 2), (thin, 2 * thin))
+        >>> average
+        tensor([2., 2., 2., 2.])
     """
-    pick("lowrank", "expand", average, *present(x))(x, average, place, mine, mean)
+    pick("lowrank", "expand", average)(average, place, factors)
+
+
+def take_out(x: Tensor, place: Place, factors: Factors) -> None:
+    """Subtract `P Q^T` from each matrix: `M <- M - P Q^T`.
+
+    Args:
+        x: flat, changed.
+        place: where the matrices are.
+        factors: of each matrix.
+
+    Example:
+        >>> x, thin = torch.ones(4), torch.ones(1, 1, 2)
+        >>> take_out(x, (0, 4, 1, 2, 2), (thin, thin))
+        >>> x
+        tensor([0., 0., 0., 0.])
+    """
+    pick("lowrank", "take_out", x)(x, place, factors)
 
 
 def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:

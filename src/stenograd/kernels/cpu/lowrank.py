@@ -11,7 +11,7 @@ from torch import Tensor
 from stenograd.kernels.cpu.jit import CHUNK, kernel, reordering, view
 from stenograd.kernels.lowrank import Factors, Place
 
-__all__ = ["expand", "orthonormal", "project_columns", "project_rows"]
+__all__ = ["expand", "orthonormal", "project_columns", "project_rows", "take_out"]
 
 _NONE = np.empty(0, np.float32)
 
@@ -30,12 +30,16 @@ def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
     return out
 
 
-def expand(x: Tensor | None, average: Tensor, place: Place, mine: Factors, mean: Factors) -> None:
-    """Take one product of thin matrices from x and write the other."""
-    # One after the other: row by row for both in turns takes 1.6 times as long.
-    _expand(view(average), place, view(mean[0].contiguous()), view(mean[1].contiguous()), True)
-    if x is not None:
-        _expand(view(x), place, view((-mine[0]).contiguous()), view(mine[1].contiguous()), False)
+def expand(average: Tensor, place: Place, factors: Factors) -> None:
+    """Write products of thin matrices."""
+    left, right = factors
+    _expand(view(average), place, view(left.contiguous()), view(right.contiguous()), True)
+
+
+def take_out(x: Tensor, place: Place, factors: Factors) -> None:
+    """Subtract products of thin matrices."""
+    left, right = factors
+    _expand(view(x), place, view((-left).contiguous()), view(right.contiguous()), False)
 
 
 def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stenograd.kernels.lowrank import Factors, Place
 
-__all__ = ["expand", "orthonormal", "project_columns", "project_rows"]
+__all__ = ["expand", "orthonormal", "project_columns", "project_rows", "take_out"]
 
 
 def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor) -> Tensor:
@@ -25,11 +25,14 @@ def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
     return factors @ _matrices(x, place)
 
 
-def expand(x: Tensor | None, average: Tensor, place: Place, mine: Factors, mean: Factors) -> None:
-    """Take one product of thin matrices from x and write the other."""
-    if x is not None:
-        _matrices(x, place).baddbmm_(mine[0].mT, mine[1], alpha=-1)
-    torch.bmm(mean[0].mT, mean[1], out=_matrices(average, place))
+def expand(average: Tensor, place: Place, factors: Factors) -> None:
+    """Write products of thin matrices."""
+    torch.bmm(factors[0].mT, factors[1], out=_matrices(average, place))
+
+
+def take_out(x: Tensor, place: Place, factors: Factors) -> None:
+    """Subtract products of thin matrices."""
+    _matrices(x, place).baddbmm_(factors[0].mT, factors[1], alpha=-1)
 
 
 def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
