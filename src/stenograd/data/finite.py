@@ -36,10 +36,10 @@ def finite_of(tensors: Iterable[Tensor]) -> Tensor:
         >>> [Finite(int(finite_of([torch.tensor([x, 1.0])]))).name for x in (2.0, 2e38, float("nan"))]
         ['BOUNDED', 'YES', 'NO']
     """
-    ends = [torch.stack(torch.aminmax(t)).abs().amax() for t in tensors if t.numel()]  # NaN is the largest
-    if not ends:
+    largest_of = [t.abs().amax() for t in tensors if t.numel()]  # NaN is the largest
+    if not largest_of:
         return torch.tensor(Finite.BOUNDED, dtype=torch.uint8)
-    largest = torch.stack(ends).amax()
+    largest = torch.stack(largest_of).amax()
     return largest.isfinite().to(torch.uint8) + (largest <= _BOUND)
 
 

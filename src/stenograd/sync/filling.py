@@ -256,7 +256,11 @@ class Filler:
         if targets:
             torch._foreach_copy_(targets, grads)
             scale = self._exchange.scale(index)
-            if scale != 1.0:
+            if scale == 1.0:
+                return
+            if len(targets) == len(views):
+                self._exchange.flat(index).mul_(scale)
+            else:
                 torch._foreach_mul_(targets, scale)
 
     def _fill_left(self, hold: _Hold, index: int, parameter: Tensor, slot: Slot) -> None:
