@@ -23,7 +23,7 @@ import numba
 import torch
 
 from stenograd.data.finite import not_finite
-from stenograd.kernels import dispatch
+from stenograd.kernels import dispatch, lowrank
 
 GOALS = {
     "top-k 1 %: encode with feedback": 1.8,
@@ -31,6 +31,8 @@ GOALS = {
     "sign: encode with feedback": 1.4,
     "qsgd 4 bit: encode with feedback": 2.4,
 }
+
+_COLUMNS = 2048  # of the matrix that is approximated
 
 
 def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]]:
@@ -45,6 +47,9 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
     packed, coded = dispatch.pack_places(places, n), dispatch.pack_values(values, "int8")
     rare = x * (torch.rand(n, generator=g) < 0.005)
     few, kept = x[:100].clone(), lost[:100].clone()
+    matrix, rows = x.clone(), n // _COLUMNS
+    place = (0, rows * _COLUMNS, 1, rows, _COLUMNS)
+    left, right = (torch.randn(1, 4, size, generator=g) for size in (rows, _COLUMNS))
     return {
         "copy_": lambda: out.copy_(x),
         "top-k 1 %: encode with feedback": lambda: dispatch.select_feedback(x, r, k),
@@ -56,6 +61,10 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
         "sign: decode and average 4": lambda: dispatch.sign_decode_mean(signs, 1024, [n], out),
         "qsgd 4 bit: encode with feedback": lambda: dispatch.qsgd_encode_feedback(x, r, 4, 512, [n], 1),
         "qsgd 4 bit: decode and average 4": lambda: dispatch.qsgd_decode_mean(codes, 4, 512, [n], out),
+        "rank 4: add and project rows": lambda: lowrank.project_rows(matrix, lost, place, right),
+        "rank 4: project columns": lambda: lowrank.project_columns(matrix, place, left),
+        "rank 4: write the product": lambda: lowrank.expand(out, place, (left, right)),
+        "rank 4: take the product out": lambda: lowrank.take_out(matrix, place, (left, right)),
         "places 1 %: pack": lambda: dispatch.pack_places(places, n),
         "places 1 %: unpack": lambda: dispatch.unpack_places(packed, n, k),
         "values 1 % as int8: pack": lambda: dispatch.pack_values(values, "int8"),

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from stenograd.launch.gloo_threads import waiting_loops
+
 __all__ = ["Ranks", "leave", "make_group"]
 
 Ranks = Sequence[int]
@@ -63,13 +65,14 @@ def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     store = c10d._get_default_store()
     number = ranks.index(dist.get_rank())
     backend, timeout = dist.get_backend(parent), timedelta(seconds=timeout_s)
-    group, _ = c10d._new_process_group_helper(
-        len(ranks), number, ranks, backend, store, name, timeout=timeout
-    )
-    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
-    # A rank that left the group at once would break the connections that others are still making.
-    connected, everyone = f"{name}/connected", f"{name}/everyone"
-    if store.add(connected, 1) == len(ranks):
-        store.set(everyone, "1")
-    store.wait([everyone], timeout)
+    with waiting_loops():
+        group, _ = c10d._new_process_group_helper(
+            len(ranks), number, ranks, backend, store, name, timeout=timeout
+        )
+        c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+        # A rank that left the group at once would break the connections that others are still making.
+        connected, everyone = f"{name}/connected", f"{name}/everyone"
+        if store.add(connected, 1) == len(ranks):
+            store.set(everyone, "1")
+        store.wait([everyone], timeout)
     return group
