@@ -21,7 +21,7 @@ def waiting_loops() -> Iterator[None]:
     connection. That one holds the connection's lock, which gloo's thread then tries in vain, and asks the
     kernel for messages again and again, until it has used up its time slice: 3 to 5 ms of nothing. Ranks
     that send at the same time, as in training, meet this in most steps. Linux lets a thread of `SCHED_BATCH`
-    interrupt nobody; it has its share of the time as before, and a free core at once.
+    interrupt nobody; it gets its share of the time as before, and a free core at once.
 
     Only groups of our own are made in here: the program's stay as they are. Where the system has no such
     policy or does not allow it, nothing changes.
