@@ -1,6 +1,7 @@
 """The engine on real gloo ranks, against plain single-process PyTorch."""
 
 import io
+import itertools
 
 import pytest
 import torch
@@ -348,3 +349,23 @@ def test_a_dead_peer_is_a_named_error(pool):
     assert "exit code 9" in caught.value.errors[1]
     assert "PeerLost" in caught.value.errors[0]
     assert "PeerLost" in caught.value.errors[2]
+
+
+def _layout(rank, method):
+    model = nn.Sequential(*(nn.Linear(n, n, bias=False) for n in (16, 32, 32, 16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, method, bucket_bytes=16384) as sync:
+        return [bucket.names for bucket in sync._exchange.buckets]
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "last"),
+    [(m, True, True) for m in ("dense", "fp16", "qsgd:bits=4", "terngrad", "lowbit:feedback=loco")]
+    + [("sign:dense_below=0", False, True), ("topk:ratio=0.01", False, False), ("powersgd", False, False)],
+)
+def test_the_first_and_last_gradients_travel_apart_where_many_bytes_do(pool, method, first, last):
+    """Of 1, 4, 4 and 1 KiB: the first are apart once they fill a quarter of 16, the last as far as they do."""
+    names = [f"{i}.weight" for i in (3, 2, 1, 0)]
+    cuts = [0, *([2] if first else []), *([3] if last else []), 4]
+    wanted = [tuple(names[a:b]) for a, b in itertools.pairwise(cuts)]
+    assert pool.run(2, _layout, method) == [wanted] * 2

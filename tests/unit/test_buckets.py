@@ -85,6 +85,13 @@ def test_the_first_bucket_leaves_when_a_quarter_of_it_is_filled():
     assert [b.names for b in assign(large, 32, head=True, tail=False)] == [("b",), ("a", "c", "d")]
 
 
+def test_small_tensors_that_travel_densely_stay_together():
+    """They are few bytes, so neither the first nor the last of them get a bucket of their own."""
+    tensors = {"c": torch.ones(4), "b": torch.ones(1), "a": torch.ones(4), "z": torch.ones(1)}
+    buckets = assign(tensors, 64, head=True, dense_below=2)
+    assert [(b.names, b.dense) for b in buckets] == [(("c",), False), (("a",), False), (("b", "z"), True)]
+
+
 def test_a_bucket_needs_room():
     with pytest.raises(ConfigError, match="bucket_bytes must be at least 1, got 0"):
         assign({}, 0)

@@ -176,12 +176,17 @@ class Method:
             )
 
     def sends_all(self, world_size: int) -> bool:
-        """Return whether every element travels, so that the first and last gradients are better sent apart.
-
-        Then the link is busy early, and only the last are on it when nothing is left to compute; each costs
-        one more collective.
-        """
+        """Return whether every element travels, in one all-reduce."""
         return self.compressor.transport(Site(shapes=(), world_size=world_size)).linear
+
+    def share(self, world_size: int) -> float:
+        """Return about how large a message is beside what it stands for; see `Compressor.wire_share`.
+
+        Example:
+            >>> method("dense").share(2), method("natural").share(2), method("topk").share(2)
+            (1.0, 0.25, 0.0)
+        """
+        return 1.0 if self.sends_all(world_size) else self._codec().wire_share
 
     def compressors(self, dense: bool) -> tuple[Compressor, Compressor]:
         """Return what writes a bucket while the method warms up, and afterwards.

@@ -81,7 +81,8 @@ def assign(
     if bucket_bytes < 1:
         raise bad_value("bucket_bytes", "must be at least 1", bucket_bytes, "4194304 is the default")
     full: list[list[str]] = []
-    last = _tail(tensors, bucket_bytes // 4) if tail else set()
+    large = {name: t for name, t in tensors.items() if t.numel() >= dense_below}
+    last = _tail(large, bucket_bytes // 4) if tail else set()
     open_groups: dict[tuple[torch.dtype, torch.device, bool], tuple[list[str], int]] = {}
     for name, t in tensors.items():
         kind, nbytes = (t.dtype, t.device, t.numel() < dense_below), t.numel() * t.element_size()
@@ -93,7 +94,7 @@ def assign(
             full.append(names)
             names, used = [], 0
         names, used = [*names, name], used + nbytes
-        if head and not full and 4 * used >= bucket_bytes:
+        if head and name in large and not full and 4 * used >= bucket_bytes:
             full.append(names)
             names, used = [], 0
         open_groups[kind] = (names, used)
