@@ -364,7 +364,7 @@ def _layout(rank, method):
     + [("sign:dense_below=0", False, True), ("topk:ratio=0.01", False, False), ("powersgd", False, False)],
 )
 def test_the_first_and_last_gradients_travel_apart_where_many_bytes_do(pool, method, first, last):
-    """Of 1, 4, 4 and 1 KiB: the first are apart once they fill a quarter of 16, the last as far as they do."""
+    """Of 1, 4, 4 and 1 KiB the first are apart once they fill a quarter of 16, the last as far as they do."""
     names = [f"{i}.weight" for i in (3, 2, 1, 0)]
     cuts = [0, *([2] if first else []), *([3] if last else []), 4]
     wanted = [tuple(names[a:b]) for a, b in itertools.pairwise(cuts)]

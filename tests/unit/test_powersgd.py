@@ -1,6 +1,7 @@
 """PowerSGD against numpy."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from stenograd.simulate import exchange
 
 SHAPES = [torch.Size(s) for s in [(30, 20), (7,), (30, 20), (0, 3), (), (6, 5, 7), (30, 20)]]
 NUMELS = [s.numel() for s in SHAPES]
+exactly = partial(PowerSGD, values="float32")  # what is compared with numpy must not be rounded
 
 
 def ranks_of(world: int, n: int, seed: int = 0) -> list[torch.Tensor]:
@@ -32,7 +34,7 @@ def numpy_powersgd(ms: list[np.ndarray], q: np.ndarray) -> tuple[np.ndarray, lis
 
 def test_three_ranks_and_a_mixed_bucket_are_numpys():
     """Equal matrices are batched, at equal distances or not; vectors and scalars are exact."""
-    method, xs = PowerSGD(rank=2), ranks_of(3, sum(NUMELS))
+    method, xs = exactly(rank=2), ranks_of(3, sum(NUMELS))
     start = method.init(xs[0], Site(shapes=tuple(SHAPES)))
     out = exchange(method, xs, shapes=SHAPES, want_error=True)
     averages = out[0].average.split(NUMELS)
@@ -57,7 +59,7 @@ def test_three_ranks_and_a_mixed_bucket_are_numpys():
 def test_only_matrices_that_shrink_are_compressed():
     """r (n + m) < n m: 6 x 35 at rank 2 costs 82 of 210; 4 x 4 at rank 2 costs 16 of 16 and stays dense."""
     shapes = tuple(torch.Size(s) for s in [(6, 5, 7), (4, 4), (9,), (), (1, 50), (0, 5)])
-    state = PowerSGD(rank=2).init(torch.zeros(sum(s.numel() for s in shapes)), Site(shapes=shapes))
+    state = exactly(rank=2).init(torch.zeros(sum(s.numel() for s in shapes)), Site(shapes=shapes))
     assert {k: tuple(q.shape) for k, q in state.items()} == {"q/0": (35, 2)}
 
 
@@ -75,15 +77,48 @@ def test_bytes_and_rounds(shapes, wire):
     shapes = [torch.Size(s) for s in shapes]
     requests = []
     exchange(
-        PowerSGD(rank=2), [torch.ones(sum(s.numel() for s in shapes))], shapes=shapes, spy=requests.append
+        exactly(rank=2), [torch.ones(sum(s.numel() for s in shapes))], shapes=shapes, spy=requests.append
     )
     assert [(r.op, r.nbytes) for r in requests] == [(Op.MEAN, n) for n in wire]
+
+
+@pytest.mark.parametrize(("world", "ops"), [(1, [Op.GATHER]), (3, [Op.GATHER]), (4, [Op.SCATTER, Op.GATHER])])
+def test_in_16_bits_half_as_many_bytes_travel(world, ops):
+    """Both factors, and what is not compressed; from four ranks on each hop moves a part to every rank."""
+    shapes, requests = [torch.Size(s) for s in [(30, 20), (7,), (30, 20)]], []
+    xs = ranks_of(world, sum(s.numel() for s in shapes))
+    exchange(PowerSGD(rank=2), xs, shapes=shapes, spy=requests.append)
+    assert [r.op for r in requests] == ops * 2
+    scattered = world if world > 3 else 1  # the requests of `SCATTER` hold all rows, of `GATHER` one
+    for asked, numel in zip(requests[:: len(ops)], (2 * 30 * 2 + 7, 2 * 20 * 2), strict=True):
+        assert asked.nbytes == -(-numel // scattered) * scattered * 2
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_in_16_bits_nothing_is_lost_that_is_not_in_the_error(world, alternate):
+    """Averages are near those of float32, and the mean of x without the errors to float32's precision."""
+    states, nearby = None, None
+    for step in range(4):
+        xs = ranks_of(world, sum(NUMELS), seed=step)
+        exact = exchange(
+            exactly(rank=2, alternate=alternate), xs, nearby, shapes=SHAPES, step=step, want_error=True
+        )
+        method = PowerSGD(rank=2, alternate=alternate)
+        out = exchange(method, xs, nearby, shapes=SHAPES, step=step, want_error=True)
+        assert all(torch.equal(e.average, out[0].average) for e in out)
+        wanted = np.mean([(x - e.error).double().numpy() for x, e in zip(xs, out, strict=True)], axis=0)
+        assert np.allclose(out[0].average, wanted, atol=1e-5)
+        assert not torch.equal(out[0].average, exact[0].average)
+        assert np.allclose(out[0].average, exact[0].average, atol=0.05)
+        states, nearby = [e.state for e in out], [e.state for e in exact]
+    assert states[0].keys() == nearby[0].keys()
 
 
 def test_a_rank_that_does_not_shrink_is_exact():
     """5 x 6 at rank 8 is r = 5, 55 numbers for 30: sent as it is."""
     xs = [x.view(5, 6) for x in ranks_of(3, 30)]
-    (e, *_) = exchange(PowerSGD(rank=8), xs, want_error=True)
+    (e, *_) = exchange(exactly(rank=8), xs, want_error=True)
     assert torch.allclose(e.average, sum(xs).reshape(-1) / 3, atol=1e-6)
     assert not e.error.any()
 
@@ -94,7 +129,7 @@ def test_matrices_of_the_rank_are_recovered(warm_start):
     rng = np.random.default_rng(1)
     left = rng.standard_normal((12, 3))
     xs = [torch.from_numpy(left @ rng.standard_normal((3, 10))).float() for _ in range(3)]
-    out = exchange(PowerSGD(rank=3, warm_start=warm_start), xs, want_error=True)
+    out = exchange(exactly(rank=3, warm_start=warm_start), xs, want_error=True)
     assert torch.allclose(out[0].average, sum(xs).reshape(-1) / 3, atol=1e-5)
     assert all(e.error.abs().max() < 1e-5 for e in out)
 
@@ -104,7 +139,7 @@ def test_rank_one_with_a_common_right_vector():
     rng = np.random.default_rng(2)
     v = rng.standard_normal(10)
     xs = [torch.from_numpy(np.outer(rng.standard_normal(12), v)).float() for _ in range(3)]
-    out = exchange(PowerSGD(rank=1), xs, want_error=True)
+    out = exchange(exactly(rank=1), xs, want_error=True)
     assert torch.allclose(out[0].average, sum(xs).reshape(-1) / 3, atol=1e-5)
     sent = [x.reshape(-1) - e.error for x, e in zip(xs, out, strict=True)]
     assert torch.allclose(sum(sent) / 3, out[0].average, atol=1e-6)
@@ -115,7 +150,7 @@ def test_a_fixed_matrix_is_approximated_ever_better():
     rng = np.random.default_rng(3)
     u, v = (np.linalg.qr(rng.standard_normal((n, 15)))[0] for n in (30, 20))
     sigma = 0.7 ** np.arange(15)
-    m, method, states, errors = torch.from_numpy(u @ np.diag(sigma) @ v.T).float(), PowerSGD(rank=2), None, []
+    m, method, states, errors = torch.from_numpy(u @ np.diag(sigma) @ v.T).float(), exactly(rank=2), None, []
     for step in range(60):
         (e,) = exchange(method, [m], states, step=step)
         states = [e.state]
@@ -127,7 +162,7 @@ def test_a_fixed_matrix_is_approximated_ever_better():
 @pytest.mark.parametrize("alternate", [False, True])
 def test_residuals_and_averages_add_up(alternate):
     """sum_r e_r + N * average = sum_r (g_r + e_r_old), every step, and the residuals stay bounded."""
-    method, world, states = ErrorFeedback(inner=PowerSGD(rank=1, alternate=alternate)), 3, None
+    method, world, states = ErrorFeedback(inner=exactly(rank=1, alternate=alternate)), 3, None
     old, norms = torch.zeros(world, sum(NUMELS)), []
     for step in range(60):
         xs = ranks_of(world, sum(NUMELS), seed=step % 7)
@@ -142,7 +177,7 @@ def test_residuals_and_averages_add_up(alternate):
 
 def test_turns_are_numpys():
     """Even exchanges send mean(M Q) for the last Q, odd ones mean(M^T P) for the last P, each orthonormal."""
-    method, states = PowerSGD(rank=2, alternate=True), None
+    method, states = exactly(rank=2, alternate=True), None
     start = method.init(torch.zeros(sum(NUMELS)), Site(shapes=tuple(SHAPES)))
     known = {i: start[f"q/{i}"].double().numpy() for i in range(len(SHAPES)) if f"q/{i}" in start}
     assert sorted(known) == [0, 2, 5, 6]
@@ -176,7 +211,7 @@ def test_turns_send_one_factor():
     x, states = torch.ones(sum(s.numel() for s in shapes)), None
     for step in range(3):
         (e,) = exchange(
-            PowerSGD(rank=2, alternate=True), [x], states, shapes=shapes, step=step, spy=requests.append
+            exactly(rank=2, alternate=True), [x], states, shapes=shapes, step=step, spy=requests.append
         )
         states = [e.state]
     p, q = (2 * 30 * 2 + 7) * 4, (2 * 20 * 2 + 7) * 4
@@ -189,7 +224,7 @@ def test_turns_approximate_a_fixed_matrix_ever_better():
     sigma = 0.7 ** np.arange(15)
     m, states, errors = torch.from_numpy(u @ np.diag(sigma) @ v.T).float(), None, []
     for step in range(80):
-        (e,) = exchange(PowerSGD(rank=2, alternate=True), [m], states, step=step)
+        (e,) = exchange(exactly(rank=2, alternate=True), [m], states, step=step)
         states = [e.state]
         errors.append(float((m.reshape(-1) - e.average).norm()))
     assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(errors))
@@ -208,7 +243,7 @@ def test_a_degenerate_start_does_not_last(value):
     m = torch.from_numpy(rng.standard_normal((12, 3)) @ rng.standard_normal((3, 10))).float()
     states = [{"q/0": torch.full((10, 3), value)}]
     for step, x in enumerate([torch.zeros(12, 10), m, m]):
-        (e,) = exchange(PowerSGD(rank=3), [x], states, step=step)
+        (e,) = exchange(exactly(rank=3), [x], states, step=step)
         states = [e.state]
     assert torch.allclose(e.average, m.reshape(-1), atol=1e-4)
 
@@ -220,7 +255,7 @@ def test_any_magnitude_is_approximated_alike(size):
     m = torch.from_numpy(rng.standard_normal((12, 2)) @ rng.standard_normal((2, 10))).float()
     states = None
     for step in range(3):
-        (e,) = exchange(PowerSGD(rank=2), [m * size], states, step=step)
+        (e,) = exchange(exactly(rank=2), [m * size], states, step=step)
         states = [e.state]
     assert torch.allclose(e.average / size, m.reshape(-1), atol=1e-4)
 
@@ -228,13 +263,13 @@ def test_any_magnitude_is_approximated_alike(size):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_types_compute_in_float32_or_more(dtype):
     x = ranks_of(1, 600)[0].view(30, 20).to(dtype)
-    (e,) = exchange(PowerSGD(rank=2), [x])
+    (e,) = exchange(exactly(rank=2), [x])
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
     assert (e.average.dtype, e.state["q/0"].dtype) == (dtype, wanted)
 
 
 def test_without_warm_start_every_step_draws_anew():
-    x, method = ranks_of(1, 600)[0].view(30, 20), PowerSGD(rank=1, warm_start=False)
+    x, method = ranks_of(1, 600)[0].view(30, 20), exactly(rank=1, warm_start=False)
     first, second = (exchange(method, [x], step=step)[0] for step in (0, 1))
     assert first.state == {}
     assert not torch.equal(first.average, second.average)
@@ -243,3 +278,10 @@ def test_without_warm_start_every_step_draws_anew():
 def test_a_rank_below_one_is_refused():
     with pytest.raises(MethodError, match="rank must be at least 1, got 0: use 4"):
         PowerSGD(rank=0)
+
+
+def test_another_word_for_values_is_refused():
+    with pytest.raises(
+        MethodError, match="values must be one of bfloat16, float32, got 'int8': leave it out"
+    ):
+        PowerSGD(values="int8")

@@ -20,6 +20,7 @@ from stenograd.compression.contract import (
     Transport,
     require_floating,
 )
+from stenograd.compression.half_means import half_means, half_rounds
 from stenograd.compression.orthogonalize import orthogonalize
 from stenograd.compression.small_all_reduce import small_means, small_rounds
 from stenograd.data.finite import Finite, finite_of
@@ -28,6 +29,8 @@ from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, take_out
 
 __all__ = ["PowerSGD"]
+
+_VALUES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,9 @@ class PowerSGD(Compressor):
     orthonormal, with `P Q^T` as the average, and next time `Q = mean(M^T P)` likewise. One factor travels
     instead of two, in one all-reduce, and one projection is computed instead of two.
 
-    Wire: `32 r (n + m)` bits a matrix with `r = min(n, m, rank)`, 32 bits an element for the others (64 for
-    float64), two all-reduces, whatever the number of ranks. With `alternate` `32 r n` and `32 r m` in turns.
+    Wire: `16 r (n + m)` bits a matrix with `r = min(n, m, rank)` and 16 bits an element for the others, in
+    two rounds; with `alternate` `16 r n` and `16 r m` in turns. Twice as many with `values=float32`, four
+    times for float64. What rounding loses stays in the error (`stenograd.compression.half_means`).
 
     Args:
         rank: largest rank of an approximation, 1 to 2^31 - 1; 1 to 4 are usual.
@@ -56,15 +60,18 @@ class PowerSGD(Compressor):
         seed: of the random Q; any integer, the same on every rank.
         alternate: whether to send one factor per exchange, in turns, instead of both; it goes on from the
             last exchange's factor (states "p/i" and "q/i"), so it needs `warm_start`.
+        values: how the factors and what is averaged exactly travel, unless x is float64: "bfloat16", or
+            "float32", by all-reduces that lose nothing.
 
     Raises:
-        MethodError: rank outside its range, or alternate without warm_start.
+        MethodError: rank outside its range, alternate without warm_start, or another word for values.
 
     Example:
         >>> import torch
         >>> from stenograd.simulate import exchange
         >>> rank_one = torch.outer(torch.arange(3.0), torch.arange(4.0))
-        >>> exchange(PowerSGD(rank=1), [rank_one])[0].average.view(3, 4).round(decimals=3).abs()
+        >>> method = PowerSGD(rank=1, values="float32")
+        >>> exchange(method, [rank_one])[0].average.view(3, 4).round(decimals=3).abs()
         tensor([[0., 0., 0., 0.],
                 [0., 1., 2., 3.],
                 [0., 2., 4., 6.]])
@@ -80,12 +87,16 @@ class PowerSGD(Compressor):
     warm_start: bool = True
     seed: int = 0
     alternate: bool = False
+    values: str = "bfloat16"
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank, "use 4", MethodError)
         if self.alternate and not self.warm_start:
             rule = "must be true with alternate=true, which goes on from the last exchange"
             raise bad_value("warm_start", rule, self.warm_start, "leave one of the two out", MethodError)
+        if self.values not in _VALUES:
+            wanted = f"must be one of {', '.join(_VALUES)}"
+            raise bad_value("values", wanted, self.values, "leave it out for bfloat16", MethodError)
 
     @classmethod
     def examples(cls) -> Iterator[PowerSGD]:
@@ -94,6 +105,8 @@ class PowerSGD(Compressor):
         yield cls(rank=4)
         yield cls(rank=4, alternate=True)
         yield cls(rank=4, warm_start=False)
+        yield cls(rank=2, values="float32")
+        yield cls(rank=2, values="float32", alternate=True)
 
     @property
     def feedback(self) -> Feedback:
@@ -103,6 +116,9 @@ class PowerSGD(Compressor):
     def transport(self, site: Site) -> Transport:
         """Average the factors on both sides; the first round tells what is finite."""
         batches, dense = _plan(site.shapes, self.rank)
+        if self.halves(site.dtype):
+            rounds = half_rounds(site.world_size) * (1 if self.alternate else 1 + bool(batches))
+            return _OneFactor(rounds=rounds) if self.alternate else _TwoFactors(rounds=rounds)
         width = torch.promote_types(site.dtype, torch.float32).itemsize
         left = sum(len(b.tensors) * b.rank * b.rows for b in batches) + sum(b - a for a, b in dense)
         right = sum(len(b.tensors) * b.rank * b.columns for b in batches)
@@ -113,6 +129,10 @@ class PowerSGD(Compressor):
         sizes = [width * left] + [width * right] * bool(batches)
         rounds = sum(small_rounds(nbytes, site.world_size, site.device) for nbytes in sizes)
         return _TwoFactors(rounds=rounds)
+
+    def halves(self, dtype: torch.dtype) -> bool:
+        """Return whether numbers travel as bfloat16 for x of a type."""
+        return self.values == "bfloat16" and dtype is not torch.float64
 
     def init(self, like: Tensor, site: Site) -> State:
         """Draw the first Q of every compressed tensor, equal on all ranks; with `alternate` P as well."""
@@ -156,22 +176,18 @@ class _TwoFactors(Transport):
                 work[start:stop] += residual[start:stop]
         qts = [torch.stack([queries[f"q/{i}"].mT for i in b.tensors]) for b in batches]  # (count, r, m)
         thin = [project_rows(work, residual, b.place, qt) for b, qt in zip(batches, qts, strict=True)]
-        reply = yield from small_means([*thin, *(work[a:b] for a, b in dense)], site.world_size)
+        exact = [work[a:b] for a, b in dense]
+        reply, sent = yield from _averages(thin, exact, codec, site)
         finite = finite_of(reply)  # what is not finite makes the mean of M Q so
         pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
         mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
-        # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
-        qts = [qt.clone() for qt in mine]
-        qts = list((yield from small_means(qts, site.world_size))) if batches else []
+        qts, mine = (yield from _averages(mine, [], codec, site)) if batches else ([], [])
         if self.frees_residual:
             bounded = torch.minimum(finite_of([*qts, *reply[len(batches) :]]), finite)
             if (yield from commit(bounded)):
                 site = replace(site, buffer=residual)
         average = site.out(work) if want_error else work
-        for (start, stop), exact in zip(dense, reply[len(batches) :], strict=True):
-            average[start:stop] = exact  # before work changes: the reply may lie in it
-            if want_error:
-                work[start:stop] = 0
+        _put_exact(average, work if want_error else None, dense, reply[len(batches) :], sent[len(batches) :])
         for b, pt, own, mean in zip(batches, pts, mine, qts, strict=True):
             expand(average, b.place, (pt, mean))
             if want_error:
@@ -208,23 +224,19 @@ class _OneFactor(Transport):
             mine = [project_rows(work, residual, b.place, basis) for b, basis in pairs]
         else:
             mine = [project_columns(work, b.place, basis) for b, basis in pairs]
-        # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
-        asked = [*(t.clone() for t in mine), *(work[a:b] for a, b in dense)]
-        reply = yield from (means(asked) if self.rounds == 1 else small_means(asked, site.world_size))
+        exact = [work[a:b] for a, b in dense]
+        reply, sent = yield from _averages(mine, exact, codec, site, small=self.rounds > 1)
         finite = finite_of(reply)  # what is not finite makes the projections so
         if self.frees_residual and (yield from commit(finite)):
             site = replace(site, buffer=residual)
         average = site.out(work) if want_error else work
-        for (start, stop), exact in zip(dense, reply[len(batches) :], strict=True):
-            average[start:stop] = exact  # before work changes: the reply may lie in it
-            if want_error:
-                work[start:stop] = 0
-        for (b, basis), own, mean in zip(pairs, mine, reply, strict=False):
+        _put_exact(average, work if want_error else None, dense, reply[len(batches) :], sent[len(batches) :])
+        for (b, basis), own, mean in zip(pairs, sent, reply, strict=False):
             expand(average, b.place, (mean, basis) if left else (basis, mean))
             if want_error:
                 take_out(work, b.place, (own, basis) if left else (basis, own))
-        sent, kept = _next(new, batches, reply), {n: t for n, t in state.items() if n.startswith(known)}
-        state = {**sent, **kept} if left else {**kept, **sent}
+        fresh, kept = _next(new, batches, reply), {n: t for n, t in state.items() if n.startswith(known)}
+        state = {**fresh, **kept} if left else {**kept, **fresh}
         error = work.to(x.dtype) if want_error else None
         return Exchange(average.to(x.dtype), state, error, finite.clamp(max=Finite.YES))
 
@@ -283,6 +295,38 @@ def _even_runs(found: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int
             run = []
         run.append(place)
     yield run
+
+
+def _averages(
+    factors: Sequence[Tensor], exact: Sequence[Tensor], codec: PowerSGD, site: Site, *, small: bool = True
+) -> Rounds[tuple[list[Tensor], list[Tensor]]]:
+    """Average factors and what is not compressed; return the averages and what of this rank is in them."""
+    tensors = [*factors, *exact]
+    if codec.halves(site.dtype):
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        average, sent = yield from half_means(flat, site.rank, site.world_size)
+        return _cut(average, tensors), _cut(sent, tensors)
+    # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
+    asked = [*(t.clone() for t in factors), *exact]
+    return list((yield from (small_means(asked, site.world_size) if small else means(asked)))), tensors
+
+
+def _cut(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    return [part.view(t.shape) for part, t in zip(row.split([t.numel() for t in like]), like, strict=True)]
+
+
+def _put_exact(
+    average: Tensor,
+    work: Tensor | None,
+    dense: Sequence[tuple[int, int]],
+    means: Sequence[Tensor],
+    sent: Sequence[Tensor],
+) -> None:
+    """Write the averages of what is not compressed, and leave in work, if it is wanted, what was not sent."""
+    for (start, stop), mean, mine in zip(dense, means, sent, strict=True):
+        average[start:stop] = mean  # before work changes: mean and mine may lie in it
+        if work is not None:
+            work[start:stop] -= mine
 
 
 def _next(name: str, batches: Sequence[_Batch], thin: Sequence[Tensor]) -> State:

@@ -275,7 +275,7 @@ class PowerAggregation(RememberingAggregation):
         world_size: int | None = 1,
         rank: int = 1,
     ) -> None:
-        compressor = ErrorFeedback(inner=PowerSGD(rank=rank, warm_start=reuse_query))
+        compressor = ErrorFeedback(inner=PowerSGD(rank=rank, warm_start=reuse_query, values="float32"))
         super().__init__(model, compressor, use_cuda, world_size)
 
     def _average_gradients(self, model: nn.Module, op: str, denom: Denominator, by_layer: bool) -> bool:
