@@ -233,3 +233,16 @@ def test_other_types_and_strided_tensors_work(dtype):
     assert torch.equal(residual, x.index_fill(0, places.long(), 0))
     mean = dispatch.scatter_mean([(places, values)], 200, torch.empty(400, dtype=dtype)[::2])
     assert torch.equal(mean + residual, x)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "numba"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_values_are_put_at_their_places(monkeypatch, kernels, dtype):
+    """In any order, among others and up to both ends; none at all change nothing."""
+    monkeypatch.setenv("STENOGRAD_KERNELS", kernels)
+    x = torch.arange(1000.0)
+    dispatch.put(x, torch.tensor([], dtype=dtype), torch.tensor([]))
+    dispatch.put(x, torch.tensor([999, 0, 17], dtype=dtype), torch.tensor([1.0, torch.inf, -3.0]))
+    wanted = np.arange(1000.0)
+    wanted[[999, 0, 17]] = [1.0, np.inf, -3.0]
+    np.testing.assert_array_equal(x.numpy(), wanted)

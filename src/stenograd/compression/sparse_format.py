@@ -128,13 +128,22 @@ class Message:
         Raises:
             WireError: the payload has another form.
         """
-        where, *rest = payload
+        where = payload[0]
         places = unpack_places(where, self.numel, self.count) if self.compact else where
+        return places, self.read_values(payload, places)
+
+    def read_values(self, payload: tuple[Tensor, ...], places: Tensor) -> Tensor:
+        """Read back the values of places that are known.
+
+        Raises:
+            WireError: the payload has another form.
+        """
+        rest = payload[1:]
         if self.values is None:
-            return places, rest[0]
+            return rest[0]
         if self.values == "int2":
             check_places(places, self.numel)
-            return places, unpack_binned((rest[0], rest[1]), places, self.numels)
+            return unpack_binned((rest[0], rest[1]), places, self.numels)
         if self.values == "float30":
-            return places, unpack_floats((rest[0], rest[1], rest[2]), self.count)
-        return places, unpack_values(tuple(rest), self.values, self.count)
+            return unpack_floats((rest[0], rest[1], rest[2]), self.count)
+        return unpack_values(rest, self.values, self.count)

@@ -18,7 +18,7 @@ from stenograd.compression.sparse_all_reduce import SparseAllReduce, regions_for
 from stenograd.compression.sparse_format import VALUES, Message, mean_over_senders
 from stenograd.data.finite import finite_of
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.dispatch import scatter_mean, select, select_feedback
+from stenograd.kernels.dispatch import put, scatter_mean, select, select_feedback
 
 __all__ = ["TopK"]
 
@@ -136,12 +136,14 @@ class TopK(Codec):
     def delta(self) -> float:
         """The k largest hold at least k/n of the energy; chunks of some lengths keep 2/3 of that.
 
-        bfloat16 loses at most 2^-9 of a value, and so 2^-18 of the energy that it sends; float30 less. A
-        bin of four may hold numbers that cancel out, so int2 promises nothing.
+        bfloat16 loses at most 2^-9 of a value, and so 2^-18 of the energy that it sends; float30 less. int8
+        loses at most 1/254 of the largest of 256, so 256 / 254^2 of their energy. A bin of four may hold
+        numbers that cancel out, so int2 promises nothing.
         """
         if self.values == "int2":
             return 0.0
-        share = self.ratio if self.values == "float32" else self.ratio * (1 - 2**-18)
+        lost = {"float32": 0.0, "int8": 256 / 254**2}.get(self.values, 2**-18)
+        share = self.ratio * (1 - lost)
         return share * (2 / 3) if self.chunk else share  # 1 of 1.5 - eps is the worst rounding
 
     @property
@@ -176,7 +178,7 @@ class TopK(Codec):
             places, values = select_feedback(residual, x, self._count(x, site), halves=halves)
         payload = message.write(places, values)
         if message.is_lossy and not halves:
-            x.index_copy_(0, places.long(), values - message.read(payload)[1])
+            put(x, places, values - message.read_values(payload, places))
         return payload, x
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:

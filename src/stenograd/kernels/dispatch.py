@@ -21,6 +21,7 @@ __all__ = [
     "pack_places",
     "pack_values",
     "places_bytes",
+    "put",
     "qsgd_decode_mean",
     "qsgd_encode_feedback",
     "scatter_mean",
@@ -232,6 +233,23 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
     kind = check_out(vectors, n, out)
     total: Tensor = pick("scatter", "scatter_mean", kind, numel=n)(vectors, n, out)
     return total
+
+
+def put(x: Tensor, places: Tensor, values: Tensor) -> None:
+    """Write `x[places] = values` in place.
+
+    Args:
+        x: flat tensor (n,), overwritten.
+        places: int32 or int64 tensor (k,), in [0, n), which is not checked, unique.
+        values: (k,), of x's type.
+
+    Example:
+        >>> x = torch.zeros(3)
+        >>> put(x, torch.tensor([0, 2]), torch.tensor([1.0, 3.0]))
+        >>> x
+        tensor([1., 0., 3.])
+    """
+    pick("scatter", "put", x, places, values)(x, places, values)
 
 
 def pack_places(places: Tensor, n: int) -> Tensor:

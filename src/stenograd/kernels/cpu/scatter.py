@@ -13,7 +13,7 @@ from stenograd.errors import WireError
 from stenograd.kernels.cpu.jit import aligned, array_at, divide, kernel, one_over, view
 from stenograd.kernels.cpu.lanes import stream_32, wait_for_streams
 
-__all__ = ["scatter_mean"]
+__all__ = ["put", "put_at", "scatter_mean"]
 
 _REGION = 8192  # elements of the result that are finished at a time, in the first-level cache
 _STREAMED = 1 << 20  # elements of a result that will not all be in the cache when it is used
@@ -40,6 +40,18 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
         one_over(len(vectors)),
     )
     return total
+
+
+def put(x: Tensor, places: Tensor, values: Tensor) -> None:
+    """Write values at places."""
+    put_at(view(places), view(values), view(x))
+
+
+@kernel
+def put_at(places: Any, values: Any, v: Any) -> None:
+    """Write values at places that lie in v."""
+    for i in range(places.size):
+        v[np.uint64(places[i])] = values[i]
 
 
 @kernel

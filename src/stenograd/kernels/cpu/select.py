@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stenograd.kernels.cpu.jit import CHUNK, bits_of, kernel, view
 from stenograd.kernels.cpu.lanes import at_least_32, bit_count, lowest_bit, sum_at_least_32
+from stenograd.kernels.cpu.scatter import put_at
 
 __all__ = ["select", "select_feedback"]
 
@@ -53,7 +54,7 @@ def _largest(addend: Any, v: Any, k: int, *, clear: bool, halves: bool) -> tuple
             places[:], values[:] = some[:kept], theirs[:kept]
             return torch.from_numpy(places), torch.from_numpy(values)
         if clear:
-            _restore(some, theirs, v)
+            put_at(some, theirs, v)
         if count < k and bound == 1:  # all but a few are zeros
             last = np.uint32(0), k - count
     elif addend.size:
@@ -184,12 +185,6 @@ def _at_least(v: Any, bound: Any) -> Any:
     for i in range(v.size):
         word |= np.uint32(bits_of(v[i]) >= bound) << np.uint32(i)
     return word
-
-
-@kernel
-def _restore(places: Any, values: Any, v: Any) -> None:
-    for i in range(places.size):
-        v[np.uint64(places[i])] = values[i]
 
 
 @kernel

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from stenograd.errors import ConfigError, WireError
 
-__all__ = ["scatter_mean"]
+__all__ = ["put", "scatter_mean"]
+
+
+def put(x: Tensor, places: Tensor, values: Tensor) -> None:
+    """Write values at places."""
+    x.index_copy_(0, places.long(), values)
 
 
 def scatter_mean(
