@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stenograd.compression.small_all_reduce import added_in_order
 from stenograd.data.requests import Rounds, gather, scatter
 
 __all__ = ["half_means", "half_rounds"]
@@ -42,20 +43,13 @@ def half_means(x: Tensor, rank: int, world_size: int) -> Rounds[tuple[Tensor, Te
     codes = x.to(torch.bfloat16)
     sent = codes.to(x.dtype)
     if world_size < _FEWEST_RANKS:
-        return _mean([theirs for (theirs,) in (yield from gather(codes))]), sent
+        everyone = yield from gather(codes)
+        return added_in_order([theirs.to(x.dtype) for (theirs,) in everyone], 1 / world_size), sent
     padded = torch.nn.functional.pad(codes, (0, -codes.numel() % world_size))
     rows = yield from scatter(padded.view(world_size, -1))
-    exact = _mean([row for (row,) in rows])
+    exact = added_in_order([row.to(x.dtype) for (row,) in rows], 1 / world_size)
     rounded = exact.to(torch.bfloat16)
     mine = sent[rank * exact.numel() :][: exact.numel()]  # the last ranks' parts may be shorter, or empty
     mine.sub_((exact - rounded)[: mine.numel()], alpha=world_size)
     everyone = yield from gather(rounded)
     return torch.cat([part for (part,) in everyone])[: x.numel()].to(x.dtype), sent
-
-
-def _mean(codes: list[Tensor]) -> Tensor:
-    """Average in float32, in order; each is divided first, so that the sum cannot overflow."""
-    total = codes[0].to(torch.float32) / len(codes)
-    for theirs in codes[1:]:
-        total.add_(theirs.to(torch.float32), alpha=1 / len(codes))
-    return total

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stenograd.data.requests import Op, Rounds, gather, means, scatter
 
-__all__ = ["mean_in_order", "small_means", "small_rounds"]
+__all__ = ["added_in_order", "mean_in_order", "small_means", "small_rounds"]
 
 _FEWEST_RANKS = 4  # with fewer, a ring has hardly more hops
 _MOST_BYTES = 1 << 16  # of a rank; more takes longer on the link than in its hops
@@ -48,6 +48,19 @@ def small_means(tensors: Sequence[Tensor], world_size: int, op: Op = Op.MEAN) ->
     return tuple(piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True))
 
 
+def added_in_order(rows: Sequence[Tensor], share: float) -> Tensor:
+    """Add up `share` of each row, which is multiplied first, so that a mean cannot overflow.
+
+    Example:
+        >>> added_in_order([torch.tensor([1.0]), torch.tensor([3.0])], share=0.5)
+        tensor([2.])
+    """
+    total = rows[0] * share
+    for row in rows[1:]:
+        total.add_(row * share)
+    return total
+
+
 def mean_in_order(x: Tensor, world_size: int, op: Op = Op.MEAN) -> Rounds[Tensor]:
     """Average a flat tensor by numbers that are added up in rank order: `sum_r (x_r / N)`, r ascending.
 
@@ -63,9 +76,7 @@ def mean_in_order(x: Tensor, world_size: int, op: Op = Op.MEAN) -> Rounds[Tensor
         return x
     padded = torch.nn.functional.pad(x, (0, -x.numel() % world_size))
     rows = yield from scatter(padded.view(world_size, -1))
-    share = 1.0 if op is Op.SUM else 1.0 / world_size  # multiplied first, so that the sum cannot overflow
-    mine = rows[0][0] * share
-    for (theirs,) in rows[1:]:
-        mine.add_(theirs * share)
+    share = 1.0 if op is Op.SUM else 1.0 / world_size
+    mine = added_in_order([row for (row,) in rows], share)
     everyone = yield from gather(mine)
     return torch.cat([part for (part,) in everyone])[: x.numel()]

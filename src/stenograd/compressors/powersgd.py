@@ -38,7 +38,7 @@ class PowerSGD(Compressor):
     """Send a rank-r approximation of each matrix: `P = orthonormal(mean(M Q))`, `Q = mean(M^T P)`, `P Q^T`.
 
     A tensor of shape (n, ...) with m = numel/n is an n x m matrix M; one that the factors would not make
-    smaller (biases, scales, small or thin matrices) is averaged exactly, together with P. One step of
+    smaller (biases, scales, small or thin matrices) travels whole, together with P. One step of
     subspace iteration an exchange; with `warm_start` it goes on from the last Q, so that over the steps P
     tends to the leading left singular vectors. Biased: use error feedback.
 
@@ -60,8 +60,8 @@ class PowerSGD(Compressor):
         seed: of the random Q; any integer, the same on every rank.
         alternate: whether to send one factor per exchange, in turns, instead of both; it goes on from the
             last exchange's factor (states "p/i" and "q/i"), so it needs `warm_start`.
-        values: how the factors and what is averaged exactly travel, unless x is float64: "bfloat16", or
-            "float32", by all-reduces that lose nothing.
+        values: how the factors and what travels whole are written, unless x is float64: "bfloat16", or
+            "float32", which is averaged by all-reduces.
 
     Raises:
         MethodError: rank outside its range, alternate without warm_start, or another word for values.
