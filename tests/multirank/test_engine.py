@@ -361,7 +361,8 @@ def _layout(rank, method):
 @pytest.mark.parametrize(
     ("method", "first", "last"),
     [(m, True, True) for m in ("dense", "fp16", "qsgd:bits=4", "terngrad", "lowbit:feedback=loco")]
-    + [("sign:dense_below=0", False, True), ("topk:ratio=0.01", False, False), ("powersgd", False, False)],
+    + [("topk:ratio=0.1", True, True), ("sign:dense_below=0", False, True), ("topk:ratio=0.05", False, True)]
+    + [("topk:ratio=0.01", False, False), ("powersgd", False, False), ("threshold", False, False)],
 )
 def test_the_first_and_last_gradients_travel_apart_where_many_bytes_do(pool, method, first, last):
     """Of 1, 4, 4 and 1 KiB the first are apart once they fill a quarter of 16, the last as far as they do."""

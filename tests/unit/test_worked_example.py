@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import stenograd
+from stenograd.compression.codec import message_share
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.simulate import exchange, ranks
 from stenograd.testing import check
@@ -36,6 +37,11 @@ def test_two_bits_and_one_number_travel(ternary):
     sent = []
     exchange(ternary(), [torch.randn(1000), torch.randn(1000)], spy=sent.append)
     assert [request.nbytes for request in sent] == [250 + 4]
+
+
+def test_the_library_finds_out_how_large_its_messages_are(ternary):
+    """Nothing is declared: 2 bits of 32 for each element, and a scale."""
+    assert message_share(ternary()) == pytest.approx(1 / 16 + 4 / (4 * 2**16))
 
 
 def test_it_trains_under_feedback_with_equal_replicas(ternary):

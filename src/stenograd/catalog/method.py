@@ -14,13 +14,13 @@ from torch import Tensor
 
 from stenograd.catalog.presets import PRESETS, spelled_out
 from stenograd.catalog.registry import Entry, entries, schedules
-from stenograd.compression.codec import Codec
+from stenograd.compression.codec import message_share, one_message
 from stenograd.compression.contract import Compressor, Feedback, Site, Transport
 from stenograd.compression.ef21 import EF21
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.loco import LoCo
 from stenograd.compression.small_all_reduce import small_rounds
-from stenograd.compression.transports import AllGather, SmallAllReduce
+from stenograd.compression.transports import SmallAllReduce
 from stenograd.compressors.identity import Identity
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.every_step import EveryStep
@@ -146,9 +146,7 @@ class Method:
     @property
     def one_message(self) -> bool:
         """Whether each rank writes one message, of a length known before, that others read by itself."""
-        codec = self._codec()
-        transport = codec.transport(Site(shapes=()))
-        return isinstance(codec, Codec) and not (isinstance(transport, AllGather) and transport.ragged)
+        return one_message(self._codec())
 
     def _codec(self) -> Compressor:
         return self.compressor.inner if isinstance(self.compressor, ErrorFeedback) else self.compressor
@@ -180,13 +178,15 @@ class Method:
         return self.compressor.transport(Site(shapes=(), world_size=world_size)).linear
 
     def share(self, world_size: int) -> float:
-        """Return about how large a message is beside what it stands for; see `Compressor.wire_share`.
+        """Return about how large a message is beside what it stands for; 0 where it depends on the values.
 
         Example:
-            >>> method("dense").share(2), method("natural").share(2), method("topk").share(2)
-            (1.0, 0.25, 0.0)
+            >>> [round(method(name).share(2), 3) for name in ("dense", "natural", "topk", "powersgd")]
+            [1.0, 0.25, 0.008, 0.0]
         """
-        return 1.0 if self.sends_all(world_size) else self._codec().wire_share
+        codec = self._codec()
+        inner = codec.inner if isinstance(codec, EF21 | LoCo) else codec
+        return 1.0 if self.sends_all(world_size) else message_share(inner)
 
     def compressors(self, dense: bool) -> tuple[Compressor, Compressor]:
         """Return what writes a bucket while the method warms up, and afterwards.

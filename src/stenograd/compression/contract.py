@@ -232,14 +232,6 @@ class Compressor(ABC):
         return False
 
     @property
-    def wire_share(self) -> float:
-        """Bytes of a rank's message for each byte of a large float32 x, about; 0 where they are few.
-
-        Where many bytes travel, the first and the last gradients get buckets of their own.
-        """
-        return 0.0
-
-    @property
     def lossless(self) -> bool:
         """Whether the average is exact, so that there is no error to feed back."""
         return self.delta == 1.0 and self.feedback is Feedback.NEVER

@@ -87,11 +87,6 @@ class EF21(Compressor):
         """With eta below 1 a moving average is delivered."""
         return self.eta < 1
 
-    @property
-    def wire_share(self) -> float:
-        """As without it."""
-        return self.inner.wire_share
-
     def init(self, like: Tensor, site: Site) -> State:
         """Start with nothing known, and no tensor begun."""
         still = torch.zeros(

@@ -75,11 +75,6 @@ class LoCo(Compressor):
         """It feeds back what it has lost by itself."""
         return Feedback.OWN
 
-    @property
-    def wire_share(self) -> float:
-        """As without it."""
-        return self.inner.wire_share
-
     def init(self, like: Tensor, site: Site) -> State:
         """Start with nothing lost."""
         codes = torch.zeros(like.numel(), dtype=torch.int8, device=like.device)

@@ -95,11 +95,6 @@ class LowBit(ScaledCodes):
         lost = energy / (1 + energy)
         return 1 - (max(lost, 1 / 9) if self.format == "e3m0" else lost)
 
-    @property
-    def wire_share(self) -> float:
-        """A level for each element and a scale for each block."""
-        return (BITS[self.format] + 32 / self.block) / 32
-
     def transport(self, site: Site) -> Transport:
         """Gather all codes, or average them in two phases where that moves less."""
         chunks = chunks_for(site, BITS[self.format], self.block)

@@ -53,11 +53,6 @@ class Natural(ScaledCodes):
 
     seed: int = 0
 
-    @property
-    def wire_share(self) -> float:
-        """8 bits for each element."""
-        return _BITS / 32
-
     def transport(self, site: Site) -> Transport:
         """Gather all codes, or average them in two phases where that moves less."""
         chunks = chunks_for(site, _BITS, _WHOLE)

@@ -69,11 +69,6 @@ class QSGD(Codec):
         for bits, block in ((2, 512), (3, 7), (4, 512), (8, 64)):
             yield cls(bits=bits, block=block)
 
-    @property
-    def wire_share(self) -> float:
-        """A level for each element and a scale for each block."""
-        return (self.bits + 32 / self.block) / 32
-
     def transport(self, site: Site) -> Transport:
         """Gather all codes, or average them in two phases where that moves less."""
         chunks = chunks_for(site, self.bits, self.block)

@@ -74,11 +74,6 @@ class Sign(Codec):
         return Feedback.ON
 
     @property
-    def wire_share(self) -> float:
-        """A bit for each element and a scale for each block."""
-        return (1 + 32 / self.block) / 32
-
-    @property
     def delta(self) -> float:
         """The worst case is a block with a single non-zero."""
         return 1 / self.block

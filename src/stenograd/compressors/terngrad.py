@@ -70,11 +70,6 @@ class TernGrad(Codec):
         yield cls()
         yield cls(clip=2.5)
 
-    @property
-    def wire_share(self) -> float:
-        """2 bits for each element."""
-        return _BITS / 32
-
     def transport(self, site: Site) -> Transport:
         """Gather all codes, or average them in two phases where that moves less."""
         chunks = chunks_for(site, _BITS, _WHOLE)

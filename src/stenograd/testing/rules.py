@@ -9,7 +9,7 @@ import torch
 from stenograd.comm.simulate import exchange
 from stenograd.compression.contract import Compressor, Feedback, State
 from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.data.requests import REDUCTIONS, Request
+from stenograd.data.requests import REDUCTIONS
 from stenograd.testing.checks import (
     NUMEL,
     SHAPES,
@@ -158,22 +158,6 @@ def unbiased_as_declared(c: Compressor) -> None:
     expect(abs(sigmas) < 6, "unbiased: what is sent is on average as long as x", sigmas=sigmas)
 
 
-def wire_share_is_as_declared(c: Compressor) -> None:
-    """A message of a large x is as large as declared, after the first, which some send whole."""
-    numel, sent = 2**16, 0
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-
-    def count(request: Request) -> None:
-        nonlocal sent
-        sent += request.nbytes
-
-    if c.wire_share:
-        begun = exchange(c, [x, -x])
-        exchange(c, [x, -x], [e.state for e in begun], step=1, spy=count)
-        got = sent / (4 * numel)
-        expect(0.95 < got / c.wire_share < 1.05, "wire_share is as declared", got=got, declared=c.wire_share)
-
-
 def requests_are_true(c: Compressor) -> None:
     """Bytes asked for are the bytes handed over, and only real numbers are averaged."""
     for request in requests_of(c):
@@ -192,7 +176,6 @@ RULES: tuple[Callable[[Compressor], None], ...] = (
     error_is_as_declared,
     unbiased_as_declared,
     restart_changes_nothing,
-    wire_share_is_as_declared,
     requests_are_true,
     *TRANSPORT_RULES,
 )
