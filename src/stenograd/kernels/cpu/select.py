@@ -19,6 +19,7 @@ from stenograd.kernels.cpu.scatter import put_at
 __all__ = ["select", "select_feedback"]
 
 _SAMPLE = 16384  # magnitudes from which a bound is guessed; a third as many cost 0.1 ms less of 5
+_NEIGHBOURS = 4  # that are looked at together: the memory is read by lines, and four guess as well as one
 _NONE = np.empty(0, np.float32)
 
 
@@ -41,7 +42,7 @@ def _largest(addend: Any, v: Any, k: int, *, clear: bool, halves: bool) -> tuple
     places, values = _room(k)
     last = None
     if n >= 2 * _SAMPLE and 0 < k <= n // 16:
-        sample = _sampled(addend, v, n // _SAMPLE | 1)
+        sample = _sampled(addend, v, n // (_SAMPLE // _NEIGHBOURS) | 1)
         expected = k / n * sample.size
         reach = math.ceil(expected + 3.5 * math.sqrt(expected)) + 4  # k or more, but for 1 in 4,000
         bound = max(np.uint32(_kth(sample, reach, np.uint32(0))[0]), np.uint32(1))
@@ -70,11 +71,13 @@ def _room(size: int) -> tuple[Any, Any]:
 
 @kernel
 def _sampled(addend: Any, v: Any, stride: int) -> Any:
-    """Return every stride-th element of the sum."""
-    out = np.empty((v.size + stride - 1) // stride, np.float32)
-    for j in range(out.size):
-        i = np.uint64(j * stride)
-        out[j] = v[i] + addend[i] if addend.size else v[i]
+    """Return the sum at every stride-th place, and at the next ones; v is longer than a stride."""
+    places = (v.size - _NEIGHBOURS) // stride + 1
+    out = np.empty(_NEIGHBOURS * places, np.float32)
+    for j in range(places):
+        for beside in range(_NEIGHBOURS):
+            i = np.uint64(j * stride + beside)
+            out[j * _NEIGHBOURS + beside] = v[i] + addend[i] if addend.size else v[i]
     return out
 
 
