@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 import tempfile
 import time
@@ -41,6 +42,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="cnn, mlp, mlp-64, gpt-small, gpt")
     parser.add_argument("--rivals", nargs="+", metavar="RIVAL", default=RIVALS)
     parser.add_argument("--hosts", type=int, default=2)
+    cores = "that each host has for itself, by default all there are for it; 0: all share all"
+    parser.add_argument("--cores-per-host", type=int, metavar="N", help=cores)
     parser.add_argument("--rounds", type=int, help="turns of each rival")
     parser.add_argument("--turn-s", type=float, help="seconds of a turn, for steps shorter than that")
     parser.add_argument("--max-steps", type=int, default=40, help="most timed steps of a turn")
@@ -51,6 +54,8 @@ def options() -> argparse.Namespace:
     args = parser.parse_args()
     args.rates = args.rates or (["none", "100mbit"] if args.quick else ["none", "1gbit", "100mbit"])
     args.models = args.models or (["cnn"] if args.quick else ["cnn", "mlp", "gpt-small", "gpt"])
+    if args.cores_per_host is None:
+        args.cores_per_host = len(os.sched_getaffinity(0)) // max(args.hosts, 1)
     args.rounds = args.rounds or (2 if args.quick else 5)
     args.turn_s = args.turn_s or (0.3 if args.quick else 1.5)
     return args
@@ -63,7 +68,8 @@ def forecast_s(args: argparse.Namespace, model: str, rate: str) -> float:
 
 def show_plan(args: argparse.Namespace) -> None:
     """Print what will be run, and how long it may take."""
-    print(f"{args.hosts} hosts, {args.rounds} rounds of {len(args.rivals)} rivals: {' '.join(args.rivals)}")
+    own = f"{args.cores_per_host} core(s) each" if args.cores_per_host else "which share all cores"
+    print(f"{args.hosts} hosts, {own}, {args.rounds} rounds of {len(args.rivals)} rivals:", *args.rivals)
     total_s = 0.0
     for model in args.models:
         times = [forecast_s(args, model, rate) for rate in args.rates]
@@ -77,7 +83,8 @@ def show_plan(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
     """Run all rivals on one model and link."""
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, Hosts(args.hosts, rate) as hosts:
+    hosts = Hosts(args.hosts, rate, cores_per_host=args.cores_per_host)
+    with tempfile.TemporaryDirectory() as folder, hosts:
         out = Path(folder) / "turns.json"
         command = [sys.executable, str(HERE / "turns.py"), "--model", model, "--rivals", *args.rivals]
         command += ["--rounds", str(args.rounds), "--turn-s", str(args.turn_s)]
@@ -86,7 +93,8 @@ def measure(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
         hosts.run(command, env=QUIET, timeout_s=limit_s)
         told = json.loads(out.read_text())
     print(f"{model} at {rate}: {time.monotonic() - start:.0f} s", flush=True)
-    link = {"model": model, "rate": rate, "hosts": args.hosts, "parameters": told["parameters"]}
+    link = {"model": model, "rate": rate, "hosts": args.hosts, "cores_per_host": args.cores_per_host}
+    link["parameters"] = told["parameters"]
     return link | {"rows": rows(told, args.rivals), "turns": told["rivals"]}
 
 

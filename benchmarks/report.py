@@ -120,7 +120,9 @@ def step_tables(runs: Sequence[Mapping[str, Any]]) -> str:
         heads = [f"{run['rate']}: {what}" for run in mine for what in ("ms", "x DDP", "x floor")]
         by_run = [{row.rival: row for row in run["rows"]} for run in mine]
         lines = [_cells([rows[name] for rows in by_run]) for name in by_run[0]]
-        title = f"### {model}, {mine[0]['parameters'] / 1e6:.2f} M parameters, {mine[0]['hosts']} hosts"
+        cores = mine[0].get("cores_per_host", 0)
+        own = f" of {cores} core{'s' * (cores > 1)}" if cores else ""
+        title = f"### {model}, {mine[0]['parameters'] / 1e6:.2f} M parameters, {mine[0]['hosts']} hosts{own}"
         head = ["rival", *heads, "kB/step counted", "kB/step interface"]
         parts += [title, table(head, lines)]
         parts += [f"{row.rival}: {row.refused}" for row in mine[0]["rows"] if row.refused]

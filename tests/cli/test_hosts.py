@@ -62,6 +62,18 @@ def test_variables_of_ranks():
     assert outputs == [f"{line} eth0 x\n" for line in expected]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two hosts need two cores")
+def test_hosts_have_cores_of_their_own():
+    """Each has as many as it was given, no two have the same, and this process keeps all of its own."""
+    mine = os.sched_getaffinity(0)
+    show = "import os; print(*os.sched_getaffinity(0))"
+    with Hosts(2, cores_per_host=1) as hosts:
+        first, second = (set(text.split()) for text in hosts.run([sys.executable, "-c", show]))
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert os.sched_getaffinity(0) == mine
+
+
 def test_the_link_has_the_rate():
     """200 kB at 1 Mbit/s last 1.6 s, less what the bucket lets through at once."""
     serve = "nc = __import__('socket').create_server(('', 7)); c = nc.accept()[0]\nwhile c.recv(65536): pass"

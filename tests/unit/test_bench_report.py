@@ -52,6 +52,17 @@ def test_wrong_counts(count):
         Hosts(count)
 
 
+@pytest.mark.parametrize("cores", [-1, 1])
+def test_wrong_cores(monkeypatch, cores):
+    """Three cores are none for each of four hosts, and one for each of three."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5})
+    Hosts(3, cores_per_host=1)
+    with pytest.raises(
+        ValueError, match=rf"cores_per_host must be in 0\.\.0 for 4 hosts on 3 cores, got {cores}"
+    ):
+        Hosts(4, cores_per_host=cores)
+
+
 def test_only_root_emulates_hosts(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda program: f"/sbin/{program}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

@@ -262,6 +262,9 @@ def emulate(
     ] = "100mbit",
     delay: Annotated[str, opt.option("TIME", "One way between two hosts: 20ms, 500us, or none.")] = "none",
     ranks_per_host: Annotated[int, opt.option("N", "Copies of the command on each host.")] = 1,
+    cores_per_host: Annotated[
+        int, opt.option("N", "Cores that each host has for itself; 0: all share all.")
+    ] = 0,
     timeout_s: Annotated[float, opt.option("X", "Seconds after which all are killed.")] = 3600.0,
 ) -> int:
     """Run a command once per rank on emulated hosts with slow links, with torchrun's variables.
@@ -273,4 +276,4 @@ def emulate(
     """
     from stenograd.cli.emulate import run
 
-    return run(command, hosts, rate, delay, ranks_per_host, timeout_s)
+    return run(command, hosts, rate, delay, ranks_per_host, cores_per_host, timeout_s)

@@ -13,7 +13,13 @@ __all__ = ["run"]
 
 
 def run(
-    command: Sequence[str], hosts: int, rate: str, delay: str, ranks_per_host: int, timeout_s: float
+    command: Sequence[str],
+    hosts: int,
+    rate: str,
+    delay: str,
+    ranks_per_host: int,
+    cores_per_host: int,
+    timeout_s: float,
 ) -> int:
     """Run a command on emulated hosts, show rank 0's output while it comes, and what each host sent.
 
@@ -23,6 +29,7 @@ def run(
         rate: of each host's link.
         delay: between two hosts, one way.
         ranks_per_host: number of copies on each host, at least 1.
+        cores_per_host: that each host has for itself; 0 where all share all.
         timeout_s: seconds after which all are killed.
 
     Returns:
@@ -33,7 +40,7 @@ def run(
         LaunchError: hosts cannot be emulated here, or a rank failed.
     """
     try:
-        with Hosts(hosts, rate, delay=delay) as emulated:
+        with Hosts(hosts, rate, delay=delay, cores_per_host=cores_per_host) as emulated:
             emulated.run(command, ranks_per_host, timeout_s=timeout_s, echo=True)
             for index, sent_bytes in enumerate(emulated.sent_bytes()):
                 print(f"host {index} sent {sent_bytes / 1e6:.3f} MB", file=sys.stderr)

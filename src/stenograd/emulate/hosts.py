@@ -105,9 +105,11 @@ class Hosts:
             of what it sends and receives: "100mbit/20mbit".
         delay: that every packet between two hosts takes in addition, one way, so that a ping takes twice
             as long: "20ms", "500us", ..., or "none".
+        cores_per_host: cores of this machine that each host has for itself, as a real one has; 0 where all
+            share all.
 
     Raises:
-        ValueError: count, rate or delay is out of range.
+        ValueError: count, rate, delay or cores_per_host is out of range.
         HostsError: hosts cannot be emulated here (raised on entry).
 
     Example:
@@ -115,9 +117,17 @@ class Hosts:
             outputs = hosts.run([sys.executable, "train.py"])
     """
 
-    def __init__(self, count: int, rate: str = "none", *, delay: str = "none") -> None:
+    def __init__(
+        self, count: int, rate: str = "none", *, delay: str = "none", cores_per_host: int = 0
+    ) -> None:
         if not 1 <= count <= _MAX_HOSTS:
             raise ValueError(f"count must be in 1..{_MAX_HOSTS}, got {count}")
+        self._cores, self._cores_per_host = sorted(os.sched_getaffinity(0)), cores_per_host
+        if not 0 <= cores_per_host <= len(self._cores) // count:
+            raise ValueError(
+                f"cores_per_host must be in 0..{len(self._cores) // count} for {count} hosts on "
+                f"{len(self._cores)} cores, got {cores_per_host}: take 0 to share all"
+            )
         self.count, self.rate, self.delay = count, rate, delay
         up, _, down = rate.partition("/")
         self._up_bps, self._down_bps = parse_rate(up), parse_rate(down or up)
@@ -157,7 +167,7 @@ class Hosts:
         """Run a command once a rank, with the variables that torchrun sets, and wait for all.
 
         Ranks are numbered host by host. Ranks of one host talk to each other at memory speed. Unless set,
-        OMP_NUM_THREADS is 1: the ranks share this machine's cores.
+        OMP_NUM_THREADS is 1: the ranks share this machine's cores, or their host's.
 
         Args:
             command: program and arguments.
@@ -180,9 +190,10 @@ class Hosts:
         shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | base | dict(env or {})
         with _Ranks(timeout_s, echo, self._relay) as ranks:
             for host in range(self.count):
+                cores = self._cores[host * self._cores_per_host :][: self._cores_per_host] or self._cores
                 for local in range(ranks_per_host):
                     inside = ["ip", "netns", "exec", self._host(host), *command]
-                    ranks.start(inside, shared | self._variables(host, local, ranks_per_host))
+                    ranks.start(inside, shared | self._variables(host, local, ranks_per_host), cores)
             return ranks.wait()
 
     def sent_bytes(self) -> list[int]:
@@ -281,17 +292,22 @@ class _Ranks:
                 process.wait()
         self._folder.cleanup()
 
-    def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the next rank."""
-        with self._log(len(self._processes)).open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own, so that its children can be killed with it
-            )
+    def start(self, command: Sequence[str], env: Mapping[str, str], cores: Sequence[int]) -> None:
+        """Start the next rank, on some of the cores."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)  # of this thread, and so of what it starts
+        try:
+            with self._log(len(self._processes)).open("wb") as log:
+                process = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a group of its own, so that its children can be killed with it
+                )
+        finally:
+            os.sched_setaffinity(0, before)
         self._processes.append(process)
 
     def wait(self) -> list[str]:
