@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,12 @@ def test_slow_rivals_take_few_steps():
     assert [plan.turn_steps(s, 1.5, 40) for s in (1e-4, 0.03, 0.1, 3.6)] == [40, 40, 15, 1]
 
 
-def test_rounds_go_forth_and_back():
-    assert list(plan.rounds_order(3, 3)) == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+def test_rounds_have_random_orders_that_all_ranks_know():
+    """Each rival has one turn in each round, and after 40 rounds every other one went before it."""
+    orders = list(plan.rounds_order(4, 40))
+    assert orders == list(plan.rounds_order(4, 40))
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    assert {pair for order in orders for pair in pairwise(order)} == set(permutations(range(4), 2))
 
 
 def test_the_forecast_knows_the_link():
