@@ -30,7 +30,7 @@ def turn_steps(step_s: float, turn_s: float, max_steps: int) -> int:
 
 
 def rounds_order(rivals: int, rounds: int) -> Iterator[list[int]]:
-    """Yield the order of each round, at random but always the same, so that no rival stays another's neighbour.
+    """Yield the order of each round, at random but always the same: no rival stays the same one's neighbour.
 
     Example:
         >>> [sorted(order) for order in rounds_order(3, 2)]
