@@ -64,6 +64,14 @@ def test_wrong_cores(monkeypatch, cores):
         Hosts(4, cores_per_host=cores)
 
 
+def test_systems_without_affinity_are_told_what_hosts_need(monkeypatch):
+    """Such as macOS: hosts that share all cores ask for none."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    with pytest.raises(HostsError), Hosts(2):
+        pass
+
+
 def test_only_root_emulates_hosts(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda program: f"/sbin/{program}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

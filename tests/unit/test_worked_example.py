@@ -1,6 +1,7 @@
 """The compressor that `docs/compressors.md` shows conforms, is right on average, and trains a model."""
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,19 @@ def test_two_bits_and_one_number_travel(ternary):
 def test_the_library_finds_out_how_large_its_messages_are(ternary):
     """Nothing is declared: 2 bits of 32 for each element, and a scale."""
     assert message_share(ternary()) == pytest.approx(1 / 16 + 4 / (4 * 2**16))
+
+
+def test_a_compressor_with_a_list_attaches(ternary):
+    """Its fields may be of any kind: it need not be hashable."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Listed(ternary):
+        levels: list[int] = field(default_factory=lambda: [-1, 0, 1])
+
+    model = nn.Linear(3, 1)
+    with stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), Listed()):
+        model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is not None
 
 
 def test_it_trains_under_feedback_with_equal_replicas(ternary):

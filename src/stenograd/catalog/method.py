@@ -177,7 +177,7 @@ class Method:
         """Return whether every element travels, in one all-reduce."""
         return self.compressor.transport(Site(shapes=(), world_size=world_size)).linear
 
-    def share(self, world_size: int) -> float:
+    def share(self, world_size: int, device: torch.device | str = "cpu") -> float:
         """Return about how large a message is beside what it stands for; 0 where it depends on the values.
 
         Example:
@@ -186,7 +186,7 @@ class Method:
         """
         codec = self._codec()
         inner = codec.inner if isinstance(codec, EF21 | LoCo) else codec
-        return 1.0 if self.sends_all(world_size) else message_share(inner)
+        return 1.0 if self.sends_all(world_size) else message_share(inner, device)
 
     def compressors(self, dense: bool) -> tuple[Compressor, Compressor]:
         """Return what writes a bucket while the method warms up, and afterwards.

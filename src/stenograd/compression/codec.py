@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -70,14 +69,13 @@ def one_message(compressor: Compressor) -> bool:
     return isinstance(compressor, Codec) and not (isinstance(transport, AllGather) and transport.ragged)
 
 
-@lru_cache(maxsize=64)
-def message_share(compressor: Compressor) -> float:
+def message_share(compressor: Compressor, device: torch.device | str = "cpu") -> float:
     """Return a message's bytes for each byte of a large float32 tensor; 0 where they are not known before.
 
-    It is measured, by encoding a tensor, so that no compressor need say it.
+    It is measured, by encoding a tensor on a device, so that no compressor need say it.
     """
     if not (isinstance(compressor, Codec) and one_message(compressor)):
         return 0.0
-    x = torch.ones(2**16)
-    site = Site(shapes=(x.shape,), step=2**40)  # where a ramp has long ended
+    x = torch.ones(2**16, device=device)
+    site = Site(shapes=(x.shape,), step=2**40, device=x.device)  # where a ramp has long ended
     return sum(t.nbytes for t in compressor.encode(x, site)) / x.nbytes

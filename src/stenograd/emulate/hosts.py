@@ -122,12 +122,7 @@ class Hosts:
     ) -> None:
         if not 1 <= count <= _MAX_HOSTS:
             raise ValueError(f"count must be in 1..{_MAX_HOSTS}, got {count}")
-        self._cores, self._cores_per_host = sorted(os.sched_getaffinity(0)), cores_per_host
-        if not 0 <= cores_per_host <= len(self._cores) // count:
-            raise ValueError(
-                f"cores_per_host must be in 0..{len(self._cores) // count} for {count} hosts on "
-                f"{len(self._cores)} cores, got {cores_per_host}: take 0 to share all"
-            )
+        self._cores = _shared_out(count, cores_per_host) if cores_per_host else [[] for _ in range(count)]
         self.count, self.rate, self.delay = count, rate, delay
         up, _, down = rate.partition("/")
         self._up_bps, self._down_bps = parse_rate(up), parse_rate(down or up)
@@ -189,8 +184,7 @@ class Hosts:
         base = {key: value for key, value in os.environ.items() if not key.startswith(_LEFT_OUT)}
         shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | base | dict(env or {})
         with _Ranks(timeout_s, echo, self._relay) as ranks:
-            for host in range(self.count):
-                cores = self._cores[host * self._cores_per_host :][: self._cores_per_host] or self._cores
+            for host, cores in enumerate(self._cores):
                 for local in range(ranks_per_host):
                     inside = ["ip", "netns", "exec", self._host(host), *command]
                     ranks.start(inside, shared | self._variables(host, local, ranks_per_host), cores)
@@ -293,10 +287,11 @@ class _Ranks:
         self._folder.cleanup()
 
     def start(self, command: Sequence[str], env: Mapping[str, str], cores: Sequence[int]) -> None:
-        """Start the next rank, on some of the cores."""
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores)  # of this thread, and so of what it starts
+        """Start the next rank, on these cores, or where there are none on any."""
+        before = os.sched_getaffinity(0) if cores else set()
         try:
+            if cores:
+                os.sched_setaffinity(0, cores)  # of this thread, and so of what it starts
             with self._log(len(self._processes)).open("wb") as log:
                 process = subprocess.Popen(
                     command,
@@ -307,7 +302,8 @@ class _Ranks:
                     start_new_session=True,  # a group of its own, so that its children can be killed with it
                 )
         finally:
-            os.sched_setaffinity(0, before)
+            if before:
+                os.sched_setaffinity(0, before)
         self._processes.append(process)
 
     def wait(self) -> list[str]:
@@ -353,6 +349,15 @@ class _Ranks:
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}"
+
+
+def _shared_out(count: int, each: int) -> list[list[int]]:
+    """Return every host's own cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not 0 < each <= len(cores) // count:
+        rule = f"must be in 0..{len(cores) // count} for {count} hosts on {len(cores)} cores"
+        raise ValueError(f"cores_per_host {rule}, got {each}: take 0 to share all")
+    return [cores[host * each :][:each] for host in range(count)]
 
 
 def _burst_bytes(bits_per_s: float) -> int:

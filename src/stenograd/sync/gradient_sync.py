@@ -150,7 +150,8 @@ class GradientSync(Hooked, Attached):
         parameters = self._found()
         thin = sparse_parameters(self._model)
         ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
-        share = self.method.share(self.world_size)
+        device = next(iter(parameters.values())).device
+        share = self.method.share(self.world_size, device)
         buckets = assign(
             ready_order,
             self._bucket_bytes,
@@ -158,7 +159,6 @@ class GradientSync(Hooked, Attached):
             tail=share >= _TAIL_SHARE,
             dense_below=self.method.dense_below,
         )
-        device = next(iter(parameters.values())).device
         settings = {"bucket_bytes": self._bucket_bytes, _SETTINGS: self._checks}
         self._compare(parameters, settings)
         self._exchange.arrange(buckets, device)
