@@ -1,6 +1,7 @@
 """`stenograd plan`, `simulate` and `link` on the command line."""
 
 import json
+import shutil
 
 import pytest
 
@@ -54,6 +55,23 @@ def test_a_check_compares_with_a_run(planned, here, trained):
     status, out, _ = here(*check, "--tolerance", 1e-9)
     assert status == 1
     assert "not as predicted, mostly by its" in out
+
+
+def test_a_check_of_rare_rounds_compares_means(here, trained, tmp_path):
+    """Three of four steps send nothing: their median would be off where the mean is as predicted."""
+    plan, run = tmp_path / "plan", shutil.copytree(trained[0], tmp_path / "run")
+    assert here(*PLAN, "--methods", "local:every=4", "--out", plan)[0] == 0
+    told = json.loads((plan / "plan.json").read_text())["predictions"]
+    mean = next(p["seconds"][1] for p in told if p["method"] == "local:every=4")
+    identity = json.loads((run / "run.json").read_text())
+    identity["identity"]["method"] = "local:every=4"
+    (run / "run.json").write_text(json.dumps(identity))
+    steps = json.loads((run / "steps.json").read_text())
+    for rank in steps["ranks"]:
+        rank["means_s"]["step"], rank["quantiles_s"]["step"]["0.5"] = mean, mean / 10
+    (run / "steps.json").write_text(json.dumps(steps))
+    status, out, _ = here("plan", "--plan", plan / "plan.json", "--check", run, "--tolerance", 0.01)
+    assert (status, "the mean step took +0% of what was predicted: as predicted" in out) == (0, True)
 
 
 def test_virtual_workers_tell_what_a_method_does_to_learning(planned, here, trained, tmp_path):

@@ -72,6 +72,7 @@ def test_steps_json_splits_the_steps_of_every_rank(trained):
         at = {part: quantiles["0.5"] for part, quantiles in rank["quantiles_s"].items()}
         assert all(at[part] > 0 for part in ("forward", "backward", "optimizer"))
         assert at["forward"] + at["backward"] < at["step"]
+        assert rank["means_s"].keys() == at.keys()
         sent = sum(e["moved_bytes"] for e in rank["ledger"] if e["kind"] in ("training", "control"))
         assert sent == result(folder)["moved_bytes"]
         assert rank["machine"]["threads"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -56,6 +57,22 @@ class StepTimes:
             kept.append(seconds if part == "step" else now.get(part, 0.0))
         self.steps += 1
 
+    def means(self) -> dict[str, float]:
+        """Return each phase's mean in seconds, which holds the rounds of methods that send rarely.
+
+        The first step is left out where there are others: it loads and allocates what later ones find.
+
+        Example:
+            >>> times = StepTimes()
+            >>> for seconds in (60.0, 1.0, 1.0, 7.0):
+            ...     times.step(seconds)
+            >>> times.means()["step"], times.quantiles()["step"]["0.5"]
+            (3.0, 4.0)
+        """
+        first = int(1 < self.steps <= _STEPS_KEPT)
+        found = {part: list(kept)[first:] for part, kept in self._kept.items()}
+        return {part: statistics.fmean(kept) for part, kept in found.items() if kept}
+
     def quantiles(self) -> dict[str, dict[str, float]]:
         """Return the quantiles of each phase in seconds; empty before the first step."""
         if not self.steps:
@@ -94,9 +111,10 @@ def report(times: StepTimes, traffic: Traffic, driver: AnyDriver) -> dict[str, A
         driver: the way to the other ranks.
 
     Returns:
-        "ranks": for each rank its steps, quantiles in seconds, machine and ledger, in rank order.
+        "ranks": for each rank its steps, means and quantiles in seconds, machine and ledger, in rank order.
     """
     ledger = [asdict(entry) for entry in traffic.entries()]
-    mine = {"steps": times.steps, "quantiles_s": times.quantiles(), "machine": machine(), "ledger": ledger}
+    took = {"means_s": times.means(), "quantiles_s": times.quantiles()}
+    mine = {"steps": times.steps, **took, "machine": machine(), "ledger": ledger}
     told: Sequence[str] = everyone(driver, json.dumps(mine))
     return {"ranks": [json.loads(text) for text in told]}
