@@ -102,9 +102,11 @@ class DelayedSync(GradientSync):
         if self._flight is not None:
             self._flight.result()
 
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_step(
+        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
+    ) -> None:
         self._refuse_in_flight("an optimizer stepped")
-        super()._check_step(optimizer)
+        super()._check_step(optimizer, zeros=zeros, again=again)
 
     def _add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         self._refuse_in_flight("a parameter group was added")

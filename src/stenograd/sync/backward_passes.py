@@ -21,6 +21,7 @@ from stenograd.sync.filling import Slot
 __all__ = [
     "Passes",
     "at_end",
+    "drop",
     "forget_end",
     "next_order",
     "refuse_nested",
@@ -100,6 +101,20 @@ def refuse_nested() -> None:
                 "some of the gradients, so they cannot be averaged yet: use checkpoint(use_reentrant=False)"
             )
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def drop(held: Iterable[Tensor], zeros: bool) -> None:
+    """Let a step find no gradients, so that optimizers leave weights, momenta and counts as they are.
+
+    Args:
+        held: the parameters.
+        zeros: whether they get zeros, for an optimizer that computes with its gradients already.
+    """
+    for p in held:
+        if zeros and p.grad is not None:
+            p.grad.zero_()
+        else:
+            p.grad = None
 
 
 def warn_of_skip() -> bool:
@@ -185,7 +200,13 @@ class Passes:
         self._exchanges += 1
 
     def check_step(
-        self, optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], under_way: bool, finite: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: Mapping[int, Slot],
+        under_way: bool,
+        finite: bool,
+        *,
+        zeros: bool = False,
     ) -> None:
         """Refuse to step on gradients that were not averaged; take those away that are not finite.
 
@@ -194,6 +215,7 @@ class Passes:
             slots: of the parameters that are exchanged, by id.
             under_way: whether a backward pass is, or broke off.
             finite: whether the last exchange was.
+            zeros: whether those become zeros, because the step computes with them already.
 
         Raises:
             StenogradError: a pass is under way or failed, or a gradient was not averaged.
@@ -211,15 +233,10 @@ class Passes:
                     "unfreezing parameters call sync.refresh() on every rank"
                 )
         if not finite and self._skips:
-            self._skip(p for p in held if id(p) in slots)
+            drop((p for p in held if id(p) in slots), zeros)
+            self._warned_of_bad = self._warned_of_bad or warn_of_skip()
         elif held:
             self._warn_of_local(optimizer, held, slots)
-
-    def _skip(self, held: Iterable[Tensor]) -> None:
-        """Let the step find no gradients: optimizers then leave weights, momenta and counts as they are."""
-        for p in held:
-            p.grad = None
-        self._warned_of_bad = self._warned_of_bad or warn_of_skip()
 
     def _warn_of_local(
         self, optimizer: torch.optim.Optimizer, held: Sequence[Tensor], slots: Mapping[int, Slot]

@@ -18,8 +18,8 @@ from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Traffic
 from stenograd.data.buckets import Bucket
 from stenograd.errors import StenogradError
-from stenograd.sync.backward_passes import at_end, next_order, warn_of_skip, warn_unexchanged
-from stenograd.sync.closures import Changed, evaluated
+from stenograd.sync.backward_passes import at_end, drop, next_order, warn_of_skip, warn_unexchanged
+from stenograd.sync.closures import Changed, after_closure
 from stenograd.sync.handshake import compare, named
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
@@ -312,7 +312,9 @@ class DDPHook:
             known = self._optimizers[optimizer] = -1
         return known != -1
 
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_step(
+        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
+    ) -> None:
         """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""
         before, now = self._optimizers.get(optimizer), self.step + self.skipped
         self._optimizers[optimizer] = now
@@ -325,8 +327,8 @@ class DDPHook:
             cause = "gradients that no exchange has averaged, as inside ddp_model.no_sync()"
             advice = f"end accumulation outside of it, or nothing travels by {self.method}"
             self._warned_local = warn_unexchanged(cause, advice)
-        for p in held if self._skips and not self.finite else ():
-            p.grad = None
+        if held and self._skips and not self.finite:
+            drop(held, zeros)
             self._warned = self._warned or warn_of_skip()
 
 
@@ -334,13 +336,20 @@ def _watch_steps(hook: DDPHook) -> Any:
     """Look at the steps of all optimizers, since DDP does not know which of them hold its parameters."""
     weak = weakref.ref(hook)
 
+    def act(optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False) -> None:
+        known = weak()
+        if known is not None:
+            known._check_step(optimizer, zeros=zeros, again=again)
+
+    def exchanges() -> int:
+        known = weak()
+        return 0 if known is None else known.step + known.skipped
+
+    watch = after_closure(act, exchanges)
+
     def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
         known = weak()
-        if known is None or not known._moves(optimizer):
-            return None
-        changed = evaluated(args, given)
-        known._check_step(optimizer)
-        return changed
+        return watch(optimizer, args, given) if known is not None and known._moves(optimizer) else None
 
     handle = register_optimizer_step_pre_hook(before)
     weakref.finalize(hook, handle.remove).atexit = False

@@ -112,10 +112,12 @@ class GossipSync(RoundSync):
         self.after_load()
         super()._hold_if_due()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
+    ) -> None:
         """Drop a bad gradient first, for a mixing may end with an error; then mix, if that is due now."""
-        super()._before_step(optimizer)
-        if self._before:
+        super()._before_step(optimizer, zeros=zeros)
+        if self._before and not again:  # else the step may have moved the parameters for a while, as SAM does
             self._hold_if_due()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

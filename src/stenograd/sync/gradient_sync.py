@@ -109,7 +109,7 @@ class GradientSync(Hooked, Attached):
         self._passes = Passes(local=local, skip_bad_steps=skip_bad_steps)
         self._leave_uncompiled()
         self._watch({id(model): model, id(self._model): self._model}.values())
-        check = torch.compiler.disable(after_closure(self._check_step))
+        check = torch.compiler.disable(after_closure(self._check_step, lambda: self.step + self.skipped))
         self._watches += [o.register_step_pre_hook(check) for o in self._optimizers]
 
     @property
@@ -216,9 +216,11 @@ class GradientSync(Hooked, Attached):
         for p in self._parameters.values():
             p.grad = None  # they may lie in the memory that was just used
 
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_step(
+        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
+    ) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
-        self._passes.check_step(optimizer, self._slots, self._pass_id != -1, self._finite)
+        self._passes.check_step(optimizer, self._slots, self._pass_id != -1, self._finite, zeros=zeros)
 
     @torch.no_grad()
     def _end_pass(self) -> None:

@@ -23,7 +23,7 @@ from stenograd.data.finite import is_finite
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached
-from stenograd.sync.backward_passes import at_end, next_order, refuse_nested
+from stenograd.sync.backward_passes import at_end, drop, next_order, refuse_nested
 from stenograd.sync.closures import after_closure
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.handshake import (
@@ -153,7 +153,7 @@ class RoundSync(Attached):
     def _attend(self, model: nn.Module) -> None:
         """Follow the optimizers' steps and the model's forward passes."""
         self._watch({id(model): model, id(self._model): self._model}.values())
-        before = torch.compiler.disable(after_closure(self._before_step))
+        before = torch.compiler.disable(after_closure(self._before_step, lambda: self._passes))
         after = torch.compiler.disable(self._after_step)
         self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
         self._watches += [o.register_step_post_hook(after) for o in self._optimizers]
@@ -347,16 +347,16 @@ class RoundSync(Attached):
         if t == 0 or (t > 0 and self._is_due(t)):
             self._due.append(t)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
+    ) -> None:
         """Let a step whose gradients are not finite change nothing; only this rank skips it."""
         if self._gradients is not None or not self._skips or self.finite:
             return  # where gradients are averaged, `_gradients` skips steps and counts them
         if not self._counted:  # several optimizers step after one pass
             self._counted = True
             self._skipped += 1
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
+        drop((p for group in optimizer.param_groups for p in group["params"]), zeros)
         if not self._warned:
             self._warned = True
             warnings.warn(

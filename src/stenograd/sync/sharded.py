@@ -205,9 +205,12 @@ class ShardedSync(GradientSync):
             if owner.grad is None and shard.grad is not None:
                 owner.grad = _like(owner, shard.grad)
 
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_step(
+        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
+    ) -> None:
         slots = {id(self._owners[at]): _Seen(slot, self._owners[at]) for at, slot in self._slots.items()}
-        self._passes.check_step(optimizer, slots, self._pass_id != -1, self._finite)  # type: ignore[arg-type]
+        under_way = self._pass_id != -1
+        self._passes.check_step(optimizer, slots, under_way, self._finite, zeros=zeros)  # type: ignore[arg-type]
 
 
 class _Seen:

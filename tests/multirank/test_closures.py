@@ -1,0 +1,87 @@
+"""Optimizers whose steps use gradients before they evaluate their closure, as sharpness-aware ones do."""
+
+import warnings
+
+import pytest
+import torch
+from models import flat, mlp, shards
+from torch.nn.parallel import DistributedDataParallel
+
+import stenograd
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Steps by the gradient at `w + rho g / |g|`, where g is the gradient that a backward pass left."""
+
+    def __init__(self, parameters, rho=0.05):
+        super().__init__(parameters, {"rho": rho})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def climb(self):
+        held = [p for g in self.param_groups for p in g["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm() + 1e-12
+        self.old = [p.clone() for p in held]
+        for p in held:
+            p.add_(p.grad, alpha=float(self.defaults["rho"] / norm))
+
+    @torch.no_grad()
+    def descend(self):
+        for p, old in zip((p for g in self.param_groups for p in g["params"]), self.old, strict=True):
+            p.copy_(old)
+        self.inner.step()
+
+    def step(self, closure):
+        self.climb()
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        self.descend()
+
+
+def _train(rank, face, how, bad):
+    """Five steps, in closures or one after the other; in `bad` of the two passes of step 2 comes a NaN."""
+    model = mlp(0)
+    optimizer = Sharpness(model.parameters())
+    if face == "ddp":
+        net = DistributedDataParallel(model)
+        sync = stenograd.ddp.register(net, "topk:ratio=0.1", timeout_s=30)
+    else:
+        net, sync = model, stenograd.distribute(model, optimizer, face, bucket_bytes=1200, timeout_s=30)
+    with sync, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a step is skipped
+        for s in range(5):
+            xs, ys = shards(s, 2)
+
+            def backward(number, s=s, xs=xs, ys=ys):
+                loss = (net(xs[rank]) - ys[rank]).square().mean()
+                (loss * (float("nan") if (s, number, rank) == (2, bad, 1) else 1.0)).backward()
+                return loss
+
+            optimizer.zero_grad()
+            backward(0)
+            if how == "closure":
+                optimizer.step(lambda: backward(1))
+            else:
+                optimizer.climb()
+                optimizer.zero_grad()
+                backward(1)
+                optimizer.descend()
+        return flat(model), sync.skipped
+
+
+@pytest.mark.parametrize("face", ["dense", "topk:ratio=0.1", "ddp", "local:every=4"])
+def test_a_closure_is_evaluated_where_the_optimizer_wants_it(pool, face):
+    by_closure, by_hand = (pool.run(2, _train, face, how, None) for how in ("closure", "by hand"))
+    for (mine, _), (theirs, _) in zip(by_closure, by_hand, strict=True):
+        assert torch.equal(mine, theirs)
+    if "local" not in face:
+        assert torch.equal(by_closure[0][0], by_closure[1][0])
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("face", ["topk:ratio=0.1", "ddp"])
+def test_a_bad_gradient_before_or_in_the_closure_leaves_weights_finite_and_equal(pool, face, bad):
+    (mine, skipped), (theirs, _) = pool.run(2, _train, face, "closure", bad)
+    assert torch.equal(mine, theirs)
+    assert (skipped, bool(mine.isfinite().all())) == (1, True)
