@@ -155,3 +155,29 @@ def test_more_ranks_in_a_node_than_tensors():
     found = ranks(4, rank_of)
     assert [rounds for rounds, _ in found] == [2] * 4
     assert all(torch.equal(found[0][1], weight) for _, weight in found)
+
+
+@pytest.mark.parametrize("text", SCHEDULES)
+def test_a_layer_that_was_unfrozen_without_a_refresh_is_refused(text):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, text) as sync:
+        step(model, optimizer)
+        model[0].requires_grad_(True)
+        with pytest.raises(stenograd.StenogradError, match=r"shape \(3, 3\) .* call sync\.refresh"):
+            step(model, optimizer)
+        sync.refresh()
+        step(model, optimizer)
+    stenograd.shutdown()
+
+
+@pytest.mark.parametrize("text", SCHEDULES)
+def test_a_step_inside_a_backward_pass_is_refused(text):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, text):
+        model.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+        with pytest.raises(stenograd.StenogradError, match="stepped during a backward pass"):
+            model(torch.ones(1, 3)).sum().backward()
+    stenograd.shutdown()

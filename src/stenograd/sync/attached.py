@@ -37,6 +37,7 @@ class Attached:
     _driver: AnyDriver
     _model: nn.Module
     _optimizers: Sequence[torch.optim.Optimizer]
+    _parameters: dict[str, nn.Parameter]
     _watches: list[Any]
     _wrapping: Wrapping
     _enabled: bool = True
@@ -135,6 +136,10 @@ class Attached:
         """Check that all ranks have the same model, method and settings."""
         own = {"method": self.method.text, **settings}
         compare(self._driver, own, parameters, buffers=dict(self._model.named_buffers()))
+
+    def _averaged(self) -> set[int]:
+        """Return the ids of the parameters that are averaged."""
+        return {id(p) for p in self._parameters.values()}
 
     def _watch(self, modules: Iterable[nn.Module]) -> None:
         """Follow added parameter groups, and forward passes of the model and of what it came wrapped in."""

@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "forget_end",
     "next_order",
     "refuse_nested",
+    "refuse_step",
     "warn_of_skip",
     "warn_unexchanged",
 ]
@@ -101,6 +102,37 @@ def refuse_nested() -> None:
                 "some of the gradients, so they cannot be averaged yet: use checkpoint(use_reentrant=False)"
             )
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def refuse_step(
+    optimizer: torch.optim.Optimizer, averaged: Container[int], under_way: bool = False
+) -> list[Tensor]:
+    """Refuse to step within a backward pass, or by a gradient that nobody averages.
+
+    Args:
+        optimizer: about to step.
+        averaged: the ids of the parameters that are averaged.
+        under_way: whether a backward pass broke off.
+
+    Returns:
+        The optimizer's parameters that have a gradient.
+
+    Raises:
+        StenogradError: it is so.
+    """
+    if under_way or torch._C._current_graph_task_id() != -1:
+        raise StenogradError(
+            "an optimizer stepped during a backward pass, before gradients were averaged (or the last "
+            "pass failed): step after backward() returns"
+        )
+    held = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    for p in held:
+        if p.requires_grad and id(p) not in averaged:
+            raise StenogradError(
+                f"a parameter of shape {tuple(p.shape)} has a gradient that was not averaged: after "
+                "unfreezing parameters call sync.refresh() on every rank"
+            )
+    return held
 
 
 def drop(held: Iterable[Tensor], zeros: bool) -> None:
@@ -220,23 +252,19 @@ class Passes:
         Raises:
             StenogradError: a pass is under way or failed, or a gradient was not averaged.
         """
-        if under_way or torch._C._current_graph_task_id() != -1:
-            raise StenogradError(
-                "an optimizer stepped during a backward pass, before gradients were averaged (or the last "
-                "pass failed): step after backward() returns"
-            )
-        held = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        for p in held:
-            if p.requires_grad and id(p) not in slots:
-                raise StenogradError(
-                    f"a parameter of shape {tuple(p.shape)} has a gradient that was not averaged: after "
-                    "unfreezing parameters call sync.refresh() on every rank"
-                )
-        if not finite and self._skips:
-            drop((p for p in held if id(p) in slots), zeros)
-            self._warned_of_bad = self._warned_of_bad or warn_of_skip()
-        elif held:
+        held = refuse_step(optimizer, slots, under_way)
+        if not self.skip_bad(optimizer, slots, finite, zeros) and held:
             self._warn_of_local(optimizer, held, slots)
+
+    def skip_bad(
+        self, optimizer: torch.optim.Optimizer, slots: Mapping[int, Any], finite: bool, zeros: bool
+    ) -> bool:
+        """Let a step change nothing if it may not apply what the last exchange left, and tell whether."""
+        bad = self._skips and not finite
+        if bad:
+            drop((p for g in optimizer.param_groups for p in g["params"] if id(p) in slots), zeros)
+            self._warned_of_bad = self._warned_of_bad or warn_of_skip()
+        return bad
 
     def _warn_of_local(
         self, optimizer: torch.optim.Optimizer, held: Sequence[Tensor], slots: Mapping[int, Slot]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
@@ -20,6 +19,7 @@ from stenograd.data.buckets import Bucket
 from stenograd.errors import StenogradError
 from stenograd.sync.backward_passes import at_end, drop, next_order, warn_of_skip, warn_unexchanged
 from stenograd.sync.closures import Changed, after_closure
+from stenograd.sync.every_step import watch_every_step
 from stenograd.sync.handshake import compare, named
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
@@ -351,6 +351,6 @@ def _watch_steps(hook: DDPHook) -> Any:
         known = weak()
         return watch(optimizer, args, given) if known is not None and known._moves(optimizer) else None
 
-    handle = register_optimizer_step_pre_hook(before)
+    handle = watch_every_step(before)
     weakref.finalize(hook, handle.remove).atexit = False
     return handle

@@ -33,6 +33,7 @@ from stenograd.sync.handshake import (
     unwrapped,
 )
 from stenograd.sync.hooks import Hooked
+from stenograd.sync.other_optimizers import watch_others
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
@@ -110,7 +111,7 @@ class GradientSync(Hooked, Attached):
         self._leave_uncompiled()
         self._watch({id(model): model, id(self._model): self._model}.values())
         check = torch.compiler.disable(after_closure(self._check_step, lambda: self.step + self.skipped))
-        self._watches += [o.register_step_pre_hook(check) for o in self._optimizers]
+        self._watches += [*(o.register_step_pre_hook(check) for o in self._optimizers), watch_others(self)]
 
     @property
     def step(self) -> int:
@@ -221,6 +222,9 @@ class GradientSync(Hooked, Attached):
     ) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
         self._passes.check_step(optimizer, self._slots, self._pass_id != -1, self._finite, zeros=zeros)
+
+    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
+        self._passes.skip_bad(optimizer, self._slots, self._finite, zeros)
 
     @torch.no_grad()
     def _end_pass(self) -> None:

@@ -23,7 +23,7 @@ from stenograd.data.finite import is_finite
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached
-from stenograd.sync.backward_passes import at_end, drop, next_order, refuse_nested
+from stenograd.sync.backward_passes import at_end, drop, next_order, refuse_nested, refuse_step
 from stenograd.sync.closures import after_closure
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.handshake import (
@@ -34,6 +34,7 @@ from stenograd.sync.handshake import (
     synced_parameters,
     unwrapped,
 )
+from stenograd.sync.other_optimizers import watch_others
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.two_levels import Nodes
 
@@ -156,7 +157,7 @@ class RoundSync(Attached):
         before = torch.compiler.disable(after_closure(self._before_step, lambda: self._passes))
         after = torch.compiler.disable(self._after_step)
         self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
-        self._watches += [o.register_step_post_hook(after) for o in self._optimizers]
+        self._watches += [*(o.register_step_post_hook(after) for o in self._optimizers), watch_others(self)]
         forward = _BeforeForward(self)
         self._watches += [module.register_forward_pre_hook(forward) for module in _entries(self._model)]
 
@@ -350,6 +351,10 @@ class RoundSync(Attached):
     def _before_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
+        refuse_step(optimizer, self._averaged())
+        self._skip_bad(optimizer, zeros)
+
+    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         """Let a step whose gradients are not finite change nothing; only this rank skips it."""
         if self._gradients is not None or not self._skips or self.finite:
             return  # where gradients are averaged, `_gradients` skips steps and counts them

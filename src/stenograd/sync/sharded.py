@@ -205,6 +205,12 @@ class ShardedSync(GradientSync):
             if owner.grad is None and shard.grad is not None:
                 owner.grad = _like(owner, shard.grad)
 
+    def _averaged(self) -> set[int]:
+        return {id(owner) for owner in self._owners.values()}
+
+    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
+        self._passes.skip_bad(optimizer, dict.fromkeys(self._averaged()), self._finite, zeros)
+
     def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
