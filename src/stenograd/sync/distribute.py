@@ -51,7 +51,7 @@ def distribute(
     Args:
         model: the same on every rank; frozen, tied and unused parameters are fine, and so are the sparse
             gradients of `nn.Embedding(sparse=True)`, which are averaged exactly whatever the method.
-        optimizer: one or several, holding the model's parameters.
+        optimizer: one or several, holding the model's parameters. What none of them holds is not averaged.
         method: how gradients travel, as text such as "topk:ratio=0.01" (see `stenograd methods`).
         group: process group, or a `DeviceMesh` of one dimension; None for all ranks. For a model that
             `fully_shard` (FSDP2) has sharded, the ranks that hold the same shards. Without an initialised
