@@ -233,7 +233,7 @@ class RoundSync(Attached):
         self._wrapping.watch(parameters.values())
 
     def flush(self) -> None:
-        """Finish what is under way or due; needed once, before the last export."""
+        """Finish what is under way or due; ranks differ all the same: export inside `consensus()`."""
         self._hold_if_due()
 
     def join(self, **_: Any) -> Any:
