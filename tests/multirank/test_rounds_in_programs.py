@@ -181,3 +181,18 @@ def test_a_step_inside_a_backward_pass_is_refused(text):
         with pytest.raises(stenograd.StenogradError, match="stepped during a backward pass"):
             model(torch.ones(1, 3)).sum().backward()
     stenograd.shutdown()
+
+
+@pytest.mark.parametrize("text", ["topk", *SCHEDULES])
+def test_a_model_that_holds_its_own_sync_is_averaged_over_time(text):
+    """torch's AveragedModel copies the model deeply, whatever is among its attributes."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, text) as sync:
+        model.sync = sync
+        smooth = torch.optim.swa_utils.AveragedModel(model)
+        step(model, optimizer)
+        smooth.update_parameters(model)
+        assert torch.equal(smooth.module.weight, model.weight)
+        assert smooth.module.sync is sync
+    stenograd.shutdown()

@@ -106,6 +106,10 @@ class Attached:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
         return Tracing(path, self._drivers(), self._model, self._optimizers, max_events=max_events)
 
+    def __deepcopy__(self: T, memo: dict[int, Any]) -> T:
+        """Return this object itself: a copy of a model that holds its `sync` is attached to nothing."""
+        return self
+
     def flush(self) -> None:
         """Finish what is under way or due. Gradient methods leave nothing under way between steps."""
 
