@@ -153,6 +153,60 @@ def test_names_can_be_given():
         DistOpt(torch.optim.SGD(model.parameters(), lr=1.0)).register(model.parameters(), {"lr": 0.1})
 
 
+def _named_anew(rank, saved, loaded):
+    """Six steps, whole and resumed after three; names come before the first step, later or never."""
+    whole, resumed = mlp(0), mlp(0)
+    opt, other = _optimizer("sgd", whole), _optimizer("sgd", resumed)
+    if saved == "first":
+        opt.register(whole.named_parameters(), {})
+    if loaded == "first":
+        other.register(resumed.named_parameters(), {})
+    _run(opt, whole, "top-k", rank, 0, 1)
+    if saved == "later":
+        opt.register(whole.named_parameters(), {})
+    _run(opt, whole, "top-k", rank, 1, 3)
+    resumed.load_state_dict(whole.state_dict())
+    other.set_states(opt.get_states())
+    if loaded == "after":
+        other.register(resumed.named_parameters(), {})
+    _run(opt, whole, "top-k", rank, 3, 6)
+    try:
+        _run(other, resumed, "top-k", rank, 3, 6)
+    except CheckpointError as error:
+        return str(error)
+    return torch.equal(flat(whole), flat(resumed))
+
+
+def test_names_must_be_those_that_were_saved(pool):
+    for saved, loaded in (("first", "first"), ("later", "first"), ("first", "after"), ("never", "never")):
+        assert pool.run(2, _named_anew, saved, loaded) == [True, True], (saved, loaded)
+    for saved, loaded in (("first", "never"), ("never", "first"), ("never", "after")):
+        for error in pool.run(2, _named_anew, saved, loaded):
+            assert "state was saved for parameters" in error, (saved, loaded)
+
+
+def test_two_parameters_cannot_have_one_name():
+    a, b = leaf(1.0), leaf(1.0)
+    opt = DistOpt(torch.optim.SGD([a, b], lr=0.1))
+    opt.register([("w", a)], {})
+    for known in (False, True):
+        if known:
+            opt.register([("v", b)], {})
+        with pytest.raises(ConfigError, match="name must be of one parameter, got 'w'"):
+            opt.register([("w", b)], {})
+
+
+def test_a_closed_optimizer_keeps_its_residuals():
+    """Of four ones a quarter is sent; the rest waits, is saved, and is sent by later steps."""
+    w, opt = leaf(0.0, 0.0, 0.0, 0.0), unit_sgd()
+    opt.backward_and_sparse_update(w.sum(), spars=0.25, topK=True)
+    opt.close()
+    assert sum(float(t.sum()) for t in opt.gradAccumulation) == 3
+    assert float(opt.get_states()["residuals"]["0"]["residual"].sum()) == 3
+    opt.backward_and_sparse_update((w * 0).sum(), spars=1.0, topK=True)
+    assert sum(moved(w)) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

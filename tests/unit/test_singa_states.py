@@ -104,6 +104,39 @@ def test_states_of_another_shape_are_refused():
         optimizer.update(torch.zeros(2), torch.zeros(2))
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True), (True, "other")])
+def test_states_of_other_names_are_refused(saved, loaded):
+    """Momentum would restart from zeros silently."""
+
+    def momentum(net, names):
+        optimizer = SGD(lr=0.1, momentum=0.9)
+        if names:
+            prefix = "module." if names == "other" else ""
+            optimizer.register([(prefix + n, p) for n, p in net.named_parameters()], {})
+        return optimizer
+
+    net = model()
+    optimizer = momentum(net, saved)
+    train(net, optimizer, range(1))
+    other = momentum(net, loaded)
+    other.set_states(optimizer.get_states())
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(CheckpointError, match="state was saved for parameters"):
+        train(net, other, range(1, 2))
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+def test_a_parameter_unfrozen_after_loading_starts_anew():
+    net, optimizer = model(), SGD(lr=0.1, momentum=0.9)
+    net[0].requires_grad_(False)
+    train(net, optimizer, range(1))
+    other = SGD(lr=0.1, momentum=0.9)
+    other.set_states(optimizer.get_states())
+    net[0].requires_grad_(True)
+    train(net, other, range(1, 3))
+    assert len(other.get_states()["moments"]) == 4
+
+
 def test_damaged_files_are_refused(tmp_path):
     path = tmp_path / "state"
     with pytest.raises(CheckpointError, match="state"):

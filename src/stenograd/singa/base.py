@@ -109,10 +109,11 @@ class Optimizer:
 
         Raises:
             TensorTypeError, ConfigError: the gradient is sparse or not real, or does not fit.
+            CheckpointError: state was loaded for parameters of other names.
         """
         self.device_check(param_value, param_grad)
         check_gradient(param_value, param_grad)
-        slot = self._slots.find(param_value, param_name if isinstance(param_name, str) else None)
+        slot = self._slots.to_update(param_value, param_name if isinstance(param_name, str) else None)
         values = {**self._values, **slot.values}
         grad = param_grad.to(torch.promote_types(param_value.dtype, self.dtype))
         if decay := values.get("weight_decay"):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, ConfigError, bad_value
+from stenograd.singa.arguments import named_members
 from stenograd.singa.base import File, Optimizer, Setting
 from stenograd.singa.inner import inner
 from stenograd.singa.launch import join
@@ -114,9 +115,7 @@ class DistOpt(Training):
             raise bad_value(
                 "config", "must be empty with a PyTorch optimizer", dict(config), "use its groups"
             )
-        for member in members:
-            name, parameter = (None, member) if isinstance(member, Tensor) else member
-            self._gradients.name(parameter, name)
+        self._gradients.register(named_members(members))
 
     def get_states(self) -> dict[str, Any]:
         """Return copies of all that decides this rank's next steps; save them on every rank."""

@@ -111,18 +111,22 @@ class Exchanges:
 
     def load(self, residuals: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace all residuals by these."""
-        self.close()
+        self._stop()
         self._resting = {name: {k: t.clone() for k, t in s.items()} for name, s in residuals.items()}
 
     def close(self) -> None:
-        """Stop the running exchange."""
+        """Stop the running exchange; its residuals are kept."""
+        self._resting = self.residuals()
+        self._stop()
+
+    def _stop(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
         self._exchange = None
         self._under_way = False
 
     def _replace(self, how: Method, residuals: _States) -> None:
-        self.close()
+        self._stop()
         fresh = TensorExchange(how, self._driver)
         self._resting = residuals
         if isinstance(how.compressor, ErrorFeedback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
 from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.errors import CheckpointError, TensorTypeError
+from stenograd.errors import CheckpointError, ConfigError, TensorTypeError, bad_value
 from stenograd.singa.exchanges import Exchanges
 from stenograd.singa.fusion import Fusion, Group
 from stenograd.singa.graph import Walker, backward, parameters_of
+from stenograd.singa.slots import AS_SAVED, some
 from stenograd.sync.handshake import compare
 
 __all__ = ["Gradients"]
@@ -39,6 +41,7 @@ class Gradients:
         self._expected: dict[str, tuple[int, ...]] = {}
         self._walker = Walker()
         self._compared = False
+        self._loaded = False  # and no step since
 
     def name(self, parameter: Tensor, name: str | None = None) -> str:
         """Return a parameter's name; a new parameter gets the given name, or its number.
@@ -49,16 +52,30 @@ class Gradients:
         known = self._names.get(id(parameter))
         if known is not None:
             return known
-        name = name or str(len(self.parameters))
-        shape = tuple(parameter.shape)
-        if self._expected.get(name, shape) != shape:
-            raise CheckpointError(
-                f"parameter {name} was saved with shape {self._expected[name]}, got {shape}: load the state "
-                "into the same model, and name parameters with register(model.named_parameters(), {})"
-            )
+        number = len(self.parameters)
+        while str(number) in self.parameters:  # a given name may be a number
+            number += 1
+        name = name or str(number)
+        if name in self.parameters:
+            raise _taken(name)
+        self._check_shape(name, parameter)
         self._names[id(parameter)] = name
         self.parameters[name] = parameter
         return name
+
+    def register(self, members: Sequence[tuple[str | None, Tensor]]) -> None:
+        """Name parameters; one known by another name or its number is renamed, and its residual with it.
+
+        Raises:
+            ConfigError: two parameters would have one name.
+            CheckpointError: state was loaded for a parameter of such a name and another shape.
+        """
+        known = [(self._names.get(id(parameter)), name) for name, parameter in members]
+        renamed = {old: new for old, new in known if old is not None and new is not None and old != new}
+        if renamed:
+            self._rename(renamed)
+        for name, parameter in members:
+            self.name(parameter, name)
 
     def averaged(self, loss: Tensor, threshold: int, how: Method) -> tuple[list[Tensor], bool]:
         """Run backward and average all gradients; groups travel while backward goes on.
@@ -136,6 +153,7 @@ class Gradients:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a saved `state()`, also before any parameter was seen."""
         self._expected = {name: tuple(shape) for name, shape in state["parameters"].items()}
+        self._loaded = True
         self._exchanges.load(state["residuals"])
         self.units = [list(unit) for unit in state["units"]]
         self.corrected = bool(state["corrected"])
@@ -144,17 +162,58 @@ class Gradients:
         """Stop the thread of the exchanges."""
         self._exchanges.close()
 
+    def _rename(self, new: Mapping[str, str]) -> None:
+        parameters: dict[str, Tensor] = {}
+        for old, parameter in self.parameters.items():
+            name = new.get(old, old)
+            if name in parameters:
+                raise _taken(name)
+            if old in new and name not in new:  # else the expected shape is of another, renamed one
+                self._check_shape(name, parameter)
+            parameters[name] = parameter
+        residuals = {new.get(old, old): state for old, state in self._exchanges.residuals().items()}
+        self._exchanges.load(residuals)
+        self.parameters = parameters
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._expected = {name: shape for name, shape in self._expected.items() if name not in new}
+        self.units = [[new.get(old, old) for old in unit] for unit in self.units]
+
+    def _check_shape(self, name: str, parameter: Tensor) -> None:
+        shape = tuple(parameter.shape)
+        if self._expected.get(name, shape) != shape:
+            raise CheckpointError(
+                f"parameter {name} was saved with shape {self._expected[name]}, got {shape}: load the state "
+                "into the same model, and name parameters with register(model.named_parameters(), {})"
+            )
+
+    def _check_names(self, names: AbstractSet[str]) -> None:
+        """Check, in the first step after loading, that no new name is used while a saved one waits."""
+        strange, waiting = names - self._expected.keys(), self._expected.keys() - self.parameters.keys()
+        if strange and waiting:
+            raise CheckpointError(
+                f"state was saved for parameters {some(self._expected)}, got {some(strange)}: {AS_SAVED}"
+            )
+        self._loaded = False
+
     def _known(self, loss: Tensor) -> Sequence[str]:
         """Return the names of the loss's parameters, or none while no residuals are kept for later."""
         return [self.name(p) for p in parameters_of(loss)] if self._exchanges.resting else []
 
     def _compare_ranks(self, loss: Tensor, threshold: int, how: Method | None) -> None:
         """Check, before the first step, that all ranks have the same parameters, mode and threshold."""
-        if self._compared:
+        if self._compared and not self._loaded:
             return
         parameters = {self.name(p): p for p in parameters_of(loss)}
-        compare(self._driver, {"threshold": threshold, "mode": str(how)}, parameters)
-        self._compared = True
+        if self._loaded:
+            self._check_names(parameters.keys())
+        if not self._compared:
+            compare(self._driver, {"threshold": threshold, "mode": str(how)}, parameters)
+            self._compared = True
+
+
+def _taken(name: str) -> ConfigError:
+    advice = "register each parameter once, under a name of its own"
+    return bad_value("name", "must be of one parameter", name, advice)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

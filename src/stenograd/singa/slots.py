@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from stenograd.errors import ConfigError
+from stenograd.errors import CheckpointError, ConfigError
 from stenograd.singa.schedules import DecayScheduler
 
-__all__ = ["Key", "Slot", "Slots"]
+__all__ = ["AS_SAVED", "Key", "Slot", "Slots", "some"]
 
 Key = str | int  # a parameter's name, or its number among the nameless ones in the order first seen
+AS_SAVED = "give parameters the names that they had when it was saved (register), or none if they had none"
 
 
 @dataclass
@@ -67,6 +68,7 @@ class Slots:
         self._by_tensor: MutableMapping[Tensor, Slot] = WeakTensorKeyDictionary()
         self._by_name: dict[str, Slot] = {}
         self._waiting: dict[Key, dict[str, Tensor]] = {}
+        self._saved: set[Key] = set()
         self._seen = 0
 
     def __iter__(self) -> Iterator[Slot]:
@@ -98,6 +100,19 @@ class Slots:
             self._by_name[name] = slot
         return slot
 
+    def to_update(self, parameter: Tensor, name: str | None = None) -> Slot:
+        """Return the slot of a parameter that is now updated; see `find`.
+
+        Raises:
+            CheckpointError: loaded state waits under other keys, so this parameter would start from zeros.
+        """
+        slot = self.find(parameter, name)
+        if self._waiting and slot.key not in self._saved:
+            raise CheckpointError(
+                f"state was saved for parameters {some(self._saved)}, got {slot.key!r}: {AS_SAVED}"
+            )
+        return slot
+
     def register(self, parameter: Tensor, name: str | None, overrides: Mapping[str, DecayScheduler]) -> None:
         """Give a parameter hyper-parameters of its own, and a name unless that is None.
 
@@ -126,6 +141,18 @@ class Slots:
         for name, tensors in states.items():
             for key, tensor in tensors.items():
                 by_key.setdefault(key, {})[name] = tensor.detach().clone()
+        self._saved = set(by_key)
         for slot in self:
             slot.state = by_key.pop(slot.key, {})
         self._waiting = by_key
+
+
+def some(keys: Iterable[Key]) -> str:
+    """Return the first few of the keys as text.
+
+    Example:
+        >>> some(["b", 0, "a", "c", "d"])
+        "'a', 'b', 'c', ... (5)"
+    """
+    texts = sorted(map(repr, keys))
+    return ", ".join(texts) if len(texts) < 5 else ", ".join([*texts[:3], f"... ({len(texts)})"])
