@@ -7,7 +7,7 @@ from singa_helpers import leaf, moved, push, spied, unit_sgd
 from torch import nn
 
 from stenograd.errors import ConfigError, MismatchError, StenogradError
-from stenograd.singa import SGD, DistOpt
+from stenograd.singa import SGD, DistOpt, Optimizer
 from stenograd.tasks.models import mnist_cnn
 
 HARD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
@@ -354,3 +354,31 @@ def test_bad_clip_values_and_shares_are_refused():
     for spars, top in ((0, True), (1.1, True), (0, False), (-1, False)):
         with pytest.raises(ConfigError, match="spars must be"):
             opt.backward_and_sparse_update(w.sum(), spars=spars, topK=top)
+
+
+class _Apply(Optimizer):
+    """As users of SINGA's latest version write one."""
+
+    def apply(self, param_name, param_value, param_grad):
+        param_value.sub_(param_grad, alpha=self.lr_value)
+
+
+class _Update(Optimizer):
+    """As in SINGA's documents."""
+
+    def update(self, param, grad):
+        param -= self.lr_value * grad
+
+
+@pytest.mark.parametrize("own", [_Apply, _Update])
+def test_a_users_own_optimizer_changes_parameters_in_place(own):
+    for train in (
+        lambda o, w: o((w * w).sum()),
+        lambda o, w: o.backward_and_update_half((w * w).sum()),
+        lambda o, w: o.backward_and_partial_update((w * w).sum()),
+        lambda o, w: o.backward_and_sparse_update((w * w).sum()),
+        lambda o, w: o.update(w, 2 * w.detach()),
+    ):
+        w = leaf(1.0)
+        train(DistOpt(own(lr=0.25)), w)
+        assert w.item() == 0.5

@@ -143,8 +143,8 @@ class Training(Primitives):
 
     def update(self, param: Tensor, grad: Tensor) -> None:
         """Divide a gradient, a sum over the ranks, by the world size in place, and update with it."""
-        grad.div_(self.world_size)
-        self._inner.update(param, grad)
+        with torch.no_grad():  # a user's own optimizer may change parameters in place without saying so
+            self._inner.update(param, grad.div_(self.world_size))
 
     def step(self) -> None:
         """Count a step, as `opt.step()` does; the `backward_and_...` methods count themselves."""
@@ -157,11 +157,12 @@ class Training(Primitives):
     def _update_all(self, parameters: Iterable[Tensor], finite: bool) -> None:
         """Update parameters with their gradients if these are finite, and count the step either way."""
         self.skipped += not finite
-        for parameter in parameters:
-            if not finite:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                self._inner.update(parameter, parameter.grad)
+        with torch.no_grad():
+            for parameter in parameters:
+                if not finite:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    self._inner.update(parameter, parameter.grad)
         self._inner.step()
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
