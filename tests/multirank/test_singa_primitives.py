@@ -40,6 +40,22 @@ def test_every_collective_sums_and_update_averages(pool, world_size):
         assert sums == dict.fromkeys(CALLS, pytest.approx(world_size, rel=1e-6))
 
 
+def _whole_numbers(rank):
+    opt = unit_sgd()
+    one, several = torch.arange(5000.0) + rank, [torch.arange(70.0) - rank, torch.full((2,), 5.0)]
+    opt.all_reduce(one)
+    opt.fused_all_reduce(several)
+    return one, *several
+
+
+def test_sums_of_whole_numbers_are_whole(pool):
+    """Thirds of 5, 10 and 20 are rounded, so that three times their sum is not."""
+    for one, several, fives in pool.run(3, _whole_numbers):
+        assert torch.equal(one, 3 * torch.arange(5000.0) + 3)
+        assert torch.equal(several, 3 * torch.arange(70.0) - 3)
+        assert fives.tolist() == [15.0] * 2
+
+
 def _send_flag(rank):
     """Rank r holds r+1 and 10(r+1): on two ranks the sums are 3 and 30."""
     opt = unit_sgd()

@@ -29,8 +29,8 @@ class Primitives:
     """Sums tensors over the ranks; each sum is complete when the call returns.
 
     Tensors must be contiguous, real, on the CPU or on this rank's CUDA device, and equally large on all
-    ranks. A sum is the world size times Stenograd's average, which divides first and so cannot overflow on
-    the way.
+    ranks. In full precision they are added up as they are, so sums of whole numbers are whole. Other sums
+    are the world size times Stenograd's average, which divides first and so cannot overflow on the way.
 
     Args:
         driver: the way to the other ranks.
@@ -173,10 +173,12 @@ class Primitives:
         exchange = self._exchange(how, bucket)
         if accumulation is not None:
             exchange.set_state(0, {"residual": accumulation.reshape(-1)})
-        exchange.lend(0, flat.mul_(exchange.scale(0)))
+        adds = how == plain() and not mean  # unless divided first, the average is the sum
+        exchange.lend(0, flat if adds else flat.mul_(exchange.scale(0)))
         exchange.submit(0)
-        (average,) = exchange.finish().result().averages
-        total = average if mean else average.mul_(self.world_size)
+        (total,) = exchange.finish().result().averages
+        if not (adds or mean):
+            total.mul_(self.world_size)
         for target, piece in zip(targets, total.split(bucket.numels), strict=True):
             target.copy_(piece.view(target.shape))
         if accumulation is not None:
