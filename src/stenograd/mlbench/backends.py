@@ -20,7 +20,7 @@ from stenograd.comm.driver import Driver
 from stenograd.comm.groups import joined
 from stenograd.errors import bad_value
 from stenograd.launch.local_workers import environment
-from stenograd.launch.process_group import World, init, shutdown
+from stenograd.launch.process_group import World, init, join, shutdown
 
 __all__ = ["FCGraph", "global_average", "initialize_backends"]
 
@@ -131,13 +131,14 @@ def initialize_backends(
 def global_average(sum: float | Tensor, count: float | Tensor) -> Tensor:
     """Return `sum over ranks of sum / sum over ranks of count`, equal on all ranks, a float64 tensor.
 
-    sum and count are those of this rank's values. On all ranks a ConfigError, where no rank has values.
+    sum and count are those of this rank's values. On all ranks a ConfigError, where no rank has values. It
+    joins the ranks of the launch, if nothing did before.
 
     Example:
-        >>> with initialize_backends("gloo"):
-        ...     global_average(3.0, 4).item()
+        >>> global_average(3.0, 4).item()
         0.75
     """
+    join()
     total, number = sum_over_ranks(Driver(), [float(sum), float(count)])
     if number == 0:
         raise bad_value("count", "must be above 0 on some rank", number, "average after the first value")
@@ -165,14 +166,14 @@ def _place(hosts: Sequence[str] | str | None, rank: int) -> dict[str, str]:
     """Return the variables that a launcher would set for these hosts."""
     if hosts is None:
         return {}
-    names = hosts.split(",") if isinstance(hosts, str) else list(hosts)
+    names = [name.strip() for name in (hosts.split(",") if isinstance(hosts, str) else hosts)]
     if not 0 <= rank < len(names):
         raise bad_value(
             "rank", f"must be in 0..{len(names) - 1} for {len(names)} hosts", rank, "give each its own"
         )
     on_host = [r for r, name in enumerate(names) if name == names[rank]]
     return {
-        "MASTER_ADDR": names[0].strip(),
+        "MASTER_ADDR": names[0],
         "MASTER_PORT": os.environ.get("MASTER_PORT", _PORT),
         "RANK": str(rank),
         "WORLD_SIZE": str(len(names)),

@@ -13,6 +13,7 @@ from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import Traffic
 from stenograd.data.finite import is_finite
 from stenograd.errors import bad_value
+from stenograd.launch import process_group
 from stenograd.mlbench.wrapper import Closure, Marks, evaluate, kept_attributes
 from stenograd.sync.gossip import Gossip
 from stenograd.sync.handshake import compare
@@ -33,16 +34,15 @@ class DecentralizedAggregation:
             over the ranks on every graph.
         timeout_s: seconds to wait for a neighbour, above 0.
 
+    It joins the ranks of the launch, if nothing did before.
+
     Raises:
         ConfigError: on all ranks: a rank's number or neighbours are not what they should be, or the relation
             is not symmetric.
 
     Example:
-        >>> from stenograd.launch.process_group import init, shutdown
-        >>> _ = init()
         >>> average = DecentralizedAggregation(rank=0, neighbors=[]).agg_model(by_layer=False)
         >>> average(nn.Linear(2, 1), "avg_world")  # alone, so nothing changes
-        >>> shutdown()
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class DecentralizedAggregation:
         weights: str = "uniform",
         timeout_s: float = 300.0,
     ) -> None:
+        process_group.join(timeout_s=timeout_s)
         driver = Driver.own(timeout_s=timeout_s)
         self.gossip = Gossip(driver, _agree_on_graph(driver, rank, neighbors, weights, _device(use_cuda)))
 
@@ -111,13 +112,10 @@ class DecentralizedSGD(torch.optim.Optimizer):
     and a gradient that is not finite costs this rank's own step and nothing else.
 
     Example:
-        >>> from stenograd.launch.process_group import init, shutdown
-        >>> world = init()
         >>> model = nn.Linear(2, 1)
-        >>> optimizer = DecentralizedSGD(world.rank, [], model, lr=0.1)  # alone: plain SGD
+        >>> optimizer = DecentralizedSGD(0, [], model, lr=0.1)  # alone: plain SGD
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
-        >>> shutdown()
 
     Reference: Lian et al., "Can decentralized algorithms outperform centralized algorithms?", NeurIPS 2017.
     """

@@ -1,0 +1,79 @@
+"""MLBench's classes and functions join the ranks of a launch by themselves."""
+
+import multiprocessing
+import socket
+
+import pytest
+import torch
+from torch import nn
+
+from stenograd import shutdown
+from stenograd.launch.detect import STORE_VARIABLE
+from stenograd.launch.local_workers import environment
+from stenograd.mlbench import DecentralizedAggregation, DecentralizedSGD, global_average, initialize_backends
+
+
+def _weights(rank, by_class):
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, rank)
+    if by_class:
+        optimizer = DecentralizedSGD(rank, [1 - rank], model, lr=0.1, timeout_s=60)
+        optimizer.step()
+    else:
+        DecentralizedAggregation(rank, [1 - rank], timeout_s=60).agg_model()(model)
+    return model.weight.item()
+
+
+CALLS = {
+    "global_average": lambda rank: global_average(float(rank), 1).item(),
+    "DecentralizedSGD": lambda rank: _weights(rank, True),
+    "DecentralizedAggregation": lambda rank: _weights(rank, False),
+}
+
+
+def _joined(rank, call, store):
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    with environment({STORE_VARIABLE: store} | {key: str(value) for key, value in place.items()}):
+        return CALLS[call](rank)
+
+
+def _hosts(rank, port):
+    with (
+        environment({"MASTER_PORT": str(port)}),
+        initialize_backends("gloo", hosts="localhost, localhost", rank=rank) as (_, world_size, graph),
+    ):
+        return world_size, graph.local_rank
+
+
+def _answer(answers, function, rank, *arguments):
+    torch.set_num_threads(1)
+    answers.put(function(rank, *arguments))
+    shutdown()
+
+
+def _on_two(function, *arguments):
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    children = [
+        context.Process(target=_answer, args=(answers, function, rank, *arguments)) for rank in range(2)
+    ]
+    for child in children:
+        child.start()
+    found = [answers.get(timeout=100) for _ in children]
+    for child in children:
+        child.join()
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_ranks_are_joined_by_whoever_is_first(call, tmp_path):
+    """Ranks hold 0 and 1."""
+    assert _on_two(_joined, call, str(tmp_path / "store")) == [0.5, 0.5]
+
+
+def test_blanks_between_hosts_do_not_count():
+    """Two ranks of one host."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    assert sorted(_on_two(_hosts, port)) == [(2, 0), (2, 1)]
