@@ -290,8 +290,10 @@ def _foreign_comm(rank):
         DataParallelMultiGPU(model, inner)
     with pytest.raises(TypeError, match="use DataParallelMultiGPU"):
         DataParallel(model, None, daso)
-    assert DataParallelMultiGPU(model, daso, dist.group.WORLD).comm is dist.group.WORLD
-    daso.close()
+    for comm in (dist.group.WORLD, None):
+        daso = DASO(inner, 10, node_size=1, comm=comm, timeout_s=30)
+        assert DataParallelMultiGPU(model, daso, dist.group.WORLD).comm is comm
+        daso.close()
 
 
 def test_the_module_of_daso_refuses_other_groups_and_optimizers(pool):
@@ -299,6 +301,9 @@ def test_the_module_of_daso_refuses_other_groups_and_optimizers(pool):
 
 
 def test_namespaces_know_torchs_names_too():
+    from stenograd.heat.optim.dp_optimizer import DASO as by_its_documents
+
+    assert by_its_documents is DASO
     from stenograd.heat import nn as heat_nn
     from stenograd.heat import optim
 

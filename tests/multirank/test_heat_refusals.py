@@ -57,6 +57,51 @@ def test_a_dead_rank_is_named_within_the_timeout(pool):
     assert "rank(s) 3 did not answer" in failed.value.errors[2]
 
 
+def _chosen_later(rank):
+    model = mlp(0)
+    daso = DASO(torch.optim.SGD(model.parameters(), lr=0.1), 10, node_size=1, timeout_s=30)
+    daso.warmup_epochs, daso.total_epochs, daso.cooldown_epochs = 0, 5, 1
+    daso.max_gs, daso.skip_reduction_factor, daso.local_skip_factor = 6, 3, 2
+    daso.split_val, daso.cast_dtype = 100, torch.half
+    daso.set_model(model)
+    skips, chunks = [], len(daso.split_inds)
+    for _ in range(5):
+        daso.stability.test_if_improving = lambda loss: True  # a plateau after each epoch
+        skips.append((daso.global_skip, daso.local_skip, daso.batches_to_wait))
+        daso.epoch, daso.current_batch = daso.epoch + 1, 0
+        daso.epoch_loss_logic(1.0)
+    method = daso.state_dict()["global_method"]
+    for name, value in {"split_val": 10, "cast_dtype": torch.float}.items():
+        with pytest.raises(ConfigError, match=f"{name} must be set before set_model"):
+            setattr(daso, name, value)
+    with pytest.raises(ConfigError, match="warmup_epochs must be at least 0, got -1"):
+        daso.warmup_epochs = -1
+    with pytest.raises(TypeError, match="max_global_skips must be a whole number"):
+        daso.max_gs = 2.5
+    daso.close()
+    return skips, chunks > 1, method, daso.max_gs
+
+
+def test_attributes_that_are_set_take_effect(pool):
+    """Cycling from epoch 0 on: 4, 4 / 3, then anew from 6; and cool-down in epoch 4."""
+    for skips, split, method, most in pool.run(2, _chosen_later):
+        assert skips == [(4, 1, 1), (1, 1, 1), (6, 3, 3), (2, 1, 2), (0, 0, 0)]
+        assert (split, most) == (True, 6)
+        assert "fp16" in method
+
+
+def _cut_short(rank):
+    daso = DASO(torch.optim.SGD(mlp(0).parameters(), lr=0.1), 20, warmup_epochs=8)
+    daso.epoch = 2
+    daso.warmup_epochs = 1
+    daso.epoch_loss_logic(1.0)
+    return daso.global_skip
+
+
+def test_warm_up_that_is_cut_short_ends_with_the_epoch(pool):
+    assert pool.run(1, _cut_short) == [4]
+
+
 def _refused(rank, kind, arguments):
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

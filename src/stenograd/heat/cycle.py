@@ -100,7 +100,7 @@ class Plan:
             return BLOCKING
         if self.max_global_skips == 0:
             return BLOCKING
-        if epoch == self.warmup_epochs:
+        if epoch == self.warmup_epochs or skips == BLOCKING:  # or the plan was changed meanwhile
             skips = self._start()
         if not is_plateau():
             return skips

@@ -15,7 +15,7 @@ from stenograd.comm.driver import Driver
 from stenograd.comm.node_layout import find_layout
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
-from stenograd.errors import CheckpointError
+from stenograd.errors import CheckpointError, bad_value
 from stenograd.heat.across import AcrossNodes
 from stenograd.heat.arguments import CAST_METHODS, check_arguments, made_scheduler
 from stenograd.heat.cycle import Plan, Skips
@@ -146,11 +146,8 @@ class DASO(Loop):
         driver = driver.private()  # after all checks: a rank that raises would leave the others connecting
         here = len(self._layout.nodes[self._layout.node_of(driver.rank)])
         super().__init__(local_optimizer, schedule, driver, plan, here, record_events, average_buffers)
-        self.comm, self.verbose, self.cast_dtype = comm, verbose, downcast_type
-        self.total_epochs, self.warmup_epochs = total_epochs, warmup_epochs
-        self.cooldown_epochs, self.max_gs = cooldown_epochs, max_global_skips
-        self.skip_reduction_factor, self.local_skip_factor = skip_reduction_factor, local_skip_factor
-        self.split_val = sending_chunk_size
+        self.comm, self.verbose = comm, verbose
+        self._cast_dtype, self._split_val = downcast_type, sending_chunk_size
         self.params_ref = local_optimizer.param_groups[0]["params"]
         self.stability = DetectMetricPlateau(patience=2, threshold=stability_level)
         if not self._plan.cycles:
@@ -187,6 +184,28 @@ class DASO(Loop):
     def split_inds(self) -> list[slice] | None:
         """The chunks in sending order, as slices of all parameters in a row; None if there is only one."""
         return list(self._across.chunks) if self.split else None
+
+    @property
+    def split_val(self) -> int:
+        """The largest number of elements sent at once; set it before the model is set."""
+        return self._split_val
+
+    @split_val.setter
+    def split_val(self, elements: int) -> None:
+        self._check_unset("split_val", elements)
+        check_arguments({"sending_chunk_size": elements})
+        self._split_val = elements
+
+    @property
+    def cast_dtype(self) -> torch.dtype:
+        """How the cycling phase's exchanges travel, if not by a `global_method`; set it before the model."""
+        return self._cast_dtype
+
+    @cast_dtype.setter
+    def cast_dtype(self, dtype: torch.dtype) -> None:
+        self._check_unset("cast_dtype", dtype)
+        check_arguments({"downcast_type": dtype})
+        self._cast_dtype, self._global_method = dtype, difference_method(CAST_METHODS[dtype])
 
     def add_scaler(self, scaler: Any) -> None:
         """Use a `torch.amp.GradScaler`: `step` steps and updates it, and all ranks skip a step together.
@@ -362,6 +381,10 @@ class DASO(Loop):
             self._across.discard()
             self.close()
             self._replaced = True
+
+    def _check_unset(self, name: str, value: object) -> None:
+        if self._model is not None:
+            raise bad_value(name, "must be set before set_model", value, "close() first, or pass it to DASO")
 
     def _identity(self) -> dict[str, Any]:
         return {

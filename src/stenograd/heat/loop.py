@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from stenograd.comm.driver import Driver
 from stenograd.data.finite import is_finite
 from stenograd.errors import StenogradError, bad_value
 from stenograd.heat.across import AcrossNodes
+from stenograd.heat.arguments import check_arguments
 from stenograd.heat.cycle import Plan, Skips
 from stenograd.heat.scaling import step_together
 from stenograd.sync.gradient_sync import GradientSync
@@ -27,6 +29,19 @@ def _skip(name: str) -> property:
     )
 
 
+def _planned(name: str) -> property:
+    """Return a property that reads and sets one of the plan's numbers; it counts from the next epoch on."""
+
+    def change(loop: Loop, number: int) -> None:
+        check_arguments({name: number})
+        plan, untouched = loop._plan, loop.epoch == loop.current_batch == 0
+        loop._plan = replace(plan, **{name: number})
+        if untouched and loop._skips == plan.first():
+            loop._skips = loop._plan.first()
+
+    return property(lambda loop: getattr(loop._plan, name), change)
+
+
 class Loop:
     """Counts batches and epochs, and averages when it is time; `DASO` adds the interface.
 
@@ -38,6 +53,8 @@ class Loop:
         global_skip: batches from one exchange between nodes to the next; 0 for an exact one after each batch.
         local_skip: batches from one average of gradients inside the node to the next.
         batches_to_wait: batches from sending to merging.
+        total_epochs, warmup_epochs, cooldown_epochs, max_gs, skip_reduction_factor, local_skip_factor: the
+            plan's; set them alike on all ranks.
     """
 
     epoch: int
@@ -47,6 +64,12 @@ class Loop:
     _sync: GradientSync
     _skips: Skips
     global_skip, local_skip, batches_to_wait = (_skip(name) for name in Skips._fields)
+    total_epochs, warmup_epochs, cooldown_epochs = map(
+        _planned, ("total_epochs", "warmup_epochs", "cooldown_epochs")
+    )
+    max_gs, skip_reduction_factor, local_skip_factor = map(
+        _planned, ("max_global_skips", "skip_reduction_factor", "local_skip_factor")
+    )
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from stenograd.errors import ConfigError
@@ -43,7 +44,7 @@ class DataParallelMultiGPU(nn.Module):
             raise TypeError(
                 f"optimizer must be a DASO, got {type(optimizer).__name__}: use DataParallel for others"
             )
-        if comm is not None and comm is not optimizer.comm:
+        if comm is not None and comm is not (optimizer.comm or dist.group.WORLD):
             raise ConfigError("comm must be DASO's own process group, got another: leave it out here")
         super().__init__()
         self.module = module

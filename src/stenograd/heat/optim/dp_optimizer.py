@@ -1,0 +1,6 @@
+"""Heat's `ht.optim.dp_optimizer`, by which its documents call the module of its optimizers."""
+
+from stenograd.heat.daso import DASO
+from stenograd.heat.optimizer import DataParallelOptimizer
+
+__all__ = ["DASO", "DataParallelOptimizer"]
