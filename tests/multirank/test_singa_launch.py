@@ -4,12 +4,14 @@ import multiprocessing
 import os
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from singa_helpers import leaf, moved, push
 
-from stenograd.errors import LaunchError
+from stenograd.errors import ConfigError, LaunchError
+from stenograd.launch.process_group import World
 from stenograd.singa import SGD, DistOpt, NcclIdHolder
 
 
@@ -42,6 +44,19 @@ def test_children_meet_through_the_token(method, monkeypatch):
         child.join()
     assert found == [((r, r, 2, r, r), 1.5, r, False) for r in range(2)]
     assert [child.exitcode for child in children] == [0, 0]
+
+
+def _two_nodes(rank):
+    world = World(rank, 4, rank % 2, 2, "torchrun")
+    with mock.patch("stenograd.singa.launch.join_ranks", return_value=world):
+        opt = DistOpt(gpu_num=rank % 2, gpu_per_node=2, timeout_s=30)
+        with pytest.raises(ConfigError, match="gpu_per_node must be 2"):
+            DistOpt(gpu_per_node=4)
+    return opt.local_rank, opt.world_size
+
+
+def test_without_a_token_gpu_per_node_is_what_it_says(pool):
+    assert pool.run(4, _two_nodes) == [(0, 4), (1, 4), (0, 4), (1, 4)]
 
 
 def test_a_token_is_private_and_gives_each_rank_once():

@@ -215,6 +215,8 @@ def test_a_closed_optimizer_keeps_its_residuals():
         ({"buffSize": 0}, ConfigError, "buffSize must be a whole number of at least 1, got 0"),
         ({"world_size": 3}, ConfigError, "world_size must be 1, as .* started rank 0 of 1, got 3"),
         ({"local_rank": 1}, ConfigError, "local_rank must be 0"),
+        ({"gpu_per_node": 2}, ConfigError, "gpu_per_node must be 1, as .*, got 2"),
+        ({"opt": torch.optim.LBFGS([leaf(1.0)])}, ConfigError, "opt must use gradients once .* got LBFGS"),
         ({"gpu_num": 1}, ConfigError, "local_rank must be 0"),
         ({"local_rank": 0, "gpu_num": 1}, ConfigError, "local_rank and its older name must be equal"),
         ({"nccl_id": NcclIdHolder()}, ConfigError, "world_size must be .* got None"),

@@ -134,6 +134,12 @@ def test_every_coordinate_is_equally_likely_d_m4(random):
     assert bool(((counts - 1500).abs() < 120).all())
 
 
+def test_sparsify_gradients_refuses_other_tensors():
+    optimizer = SparsifiedSGD([torch.ones(3, requires_grad=True)], lr=0.1, sparse_grad_size=1)
+    with pytest.raises(ConfigError, match=r"param must be one of the optimizer's, got \(2,\)"):
+        optimizer.sparsify_gradients(torch.ones(2), lr=0.1)
+
+
 def test_sparsify_gradients_is_what_the_step_sends():
     p, q = (nn.Parameter(torch.zeros(9)) for _ in range(2))
     ours = SparsifiedSGD([p], lr=0.5, sparse_grad_size=2)

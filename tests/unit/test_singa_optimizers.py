@@ -207,6 +207,8 @@ def test_momentum_that_starts_at_zero_is_momentum():
         lambda: ExponentialDecay(0.1, 2, -0.5),
         lambda: Constant(float("inf")),
         lambda: Constant(1)(torch.zeros(2)),
+        lambda: SGD(dtype="float32"),
+        lambda: Adam(dtype=torch.int32),
     ],
 )
 def test_senseless_settings_are_refused(make):

@@ -188,7 +188,11 @@ class SparsifiedSGD(torch.optim.Optimizer):
         Returns:
             The coordinates in the flattened tensor, ascending, int64 (MLBench: float32), and their values.
         """
-        at, group = next((i, g) for i, (g, p) in enumerate(self._all()) if p is param)
+        found = next(((at, group) for at, (group, p) in enumerate(self._all()) if p is param), None)
+        if found is None:
+            shape = tuple(param.shape)
+            raise bad_value("param", "must be one of the optimizer's", shape, "pass one that it holds")
+        at, group = found
         share = self._share(at, {**group, "lr": lr}, param)
         self._remember(param, share)
         return share.places, share.values

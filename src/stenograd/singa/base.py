@@ -60,6 +60,8 @@ class Optimizer:
         if lr is not None:
             given["lr"] = lr
         self.config = {name: as_schedule(name, value) for name, value in given.items()}
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise bad_value("dtype", "must be a floating-point torch.dtype", dtype, "use torch.float32")
         self.dtype = dtype
         self.step_counter = 0
         self._slots, self._walker = Slots(), Walker()

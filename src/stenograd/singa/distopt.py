@@ -37,8 +37,8 @@ class DistOpt(Training):
         buffSize: accepted for compatibility and ignored: buffers are as large as what is sent.
         timeout_s: seconds after which a silent peer is an error, above 0.
         gpu_num: older name of local_rank.
-        gpu_per_node: older name of world_size; so is num_gpus.
-        num_gpus: see gpu_per_node.
+        gpu_per_node: with nccl_id, older name of world_size; without, the number of ranks on this host.
+        num_gpus: older name of world_size.
 
     Attributes:
         world_size, local_rank, global_rank: number of ranks, and this process's rank on its host and in all
@@ -78,8 +78,9 @@ class DistOpt(Training):
         if not isinstance(buffSize, int) or buffSize < 1:
             raise bad_value("buffSize", "must be a whole number of at least 1", buffSize, "leave it out")
         rank = _one("local_rank", local_rank, gpu_num)
-        size = _one("world_size", world_size, gpu_per_node, num_gpus)
-        world = join(nccl_id, rank, size, timeout_s)
+        children = None if nccl_id is None else gpu_per_node  # a token means one node
+        size = _one("world_size", world_size, num_gpus, children)
+        world = join(nccl_id, rank, size, timeout_s, per_node=gpu_per_node)
         super().__init__(chosen, Driver.own(timeout_s=timeout_s), world)
         self.opt = chosen if opt is None else opt
         self.buffSize = buffSize

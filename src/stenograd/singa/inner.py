@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stenograd.errors import ConfigError
 from stenograd.singa.base import Optimizer
 from stenograd.singa.optimizers import SGD
 
@@ -80,9 +81,12 @@ def inner(optimizer: Any) -> Inner:
 
     Raises:
         TypeError: optimizer is neither SINGA's nor PyTorch's.
+        ConfigError: it is an LBFGS, which computes gradients several times per step.
     """
     if optimizer is None:
         return SGD()
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("opt must use gradients once per step, got LBFGS: use SGD, Adam, ...")
     if isinstance(optimizer, torch.optim.Optimizer):
         return TorchOptimizer(optimizer)
     if isinstance(optimizer, Optimizer):

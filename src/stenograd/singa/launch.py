@@ -61,7 +61,14 @@ class NcclIdHolder:
             )
 
 
-def join(token: Any, local_rank: int | None, world_size: int | None, timeout_s: float) -> World:
+def join(
+    token: Any,
+    local_rank: int | None,
+    world_size: int | None,
+    timeout_s: float,
+    *,
+    per_node: int | None = None,
+) -> World:
     """Join the process group, and return which rank this process is.
 
     Args:
@@ -72,6 +79,7 @@ def join(token: Any, local_rank: int | None, world_size: int | None, timeout_s: 
         world_size: with a token, the number of its holders, at least 1; without, None or the launcher's
             value.
         timeout_s: seconds to wait for the others, above 0.
+        per_node: number of ranks on this host, or None.
 
     Raises:
         ConfigError: a rank or size is missing, out of range, or contradicts the launcher.
@@ -85,6 +93,7 @@ def join(token: Any, local_rank: int | None, world_size: int | None, timeout_s: 
         raise TypeError(f"nccl_id must be an NcclIdHolder or None, got {token!r}: make one in the parent")
     _check_equal("local_rank", local_rank, world.local_rank, world)
     _check_equal("world_size", world_size, world.world_size, world)
+    _check_equal("gpu_per_node", per_node, world.local_world_size, world)
     return world
 
 
