@@ -59,7 +59,7 @@ def load_kernels(how: Method, world_size: int, tensors: Iterable[Tensor], *, che
             for shapes in _SHAPES:
                 _call_all(how.compressor, shapes, dtype, world_size)
         if checks and dtypes:
-            hash_tensor(torch.zeros(1, device="cpu"))
+            hash_tensor(torch.zeros(1, dtype=torch.float32, device="cpu"))
     _loaded.add(what)
 
 
@@ -73,7 +73,10 @@ def _call_all(whole: Compressor, shapes: Sequence[torch.Size], dtype: torch.dtyp
     if type(codec) not in compressors():
         return
     noise = torch.randn(
-        sum(shape.numel() for shape in shapes), generator=torch.Generator().manual_seed(0), device="cpu"
+        sum(shape.numel() for shape in shapes),
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float32,
+        device="cpu",
     ).to(dtype)
     for one, ranks in _paths(codec, world_size):
         exchange(one, [noise] * ranks, shapes=shapes, want_error=True)

@@ -325,7 +325,7 @@ class TensorExchange:
 
     def _control(self, flags: Sequence[bool], device: torch.device) -> Flags:
         """Return what all ranks must know: which of their buckets are not finite, and the caller's flags."""
-        mine = torch.tensor([float(f) for f in flags], device=device)
+        mine = torch.tensor([float(f) for f in flags], dtype=torch.float32, device=device)
         bad = [self._bad[i].to(device) for i in sorted(self._bad)]
         return Flags(torch.cat([torch.stack(bad), mine]) if bad else mine)
 

@@ -76,6 +76,6 @@ def message_share(compressor: Compressor, device: torch.device | str = "cpu") ->
     """
     if not (isinstance(compressor, Codec) and one_message(compressor)):
         return 0.0
-    x = torch.ones(2**16, device=device)
+    x = torch.ones(2**16, dtype=torch.float32, device=device)
     site = Site(shapes=(x.shape,), step=2**40, device=x.device)  # where a ramp has long ended
     return sum(t.nbytes for t in compressor.encode(x, site)) / x.nbytes

@@ -80,7 +80,9 @@ class LoCo(Compressor):
         codes = torch.zeros(like.numel(), dtype=torch.int8, device=like.device)
         state = {**self.inner.init(like, site), "loco_codes": codes}
         for i, numel in enumerate(site.numels):
-            state[f"loco_scales/{i}"] = torch.zeros(-(-numel // _BLOCK), device=like.device)
+            state[f"loco_scales/{i}"] = torch.zeros(
+                -(-numel // _BLOCK), dtype=torch.float32, device=like.device
+            )
             state[f"loco_age/{i}"] = torch.zeros((), dtype=torch.int64, device=like.device)
         return state
 
@@ -123,7 +125,9 @@ class _Averaged(Transport):
 
 def _read(state: State, site: Site) -> Tensor:
     """Return the residual, in float32."""
-    scales = torch.cat([state[f"loco_scales/{i}"] for i in range(len(site.shapes))] or [torch.zeros(0)])
+    scales = torch.cat(
+        [state[f"loco_scales/{i}"] for i in range(len(site.shapes))] or [torch.zeros(0, dtype=torch.float32)]
+    )
     values, start = state["loco_codes"].to(torch.float32), 0
     for rows in block_views(values, _BLOCK, site.numels):
         rows.mul_(scales[start : start + len(rows), None])

@@ -106,7 +106,7 @@ class Dion(Compressor):
         generator = site.generator(self.seed, shared=True)
         state = {"dion_momentum": torch.zeros(like.numel(), dtype=wide, device=like.device)}
         for i, ((_, _, _, _, columns), rank) in self.matrices(site).items():
-            queries = torch.randn((rank, columns), generator=generator)
+            queries = torch.randn((rank, columns), generator=generator, dtype=torch.float32)
             state[f"dion_q/{i}"] = queries.to(like.device, wide)
         return state
 

@@ -62,7 +62,7 @@ class Natural(ScaledCodes):
         """Draw a power of two for each element and write its place below the tensor's largest."""
         codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
         draws = uniforms(site.generator(self.seed, shared=False).initial_seed(), x.numel(), x.device)
-        scales = [torch.zeros(0, device=x.device)]
+        scales = [torch.zeros(0, dtype=torch.float32, device=x.device)]
         rows_of = (block_views(t, _WHOLE, site.numels) for t in (x, draws, codes))
         for rows, draw, out in zip(*rows_of, strict=True):
             scale = _power_below(rows.abs().amax(1, keepdim=True).to(torch.float32))

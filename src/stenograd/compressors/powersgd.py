@@ -151,7 +151,7 @@ class PowerSGD(Compressor):
         if self.alternate:
             shapes |= {f"p/{i}": (b.rows, b.rank) for b in batches for i in b.tensors}
         return {
-            name: torch.randn(shapes[name], generator=generator).to(like.device, dtype)
+            name: torch.randn(shapes[name], generator=generator, dtype=torch.float32).to(like.device, dtype)
             for name in sorted(shapes, key=_order)
         }
 

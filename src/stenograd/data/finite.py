@@ -63,5 +63,5 @@ def not_finite(x: Tensor) -> Tensor:
         tensor(1.)
     """
     if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     return (~torch.stack(torch.aminmax(x)).isfinite().all()).float()  # NaN is both ends

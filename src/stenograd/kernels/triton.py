@@ -185,7 +185,7 @@ def _decoded(
     n = sum(numels)
     blocks = reference_sign.block_count(block, numels, n)
     reference_sign.check_scales(payloads, blocks)
-    total = torch.empty(n, device=payloads[0][1].device) if out is None else out
+    total = torch.empty(n, dtype=torch.float32, device=payloads[0][1].device) if out is None else out
     total.zero_()
     starts, width = _starts(min(block, _WIDEST), tuple(numels), total.device)
     if block > _WIDEST or total.dtype is not torch.float32 or not total.is_contiguous():

@@ -73,7 +73,9 @@ class Survivors:
                 part.arrive()
                 for average in others:
                     average()
-                self.driver.run(gather(torch.zeros(1, device=self.driver.words_device())))
+                self.driver.run(
+                    gather(torch.zeros(1, dtype=torch.float32, device=self.driver.words_device()))
+                )
                 return part.merge()
             except PeerLost as error:
                 if not error.ranks:

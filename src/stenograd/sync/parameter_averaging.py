@@ -310,7 +310,9 @@ def spread(parameters: Mapping[str, Tensor], driver: AnyDriver, source: int, fin
     Raises:
         NonFiniteError: on every rank, if it was not.
     """
-    verdict = torch.full((1,), float(finite), device=next(iter(parameters.values())).device)
+    verdict = torch.full(
+        (1,), float(finite), dtype=torch.float32, device=next(iter(parameters.values())).device
+    )
     driver.broadcast(verdict, source, counted=True)
     if not verdict.item():
         raise _not_finite("parameters")

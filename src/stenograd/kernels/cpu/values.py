@@ -20,7 +20,10 @@ def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
     if kind != "int8":
         return reference_values.pack_values(values, kind)  # torch casts as fast as memory allows
     count = values.numel()
-    codes, scales = torch.empty(count, dtype=torch.int8), torch.empty(-(-count // VALUE_BLOCK))
+    codes, scales = (
+        torch.empty(count, dtype=torch.int8),
+        torch.empty(-(-count // VALUE_BLOCK), dtype=torch.float32),
+    )
     _to_int8(view(values), view(codes), view(scales))
     return codes, scales
 
@@ -46,7 +49,7 @@ def unpack_values(packed: tuple[Tensor, ...], kind: str, count: int) -> Tensor:
     if kind != "int8":
         return reference_values.unpack_values(packed, kind, count)
     check_values(packed, kind, count)
-    values = torch.empty(count)
+    values = torch.empty(count, dtype=torch.float32)
     codes, scales = packed
     _from_int8(view(codes), view(scales), view(values))
     return values

@@ -38,14 +38,14 @@ def levels(name: str, device: torch.device | str = "cpu") -> Tensor:
         top = top_of(name)
         return (torch.arange(1 << BITS[name], device=device, dtype=torch.float32) - top) / top
     half = [0.0, *(SMALLEST * 2.0**k for k in range(7))]
-    return torch.tensor([*half, 0.0, *(-level for level in half[1:])], device=device)
+    return torch.tensor([*half, 0.0, *(-level for level in half[1:])], dtype=torch.float32, device=device)
 
 
 def lowbit_encode(x: Tensor, name: str, block: int, numels: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Pack the codes, lowest bit first, and the largest magnitude of each block."""
     block_count(block, numels, x.numel())
     codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
-    scales = [torch.zeros(0, device=x.device)]
+    scales = [torch.zeros(0, dtype=torch.float32, device=x.device)]
     for rows, out in zip(*(block_views(t, block, numels) for t in (x, codes)), strict=True):
         scale = rows.abs().amax(1, keepdim=True).to(torch.float32)
         scales.append(scale.view(-1))

@@ -35,7 +35,7 @@ def qsgd_encode_feedback(
     block_count(block, numels, length_of(x, residual))
     v = corrected(x, residual)
     u = short_uniforms(seed, v.numel(), v.device)
-    scales = [torch.zeros(0, device=v.device)]
+    scales = [torch.zeros(0, dtype=torch.float32, device=v.device)]
     for rows, y in zip(block_views(v, block, numels), block_views(u, block, numels), strict=True):
         scale = rows.abs().amax(1, keepdim=True).to(torch.float32)
         inverse = levels / torch.where(scale == 0, 1.0, scale)
@@ -60,7 +60,7 @@ def qsgd_decode_mean(
     """Add what the ranks sent, one after another, and divide by their number."""
     n, levels = sum(numels), levels_of(bits)
     check_scales(payloads, block_count(block, numels, n))
-    total = torch.empty(n, device=payloads[0][1].device) if out is None else out
+    total = torch.empty(n, dtype=torch.float32, device=payloads[0][1].device) if out is None else out
     total.zero_()
     for codes, scales in payloads:
         y = unpack_bits(codes, bits, n).to(total.dtype).sub_(levels)

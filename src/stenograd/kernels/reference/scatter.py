@@ -25,7 +25,7 @@ def scatter_mean(
     """Add sparse vectors one after another into zeros and divide by their number."""
     if not vectors:
         raise ConfigError("vectors must not be empty, got []: give one (places, values) per rank")
-    total = torch.empty(n, device=vectors[0][1].device) if out is None else out
+    total = torch.empty(n, dtype=torch.float32, device=vectors[0][1].device) if out is None else out
     total.zero_()
     for places, values in vectors:
         if places.numel() and not (int(places.amin()) >= 0 and int(places.amax()) < n):

@@ -60,7 +60,7 @@ def sign_decode_mean(
     """Add what the ranks sent, one after another, and divide by their number."""
     n = sum(numels)
     check_scales(payloads, block_count(block, numels, n))
-    total = torch.empty(n, device=payloads[0][1].device) if out is None else out
+    total = torch.empty(n, dtype=torch.float32, device=payloads[0][1].device) if out is None else out
     total.zero_()
     for bits, scales in payloads:
         signs = unpack_bits(bits, 1, n).to(total.dtype).mul_(2).sub_(1)
