@@ -1,5 +1,6 @@
 """What does not go together is refused before anything is sent, with what to write instead."""
 
+import re
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import stenograd
 from stenograd.errors import ConfigError, MethodError, StenogradError
+from stenograd.testing.pool import RanksFailed
 
 TEXTS = {text: message for text, message in REFUSED.values() if text} | {
     # A vote is no mean, and residuals of what is scaled up grow without bound.
@@ -114,3 +116,37 @@ def test_what_is_hardly_meant_is_warned_of(text, message):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stenograd.distribute(*_program(), "diloco:every=6,delay=2,mix=0.5").close()
+
+
+def _frozen_parts(rank, kind):
+    torch.manual_seed(0)
+    frozen = nn.Linear(10, 8 if rank and kind == "shape" else 5).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(10, 10), frozen, *([frozen] if rank and kind == "shared" else []))
+    if rank and kind == "extra":
+        model.append(nn.Linear(5, 5).requires_grad_(False))
+    if rank and kind == "thawed":
+        frozen.requires_grad_(True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    stenograd.distribute(model, optimizer, "dense", timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            "shape",
+            r"parameter 1\.weight: rank 0 has \(5, 10\) torch\.float32, not averaged, rank 1 has \(8, 10\)",
+        ),
+        (
+            "extra",
+            r"parameter 2\.weight: rank 0 has nothing, rank 1 has \(5, 5\) torch\.float32, not averaged",
+        ),
+        ("thawed", r"ranks differ in parameters: rank 0 has 2, rank 1 has 4"),
+    ],
+)
+def test_frozen_parameters_that_differ_are_named_before_they_are_broadcast(pool, kind, told):
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(2, _frozen_parts, kind)
+    for rank in range(2):
+        assert re.search(told, failed.value.errors[rank]), failed.value.errors[rank]
+        assert "MismatchError" in failed.value.errors[rank]

@@ -196,3 +196,67 @@ def test_a_model_that_holds_its_own_sync_is_averaged_over_time(text):
         assert torch.equal(smooth.module.weight, model.weight)
         assert smooth.module.sync is sync
     stenograd.shutdown()
+
+
+def _skipped_then_saved(rank, folder, text):
+    """Rank 1 skips the fourth step, after which a round is due, and all save."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, text, timeout_s=20) as sync:
+        for s in range(4):
+            optimizer.zero_grad()
+            model(torch.full((1, 3), float(rank + s))).square().sum().backward()
+            if (rank, s) != (1, 3):
+                optimizer.step()
+        stenograd.save_checkpoint(folder, step=4, model=model, optimizer=optimizer, sync=sync)
+        kept = [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict())
+        stenograd.load_checkpoint(folder, model=model, optimizer=optimizer, sync=sync)
+        assert all(map(torch.equal, model.parameters(), kept[0]))
+        assert len(optimizer.state_dict()["state"]) == len(kept[1]["state"])
+        return sync.round
+
+
+@pytest.mark.parametrize("text", ["local:every=4", "diloco:every=4,states=reset", "gossip:every=4"])
+def test_ranks_save_together_after_one_skipped_the_step_of_a_round(pool, tmp_path, text):
+    assert pool.run(2, _skipped_then_saved, str(tmp_path), text) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "name", ["diloco:every=4", "noloco:every=4", "diloco:every=4,fragments=2", "local:every=4"]
+)
+def test_a_checkpoint_from_before_the_first_round_keeps_its_weights_on_another_number_of_ranks(name):
+    def train(driver):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, f"{name},after=9", group=driver) as sync:
+            for _ in range(5):
+                step(model, optimizer)
+            return model.state_dict(), sync.state_dict()
+
+    saved = ranks(2, train)
+    (new,) = stenograd.reshard([state for _, state in saved], 1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, f"{name},after=9") as sync:
+        sync.load_state_dict(new)
+        model.load_state_dict(saved[0][0])
+        sync.after_load()
+        assert all(torch.equal(value, model.state_dict()[n]) for n, value in saved[0][0].items())
+        for _ in range(8):  # to the end of the first round
+            step(model, optimizer)
+        assert sync.round == 1
+    stenograd.shutdown()
+
+
+@pytest.mark.parametrize("text", ["topk", *SCHEDULES])
+def test_a_sparse_gradient_that_is_not_finite_costs_one_step(text):
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, text) as sync:
+        before = model.weight.detach().clone()
+        (model(torch.tensor([1, 1, 3])).sum() * math.nan).backward()
+        with pytest.warns(RuntimeWarning, match="not finite"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        assert sync.skipped == 1
+    stenograd.shutdown()

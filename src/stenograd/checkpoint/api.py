@@ -114,6 +114,7 @@ def save_checkpoint(
             "optimizer with torch.distributed.checkpoint, and sync with stenograd.save_state(folder, sync)"
         )
     path, driver = Path(folder), connected(group, timeout_s)
+    hold_due(sync)
     # Whatever may fail on one rank alone runs in agree(): the others would wait for it until the timeout.
     agree(driver, lambda: make_folder(path))
 
@@ -130,6 +131,13 @@ def save_checkpoint(
 
     method = str(getattr(sync, "method", ""))
     return write_set(driver, path, step, agree(driver, content), method=method, keep=keep)
+
+
+def hold_due(sync: Any) -> None:
+    """Hold the round that a rank may still have to hold after a skipped step: the others wait in it."""
+    before = getattr(sync, "before_save", None)
+    if before is not None:
+        before()
 
 
 def load_checkpoint(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stenograd.checkpoint.api import as_list, connected, make_folder, suffix_of
+from stenograd.checkpoint.api import as_list, connected, hold_due, make_folder, suffix_of
 from stenograd.checkpoint.collective import read_set, write_set
 from stenograd.checkpoint.restoring import load_parts, share_of
 from stenograd.comm.agreement import agree
@@ -75,6 +75,7 @@ def save_state(
             "of their own between rounds: pass model=model, optimizer=optimizer"
         )
     path, driver = _place(folder, name, sync), connected(group or sync.group, timeout_s)
+    hold_due(sync)
     agree(driver, lambda: make_folder(path))
 
     def content() -> dict[str, Any]:

@@ -49,7 +49,11 @@ def is_finite(x: Tensor) -> bool:
     Example:
         >>> is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([1.0, float("nan")]))
         (True, False)
+        >>> is_finite(torch.tensor([0.0, float("inf")]).to_sparse())
+        False
     """
+    if x.layout is torch.sparse_coo:
+        x = x._values()  # also of a tensor whose places repeat
     if x.numel() == 0 or math.isfinite(x.sum()):  # adding is fastest, and NaN and infinity stay in a sum
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())

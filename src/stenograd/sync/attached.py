@@ -113,6 +113,16 @@ class Attached:
     def flush(self) -> None:
         """Finish what is under way or due. Gradient methods leave nothing under way between steps."""
 
+    def before_save(self) -> None:
+        """Do what is due before anything is saved; all ranks call it, first of all.
+
+        Where a step was skipped on one rank, it may still have a round to hold that others are waiting in.
+        """
+        self._hold_if_due()
+
+    def _hold_if_due(self) -> None:
+        """Hold the round that is due; gradient methods have none."""
+
     def after_load(self) -> None:
         """Do what loading a state left over, once model and optimizer are loaded, too."""
 
@@ -139,7 +149,9 @@ class Attached:
     def _compare(self, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> None:
         """Check that all ranks have the same model, method and settings."""
         own = {"method": self.method.text, **settings}
-        compare(self._driver, own, parameters, buffers=dict(self._model.named_buffers()))
+        synced = {id(p) for p in parameters.values()}
+        others = {n: p for n, p in self._model.named_parameters() if id(p) not in synced}
+        compare(self._driver, own, parameters, others=others, buffers=dict(self._model.named_buffers()))
 
     def _averaged(self) -> set[int]:
         """Return the ids of the parameters that are averaged."""

@@ -15,6 +15,7 @@ from stenograd.errors import ConfigError, StenogradError
 from stenograd.schedules.gossip import Gossip as Schedule
 from stenograd.sync.gossip import Gossip
 from stenograd.sync.parameter_averaging import average
+from stenograd.sync.round_parts import floating_buffers
 from stenograd.sync.round_sync import RoundSync
 
 __all__ = ["GossipSync"]
@@ -90,10 +91,7 @@ class GossipSync(RoundSync):
         return [p.detach() for p in self._parameters.values()]
 
     def _buffers(self) -> list[Tensor]:
-        """Return the floating buffers that are mixed."""
-        if self._schedule.buffers == "keep":
-            return []
-        return [b for b in self._model.buffers() if b.is_floating_point()]
+        return floating_buffers(self._model, self._schedule.buffers)
 
     def _is_due(self, t: int) -> bool:
         return t % self._schedule.every == 0

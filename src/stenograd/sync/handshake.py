@@ -251,7 +251,10 @@ def synced_parameters(
 
 
 def describe(
-    settings: Mapping[str, Any], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    settings: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    others: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return what must be equal on all ranks, by what it is: versions and kernels, settings, tensors.
 
@@ -261,6 +264,7 @@ def describe(
         ('topk', 1, '(2,) torch.float32', True)
     """
     tensors = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}
+    tensors |= {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}, not averaged" for n, p in others.items()}
     tensors |= {f"buffer {n}": f"{tuple(b.shape)} {b.dtype}" for n, b in buffers.items()}
     return {**versions(), **settings, "parameters": len(parameters), **tensors}
 
@@ -271,6 +275,7 @@ def compare(
     parameters: Mapping[str, Tensor] = MappingProxyType({}),
     *,
     buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    others: Mapping[str, Tensor] = MappingProxyType({}),
     device: torch.device | None = None,
 ) -> None:
     """Check that every rank describes the same thing; also find out who is on which host, for `traffic`.
@@ -280,6 +285,7 @@ def compare(
         settings: JSON-able values by what they are, such as "method"; versions and kernels are added.
         parameters: whose names, shapes and types are compared, in this order.
         buffers: likewise.
+        others: parameters that are not averaged, likewise; they are broadcast, too.
         device: where messages may live (NCCL wants CUDA); None for where the first parameter does.
 
     Raises:
@@ -289,7 +295,7 @@ def compare(
     """
     if device is None:
         device = next((p.device for p in parameters.values()), driver.words_device())
-    mine = json.dumps(describe(settings, parameters, buffers))
+    mine = json.dumps(describe(settings, parameters, buffers, others))
     digest = hashlib.sha256(mine.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
     messages = driver.gather_bytes(json.dumps([_host(), digest, torch.__version__]).encode(), device)
     about: list[list[str]] = [json.loads(text) for text in messages]

@@ -24,7 +24,7 @@ from stenograd.sync.optimizer_states import average_states, forget_states
 from stenograd.sync.outer_averaging import OuterPart
 from stenograd.sync.pair_averaging import PairPart
 from stenograd.sync.parameter_averaging import average
-from stenograd.sync.round_parts import LocalPart, Part
+from stenograd.sync.round_parts import LocalPart, Part, floating_buffers
 from stenograd.sync.round_state import check_shapes, joined, of_part
 from stenograd.sync.round_sync import RoundSync
 from stenograd.topology.pairs import RandomPairs
@@ -225,6 +225,9 @@ class ParameterSync(RoundSync):
             return
         self._flying.clear()
         self._void.clear()
+        if self._passes < self._dense_passes:  # no round has begun: the first starts from what was loaded
+            self._begin_rounds()
+            return
         ended = [
             part.settle(state["tensors"].get("own")) for part, state in zip(self._parts, owed, strict=True)
         ]
@@ -248,10 +251,7 @@ class ParameterSync(RoundSync):
         return schedule.period(float(self._optimizers[0].param_groups[0]["lr"]))
 
     def _buffers(self) -> list[Tensor]:
-        """Return the floating buffers that rounds average."""
-        if self._schedule.buffers == "keep":
-            return []
-        return [b for b in self._model.buffers() if b.is_floating_point()]
+        return floating_buffers(self._model, self._schedule.buffers)
 
     def _starts(self, t: int) -> list[int]:
         if isinstance(self._schedule, Local):

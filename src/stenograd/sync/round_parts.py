@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
@@ -16,7 +16,7 @@ from stenograd.data.finite import is_finite
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.parameter_averaging import ParameterAverager
 
-__all__ = ["LocalPart", "Part"]
+__all__ = ["LocalPart", "Part", "floating_buffers"]
 
 
 class Part(ABC):
@@ -201,3 +201,8 @@ class LocalPart(Part):
     def close(self) -> None:
         """Stop the threads that send."""
         self._averager.close()
+
+
+def floating_buffers(model: nn.Module, buffers: str) -> list[Tensor]:
+    """Return the buffers that rounds average or mix; none with `buffers=keep`."""
+    return [] if buffers == "keep" else [b for b in model.buffers() if b.is_floating_point()]
