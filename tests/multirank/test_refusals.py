@@ -150,3 +150,21 @@ def test_frozen_parameters_that_differ_are_named_before_they_are_broadcast(pool,
     for rank in range(2):
         assert re.search(told, failed.value.errors[rank]), failed.value.errors[rank]
         assert "MismatchError" in failed.value.errors[rank]
+
+
+@pytest.mark.parametrize("text", ["topk", "local:every=2", "gossip"])
+def test_two_engines_on_one_encoder_are_refused_in_any_order(text):
+    """The encoder alone after the whole, two heads on one encoder, and what is apart or over is allowed."""
+    encoder, heads = nn.Linear(3, 3), [nn.Linear(3, 2), nn.Linear(3, 2)]
+    first, second = (nn.Sequential(encoder, head) for head in heads)
+
+    def attach(model):
+        return stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+
+    with attach(first):
+        for other in (encoder, second):
+            with pytest.raises(ConfigError, match="averaged already, for another optimizer"):
+                attach(other)
+        attach(heads[1]).close()
+    attach(second).close()
+    stenograd.shutdown()

@@ -166,6 +166,7 @@ class Attached:
     def _unwatch(self) -> None:
         for handle in self._watches:
             handle.remove()
+        self._wrapping.watch(())
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("add_param_group", None)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -145,14 +147,12 @@ def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     if any("add_param_group" in vars(optimizer) for optimizer in optimizers):
         raise ConfigError("optimizer must be attached once, got one attached already: close() the first")
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    if any(wrapping.watches(held) for wrapping in Wrapping.everyone()):
+        raise ConfigError(
+            "model must be attached once, got one whose gradients are averaged already, for another "
+            "optimizer: they would travel twice; close() the first, or give both optimizers in one call"
+        )
     for name, module in model.named_modules():
-        if any(
-            isinstance(hook, Wrapping) and hook.watches(held) for hook in module._forward_pre_hooks.values()
-        ):
-            raise ConfigError(
-                "model must be attached once, got one whose gradients are averaged already, for another "
-                "optimizer: they would travel twice; close() the first, or give both optimizers in one call"
-            )
         sharded = any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False))
         if sharded or hasattr(module, "register_comm_hook"):
             kind = f"{type(module).__name__} as {name}" if name else type(module).__name__
@@ -176,18 +176,31 @@ class Wrapping:
         ConfigError: when called, if the pass is inside a DDP model with one of the parameters to `watch`.
     """
 
+    _all: ClassVar[weakref.WeakSet[Wrapping]] = weakref.WeakSet()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self, keeps: object = None) -> None:
         self._keeps = keeps
         self._mine: set[int] = set()
         self._harmless: set[int] = set()
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
+        with self._lock:
+            self._all.add(self)
+
+    @classmethod
+    def everyone(cls) -> list[Wrapping]:
+        """Return all that there are in this process."""
+        with cls._lock:
+            return list(cls._all)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Take the parameters that are averaged here."""
-        self._mine, self._harmless = set(map(id, parameters)), set()
+        """Take the parameters that are averaged here; none when that has ended."""
+        self._alive = {id(p): weakref.ref(p) for p in parameters}
+        self._mine, self._harmless = set(self._alive), set()
 
     def watches(self, ids: set[int]) -> bool:
         """Return whether some of the parameters with these ids are averaged here."""
-        return not self._mine.isdisjoint(ids)
+        return any(self._alive[i]() is not None for i in self._mine & ids)  # a dead one's id may be another's
 
     def __reduce__(self) -> Any:
         return Wrapping, ()
