@@ -74,6 +74,34 @@ def test_a_check_of_rare_rounds_compares_means(here, trained, tmp_path):
     assert (status, "the mean step took +0% of what was predicted: as predicted" in out) == (0, True)
 
 
+def test_a_saved_plan_is_read_for_another_link_and_accuracy(planned, here):
+    """At 100 Gbit/s nothing that costs computing pays; what cannot be changed afterwards is refused."""
+    saved = ("plan", "--plan", planned[0] / "plan.json")
+    for more in (("--link", "100gbit"), ("--accuracy", "exact")):
+        status, out, _ = here(*saved, *more, "--json")
+        assert (status, json.loads(out)["method"]) == (0, "dense")
+    for more in (("--workers", 64), ("--methods", "sign"), ("--cores", 2), ("--ranks-per-host", 2)):
+        status, _, err = here(*saved, *more)
+        assert (status, f"{more[0]} must be left out with --plan" in err) == (2, True)
+
+
+def test_a_trial_imports_from_its_folder_and_reads_no_arguments_of_ours(here, tmp_path):
+    (tmp_path / "mymodel.py").write_text("import torch\nmake = lambda: torch.nn.Linear(4, 2)\n")
+    script = tmp_path / "train_lazy.py"
+    script.write_text(
+        "import argparse, torch, stenograd\n"
+        "args = argparse.ArgumentParser().parse_args()\n"
+        "def build():\n"
+        "    from mymodel import make\n"
+        "    model = make()\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    return stenograd.Trial(model, optimizer, [torch.ones(2, 4)], lambda model, x: model(x).sum())\n"
+    )
+    asked = ("--workers", 2, "--link", "1gbit", "--seconds", 1, "--methods", "topk")
+    status, _, err = here("plan", "--trial", f"{script}:build", *asked)
+    assert (status, err) == (0, "")
+
+
 def test_virtual_workers_tell_what_a_method_does_to_learning(planned, here, trained, tmp_path):
     """It begins with the weights of a run, which have learned; nothing is claimed about the end."""
     folder, _ = planned
@@ -119,6 +147,11 @@ def test_a_plan_is_extrapolated(planned, here):
     [
         ((*PLAN, "--accuracy", "perfect"), "accuracy must be one of exact, rounded, lossy"),
         (("plan", "--workers", 2, "--link", "1gbps"), "write 1gbit"),
+        ((*PLAN[:5], "--link", "1gbit", "--workers", 0), "--workers must be"),
+        ((*PLAN, "--cores", 0), "--cores must be above 0"),
+        ((*PLAN, "--ranks-per-host", 0), "--ranks-per-host must be"),
+        ((*PLAN[:-1], "nan"), "--seconds must be above 0 and finite"),
+        ((*PLAN, "--learn-from", "x.pt"), "--learn-from needs --learn"),
         (("plan",), "give --link 1gbit,0.2ms and --workers"),
         (("plan", "--learn"), "needs --link or --plan and no launcher"),
         (("plan", "--trial", "x.py", "--link", "1gbit"), "must be FILE.py:FUNCTION"),

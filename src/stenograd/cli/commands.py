@@ -152,7 +152,7 @@ def plan(
     link: Annotated[str | None, opt.option("LINK", _LINK, _WHERE)] = None,
     ranks_per_host: Annotated[int | None, opt.option("N", _PER_HOST, _WHERE)] = None,
     cores: Annotated[float | None, opt.option("X", _CORES, _WHERE)] = None,
-    accuracy: Annotated[str, opt.option("exact|rounded|lossy", _ACCURACY, opt.WORK)] = "lossy",
+    accuracy: Annotated[str | None, opt.option("exact|rounded|lossy", _ACCURACY, opt.WORK)] = None,
     seconds: Annotated[float, opt.option("X", "About how long to measure and rehearse.")] = 30.0,
     out: opt.Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

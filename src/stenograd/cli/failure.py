@@ -17,6 +17,8 @@ from stenograd.launch.detect import detect
 
 __all__ = ["DEBUG_VARIABLE", "status", "tell"]
 
+_LAST_LINES = "; its last lines:"  # of a program, in an error of emulated hosts
+
 DEBUG_VARIABLE = "STENOGRAD_DEBUG"  # 1 shows tracebacks
 
 _BAD_INPUT = (ConfigError, DataError, CheckpointError, TensorTypeError)
@@ -36,11 +38,16 @@ def status(error: BaseException) -> int:
 
 
 def tell(error: BaseException) -> None:
-    """Print an error in one line, on the ranks that know something which rank 0 does not say."""
+    """Print an error in one line, on the ranks that know something which rank 0 does not say.
+
+    What a program printed last keeps its lines.
+    """
     rank = _rank()
     if rank == 0 or not isinstance(error, _EVERYWHERE):
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"stenograd: error: {text}", file=sys.stderr, flush=True)
+        text, _, tail = str(error).partition(_LAST_LINES)
+        line = " ".join(text.split()) or type(error).__name__
+        tail = f"{_LAST_LINES}\n{tail.rstrip()}" if (tail := tail.lstrip("\n")).strip() else ""
+        print(f"stenograd: error: {line}{tail}", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +24,12 @@ from stenograd.cli.setup import make_setup
 from stenograd.cli.table import console, show
 from stenograd.comm.agreement import agree, everyone
 from stenograd.comm.driver import Driver
-from stenograd.errors import ConfigError
+from stenograd.errors import ConfigError, bad_value, check_count
 from stenograd.launch.process_group import detect
 from stenograd.planning.advice import check_accuracy
 from stenograd.planning.link import Link, load_link
 from stenograd.planning.measure_link import measure_link
-from stenograd.planning.plan import Plan, default_cores, load_plan, plan, with_ranks
+from stenograd.planning.plan import Plan, default_cores, load_plan, plan, predicted, with_ranks
 from stenograd.planning.report import page
 from stenograd.planning.trial import Trial, first_batches, load_trial
 from stenograd.units import rate_text, time_text
@@ -37,6 +38,7 @@ __all__ = ["Asked", "run", "show_plan"]
 
 # Shares of the time: for the link, and for training together on all ranks; methods are rehearsed in the rest.
 _LINK, _TOGETHER = 1 / 3, 0.1
+_LEAST_S = 2.0  # to measure a link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class Asked:
     trial: str | None = None
     methods: Sequence[str] | None = None
     link: str | None = None
-    accuracy: str = "lossy"
+    accuracy: str | None = None
     ranks_per_host: int | None = None
     cores: float | None = None
     seconds: float = 30.0
@@ -84,7 +86,7 @@ class Asked:
 
 def run(asked: Asked) -> int:
     """Plan, and return the exit status: 1 where a checked run is not as predicted."""
-    check_accuracy(asked.accuracy)
+    _check(asked)
     alone = detect(os.environ).launcher == "alone"
     if asked.learn and (not alone or (asked.link is None and asked.plan is None)):
         raise ConfigError(
@@ -92,10 +94,48 @@ def run(asked: Asked) -> int:
             "measure the link first, by stenograd link --out"
         )
     if asked.plan is not None:
-        return _told(asked, load_plan(asked.plan))
+        return _told(asked, _saved(asked, asked.plan))
     if asked.link is not None and alone:
-        return _told(asked, _made(asked, _link(asked.link), asked.options.workers or 2, None)[0])
+        workers = 2 if asked.options.workers is None else asked.options.workers
+        return _told(asked, _made(asked, _link(asked.link), workers, None)[0])
     return in_ranks(asked.options, lambda world_size: world_size, lambda _, driver: _measured(asked, driver))
+
+
+def _check(asked: Asked) -> None:
+    """Refuse what would be found out only after measuring."""
+    if asked.accuracy is not None:
+        check_accuracy(asked.accuracy)
+    counts = {"--workers": asked.options.workers, "--ranks-per-host": asked.ranks_per_host}
+    for name, count in (counts | {"--learn-workers": asked.learn_workers}).items():
+        if count is not None:
+            check_count(name, count, "leave it out")
+    for name, value in {"--cores": asked.cores, "--seconds": asked.seconds}.items():
+        if value is not None and not 0 < value < math.inf:
+            raise bad_value(name, "must be above 0 and finite", value, "leave it out")
+    if asked.learn_from is not None and not asked.learn:
+        raise ConfigError("--learn-from needs --learn: it says what virtual workers begin with")
+    if asked.out is not None:
+        make_folder(asked.out)
+
+
+def _saved(asked: Asked, path: Path) -> Plan:
+    """Return the plan in a file, for the link and the accuracy that are asked for now."""
+    given = {
+        "--workers": asked.options.workers,
+        "--ranks-per-host": asked.ranks_per_host,
+        "--cores": asked.cores,
+        "--trial": asked.trial,
+        "--methods": None if asked.learn else asked.methods,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise bad_value(
+                name, "must be left out with --plan", value, "plan anew, or use stenograd simulate"
+            )
+    found = load_plan(path)
+    if asked.accuracy is not None:
+        found = predicted(replace(found, accuracy=asked.accuracy))
+    return found if asked.link is None else found.at(_link(asked.link))
 
 
 def _measured(asked: Asked, driver: Driver) -> int:
@@ -106,6 +146,9 @@ def _measured(asked: Asked, driver: Driver) -> int:
             "machines that will train"
         )
     if asked.link is None:
+        if asked.seconds * _LINK < _LEAST_S:
+            wanted = f"must be at least {_LEAST_S / _LINK:g} to measure a link, too"
+            raise bad_value("--seconds", wanted, asked.seconds, "leave it at 30, or give --link")
         link: str | Link = measure_link(Driver.own(timeout_s=asked.options.timeout_s), asked.seconds * _LINK)
     else:
         link = _link(asked.link)
@@ -133,9 +176,9 @@ def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -
         workers=workers,
         link=link,
         methods=split_methods(asked.methods) if asked.methods else None,
-        accuracy=asked.accuracy,
+        accuracy=asked.accuracy or "lossy",
         ranks_per_host=per_host,
-        cores=asked.cores or default_cores() / here,
+        cores=default_cores() / here if asked.cores is None else asked.cores,
         seconds=asked.seconds * (1 - _LINK - _TOGETHER),
         bucket_bytes=asked.options.bucket_bytes,
         name=name,
@@ -182,7 +225,6 @@ def _told(asked: Asked, found: Plan) -> int:
         if not asked.as_json:
             show_learning(found, learning)
     if asked.out is not None:
-        make_folder(asked.out)
         found.save(asked.out / "plan.json")
         write_atomically(asked.out / "report.html", page(found, learning).encode())
         if learning is not None:

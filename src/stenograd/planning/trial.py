@@ -122,11 +122,15 @@ def load_trial(text: str) -> Trial:
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise bad_value("the trial", "must be FILE.py:FUNCTION", text, "write train.py:build")
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
-    make = getattr(module, name, None)
-    if not callable(make):
-        raise bad_value("the trial", f"must name a function in {place}", name, "look at its spelling")
-    trial = make()
+    ours, sys.argv = sys.argv, [place]  # a script that reads its arguments finds none, and not ours
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+        make = getattr(module, name, None)
+        if not callable(make):
+            raise bad_value("the trial", f"must name a function in {place}", name, "look at its spelling")
+        trial = make()
+    finally:
+        sys.argv = ours
     if not isinstance(trial, Trial):
         kind = type(trial).__name__
         raise bad_value(f"{name}()", "must return a stenograd.Trial", kind, "see docs/planning.md")
@@ -141,16 +145,16 @@ def _from_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickle look their module up
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    sys.path.insert(0, str(path.parent.resolve()))  # for good, as for a script: its functions import later
+    spec.loader.exec_module(module)
     return module
 
 
 def _from_package(name: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as with python -m
     try:
         return importlib.import_module(name)
     except ImportError as cause:
-        raise bad_value("the trial", "must name a module that can be imported", name, "or FILE.py") from cause
+        wanted = f"must name a module that can be imported ({first_line(cause)})"
+        raise bad_value("the trial", wanted, name, "or write FILE.py:FUNCTION") from cause
