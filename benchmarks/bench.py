@@ -25,8 +25,7 @@ from plan import expected_s
 from report import document, rows, step_tables, write
 
 from stenograd.catalog.method import for_any_optimizer
-from stenograd.emulate.hosts import Hosts, HostsError
-from stenograd.units import rate_or_none
+from stenograd.emulate.hosts import Hosts, HostsError, parse_rate
 
 HERE = Path(__file__).parent
 RIVALS = ["none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", *for_any_optimizer()]
@@ -106,7 +105,7 @@ def check(args: argparse.Namespace) -> None:
 
     check_names(args.rivals)
     for rate in args.rates:
-        rate_or_none(rate)
+        parse_rate(rate)
     unknown = [model for model in args.models if model not in WORKS]
     if unknown:
         raise ValueError(f"model must be one of {', '.join(WORKS)}, got {unknown[0]!r}")

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 import stenograd
 from stenograd.comm.messages import swap
-from stenograd.emulate.hosts import Hosts
-from stenograd.units import rate_or_none
+from stenograd.emulate.hosts import Hosts, parse_rate
 
 _TURNS = 7
 _HEADERS = 1.048  # of packets, on top of the bytes
@@ -73,7 +72,7 @@ def main() -> None:
         return
     for cell in args.cells:
         count, _, rate = cell.partition(":")
-        bps, least = rate_or_none(rate), (int(count) - 1) * 8192e3 * _HEADERS
+        bps, least = parse_rate(rate), (int(count) - 1) * 8192e3 * _HEADERS
         print(f"{count} hosts, {rate}" + (f": link {least / bps:.3f} ms a KiB" if bps else ""))
         with Hosts(int(count), rate) as hosts:
             command = [sys.executable, __file__, "--kib", *map(str, args.kib)]

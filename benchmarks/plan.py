@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from stenograd.units import rate_or_none
+from stenograd.emulate.hosts import parse_rate
 
 __all__ = ["WARM_UP_STEPS", "expected_s", "rounds_order", "turn_steps"]
 
@@ -45,7 +45,7 @@ def expected_s(
     model: str, rate: str, rivals: list[str], hosts: int, rounds: int, turn_s: float, max_steps: int
 ) -> float:
     """Estimate the seconds that one model on one link takes, to within a factor of two or so."""
-    bits_per_s = rate_or_none(rate)
+    bits_per_s = parse_rate(rate)
     total_s = _START_S
     for rival in rivals:
         share = _BYTES_PER_PARAMETER.get(rival, _OTHER_BYTES_PER_PARAMETER)

@@ -20,11 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stenograd.emulate.hosts import Hosts
+from stenograd.emulate.hosts import Hosts, parse_delay, parse_rate
 from stenograd.planning.advice import ACCURACIES, accuracy_of, advised
 from stenograd.planning.link import Link
 from stenograd.planning.plan import load_plan, predicted
-from stenograd.units import parse_delay, rate_or_none
 
 HERE = Path(__file__).parent
 METHODS = [
@@ -164,7 +163,7 @@ def rows(
 
 def _slowest(cell: str) -> float:
     """Return the bits per second of the slower direction."""
-    rates = [rate_or_none(text) for text in Cell.of(cell).rate.split("/")]
+    rates = [parse_rate(text) for text in Cell.of(cell).rate.split("/")]
     return min(rate for rate in rates if rate is not None)
 
 
@@ -175,7 +174,7 @@ def link_errors(cell: str, link: Link) -> list[float]:
     """
     about = Cell.of(cell)
     up_bps, _, down_bps = about.rate.partition("/")
-    up, down = rate_or_none(up_bps), rate_or_none(down_bps or up_bps)
+    up, down = parse_rate(up_bps), parse_rate(down_bps or up_bps)
     assert up is not None
     assert down is not None
     others = about.hosts - 1

@@ -18,9 +18,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from stenograd.emulate.hosts import Hosts
+from stenograd.emulate.hosts import Hosts, parse_rate
 from stenograd.planning.timed import Computing
-from stenograd.units import rate_or_none
 
 _LASTS_S, _ALONE_S, _REPEATS = 0.35, 0.5, 5
 
@@ -52,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--single-packets", action="store_true")
     args = parser.parse_args()
-    bits_per_s = rate_or_none(args.rate)
+    bits_per_s = parse_rate(args.rate)
     if bits_per_s is None:
         parser.error("--rate must be limited, such as 100mbit")
     if "RANK" in os.environ:

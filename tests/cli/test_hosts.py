@@ -267,7 +267,7 @@ def test_the_command_says_what_was_wrong():
     assert "rate must be" in wrong_rate.stderr
     wrong_delay = _emulated("--delay", "20", "--", "true")
     assert wrong_delay.returncode == 2
-    assert "delay must be none, or a number and us, ms or s, got '20'" in wrong_delay.stderr
+    assert "delay must be none or like 20ms or 500us, got '20'" in wrong_delay.stderr
     failing = _emulated("--rate", "none", "--", "sh", "-c", "echo what went wrong; exit 3")
     assert failing.returncode == 1
     assert "status 3" in failing.stderr

@@ -12,7 +12,7 @@ ELEMENTS = 64 * 96 + 96 + 96 * 64 + 64
 SENT_IN_22_STEPS = [
     ("topk:ratio=0.05", 0.025 * 22, 0.075 * 22),
     ("sign", 22 / 32, 22 / 16),
-    ("powersgd:rank=1", 0.02 * 22, 0.06 * 22),
+    ("powersgd:rank=1", 0.01 * 22, 0.03 * 22),
     ("local:every=4", 5, 5),
     ("diloco:every=10", 2, 2),
 ]

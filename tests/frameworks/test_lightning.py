@@ -44,15 +44,16 @@ def planned_bytes(how):
 
     topk:ratio=0.05 sends 5 % of the elements, each with a value of 2 bytes and an index of at most 4.
     sign sends a bit for each element of the matrices, and the biases in 4 bytes; powersgd:rank=2 two factors
-    of 2 (32 + 64) elements for each matrix, and the biases. local and diloco send all parameters once per
-    round, and gossip to one neighbour once per step; local and gossip once more for the consensus after 50
-    steps, where the outer parameters of diloco are at hand. Scales, padding and flags take at most 15 % more.
+    of 2 (32 + 64) elements for each matrix, and the biases, all in 2 bytes. local and diloco send all
+    parameters once per round, and gossip to one neighbour once per step; local and gossip once more for the
+    consensus after 50 steps, where the outer parameters of diloco are at hand. Scales, padding and flags
+    take at most 15 % more.
     """
     small = 4 * (WIDE + 64)
     least, most = {
         "topk:ratio=0.05": (0.05 * PARAMETERS * 2, 0.05 * PARAMETERS * 6),
         "sign": (MATRICES / 8 + small, MATRICES / 8 + small),
-        "powersgd:rank=2": (2 * 4 * 2 * (WIDE + 64) + small, 2 * 4 * 2 * (WIDE + 64) + small),
+        "powersgd:rank=2": (2 * 2 * 2 * (WIDE + 64) + small / 2,) * 2,
         "local:every=4": (DENSE_BYTES * (12 + 1) / 50,) * 2,
         "diloco:every=10": (DENSE_BYTES * 5 / 50,) * 2,
         "gossip": (DENSE_BYTES * (50 + 1) / 50,) * 2,

@@ -14,7 +14,7 @@ from stenograd.planning.rehearsal import Profile
 from stenograd.planning.report import page
 from stenograd.planning.scale import MERGED, TWO_LEVELS, parse_place, scaled, sizes_of
 from stenograd.planning.trial import load_trial
-from stenograd.units import parse_link
+from stenograd.planning.units import parse_link
 
 VOID = {"meta", "path", "use", "br"}
 

@@ -16,7 +16,7 @@ from stenograd.comm.driver import Driver
 from stenograd.errors import bad_value
 from stenograd.planning.link import Cost, Link
 from stenograd.planning.measure_link import measure_link
-from stenograd.units import rate_text, time_text
+from stenograd.planning.units import rate_text, time_text
 
 __all__ = ["run"]
 

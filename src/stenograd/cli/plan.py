@@ -32,7 +32,7 @@ from stenograd.planning.measure_link import measure_link
 from stenograd.planning.plan import Plan, default_cores, load_plan, plan, predicted, with_ranks
 from stenograd.planning.report import page
 from stenograd.planning.trial import Trial, first_batches, load_trial
-from stenograd.units import rate_text, time_text
+from stenograd.planning.units import rate_text, time_text
 
 __all__ = ["Asked", "run", "show_plan"]
 

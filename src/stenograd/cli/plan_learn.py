@@ -19,7 +19,7 @@ from stenograd.planning.advice import DENSE
 from stenograd.planning.learn import Learned, Learning, learn, memory_bytes, sentence
 from stenograd.planning.plan import Plan
 from stenograd.planning.trial import Trial
-from stenograd.units import time_text
+from stenograd.planning.units import time_text
 
 __all__ = ["load_weights", "show_learning", "tried"]
 

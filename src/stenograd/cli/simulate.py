@@ -14,7 +14,7 @@ from stenograd.errors import bad_value
 from stenograd.planning.advice import DENSE
 from stenograd.planning.plan import VALIDATED, load_plan
 from stenograd.planning.scale import MERGED, TWO_LEVELS, Point, parse_place, scaled, sizes_of
-from stenograd.units import time_text
+from stenograd.planning.units import time_text
 
 __all__ = ["run"]
 

@@ -9,6 +9,7 @@ network is not touched, and whoever runs this twice at once gets two networks th
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,13 +33,14 @@ from stenograd.emulate.namespaces import (
     require_rights,
     sent_bytes,
 )
-from stenograd.units import parse_delay, rate_or_none
 
-__all__ = ["Hosts", "HostsError", "why_not"]
+__all__ = ["Hosts", "HostsError", "parse_delay", "parse_rate", "why_not"]
 
 # Namespaces are called stenograd-PID-NUMBER-switch and stenograd-PID-NUMBER-host0, ...
 _PREFIX = "stenograd-"
 _NUMBERS = count()
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself
 _MAX_HOSTS = 254
 _POLL_S = 0.1
@@ -47,6 +49,42 @@ _FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobo
 _PACKET_BYTES, _SEGMENT_BYTES = 1514, 1448  # of Ethernet, with headers and without
 _MOST_BYTES = 65_536  # in one piece, for the kernel
 _LEFT_OUT = ("TORCHELASTIC_", "STENOGRAD_STORE", "OMPI_", "PMI", "SLURM_")  # an outer launcher's variables
+
+
+def parse_rate(text: str) -> float | None:
+    """Return a link's bits per second, or None for an unshaped one.
+
+    Args:
+        text: "none", or a number and kbit, mbit or gbit.
+
+    Example:
+        >>> parse_rate("100mbit"), parse_rate("2.5gbit"), parse_rate("none")
+        (100000000.0, 2500000000.0, None)
+    """
+    if text == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"rate must be none or like 100mbit or 1gbit, got {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def parse_delay(text: str) -> float:
+    """Return a link's delay in seconds.
+
+    Args:
+        text: "none", or a number and us, ms or s.
+
+    Example:
+        >>> parse_delay("20ms"), parse_delay("500us"), parse_delay("none")
+        (0.02, 0.0005, 0.0)
+    """
+    if text == "none":
+        return 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
+    if match is None:
+        raise ValueError(f"delay must be none or like 20ms or 500us, got {text!r}")
+    return float(match[1]) * _TIME_UNITS[match[2]]
 
 
 def why_not(delay: str = "none") -> str | None:
@@ -87,7 +125,7 @@ class Hosts:
         self._cores = _shared_out(count, cores_per_host) if cores_per_host else [[] for _ in range(count)]
         self.count, self.rate, self.delay = count, rate, delay
         up, _, down = rate.partition("/")
-        self._up_bps, self._down_bps = rate_or_none(up), rate_or_none(down or up)
+        self._up_bps, self._down_bps = parse_rate(up), parse_rate(down or up)
         self._delay_s = parse_delay(delay)
         self._prefix = f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}-"
         self._runs = 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from stenograd.comm.groups import ranks_of
 from stenograd.errors import ConfigError
 from stenograd.heat.daso import DASO
 
@@ -44,7 +44,8 @@ class DataParallelMultiGPU(nn.Module):
             raise TypeError(
                 f"optimizer must be a DASO, got {type(optimizer).__name__}: use DataParallel for others"
             )
-        if comm is not None and comm is not (optimizer.comm or dist.group.WORLD):
+        whole = optimizer.comm is None and comm is not None and ranks_of(comm) == ranks_of(None)
+        if comm is not None and comm is not optimizer.comm and not whole:
             raise ConfigError("comm must be DASO's own process group, got another: leave it out here")
         super().__init__()
         self.module = module

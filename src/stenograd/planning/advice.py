@@ -17,8 +17,8 @@ from stenograd.errors import bad_value
 from stenograd.planning.cluster import Cluster
 from stenograd.planning.program import Program
 from stenograd.planning.replay import replay
+from stenograd.planning.units import rate_text, time_text
 from stenograd.schedules.every_step import EveryStep
-from stenograd.units import rate_text, time_text
 
 __all__ = [
     "ACCURACIES",

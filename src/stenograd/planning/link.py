@@ -13,7 +13,7 @@ from stenograd.comm.routes import Route, route, spreads
 from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import REDUCTIONS, Op
 from stenograd.errors import DataError, first_line
-from stenograd.units import parse_link
+from stenograd.planning.units import parse_link
 
 __all__ = ["OPS", "WAYS", "Cost", "Link", "Sample", "assumed", "hops", "load_link", "messages", "wire_bytes"]
 

@@ -35,7 +35,7 @@ from stenograd.planning.program import Program
 from stenograd.planning.rehearsal import Profile, Rehearsed, rehearse, together
 from stenograd.planning.replay import Timeline, replay
 from stenograd.planning.trial import Trial
-from stenograd.units import parse_link, rate_text
+from stenograd.planning.units import parse_link, rate_text
 from stenograd.version import __version__
 
 __all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_ranks"]

@@ -14,7 +14,7 @@ from stenograd.planning.advice import DENSE, Prediction
 from stenograd.planning.learn import Learning, sentence
 from stenograd.planning.plan import Plan
 from stenograd.planning.replay import Timeline, replay
-from stenograd.units import rate_text, time_text
+from stenograd.planning.units import rate_text, time_text
 
 __all__ = ["page"]
 

@@ -15,7 +15,7 @@ from stenograd.planning.link import WAYS
 from stenograd.planning.plan import Plan
 from stenograd.planning.program import Collective, Program
 from stenograd.planning.replay import replay
-from stenograd.units import LinkText, parse_link
+from stenograd.planning.units import LinkText, parse_link
 
 __all__ = [
     "MERGED",

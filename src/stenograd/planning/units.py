@@ -7,16 +7,7 @@ from dataclasses import dataclass
 
 from stenograd.errors import ConfigError, bad_value
 
-__all__ = [
-    "LinkText",
-    "parse_delay",
-    "parse_link",
-    "parse_rate",
-    "parse_seconds",
-    "rate_or_none",
-    "rate_text",
-    "time_text",
-]
+__all__ = ["LinkText", "parse_link", "parse_rate", "parse_seconds", "rate_text", "time_text"]
 
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -51,63 +42,24 @@ def parse_rate(text: str) -> float:
         Traceback (most recent call last):
         stenograd.errors.ConfigError: rate must be a number and kbit, mbit or gbit, got '1gbps': write 1gbit
     """
-    return _parse_rate(text, "must be a number and kbit, mbit or gbit")
-
-
-def rate_or_none(text: str) -> float | None:
-    """Return bits per second as `parse_rate` does, or None from "none", for a link without a limit.
-
-    Raises:
-        ConfigError: it is neither.
-
-    Example:
-        >>> rate_or_none("100mbit"), rate_or_none("none")
-        (100000000.0, None)
-    """
-    return None if text == "none" else _parse_rate(text, "must be none, or a number and kbit, mbit or gbit")
+    match = re.fullmatch(_NUMBER + "(kbit|mbit|gbit)", text.strip())
+    if match is None or float(match[1]) == 0:
+        guess = re.fullmatch(_NUMBER + r"\s*([kmg])\w*(?:/s)?", text.strip(), re.IGNORECASE)
+        advice = f"write {guess[1]}{guess[2].lower()}bit" if guess and float(guess[1]) else "write 1gbit"
+        raise bad_value("rate", "must be a number and kbit, mbit or gbit", text, advice)
+    return float(match[1]) * _RATE_UNITS[match[2]]
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of a latency from a number and us, ms or s.
-
-    Raises:
-        ConfigError: it is not written like that.
+    """Return seconds from a number and us, ms or s.
 
     Example:
         >>> parse_seconds("0.2ms")
         0.0002
     """
-    return _parse_seconds(text, "latency", "must be a number and us, ms or s")
-
-
-def parse_delay(text: str) -> float:
-    """Return the seconds of a delay from a number and us, ms or s, or 0 from "none".
-
-    Raises:
-        ConfigError: it is neither.
-
-    Example:
-        >>> parse_delay("20ms"), parse_delay("500us"), parse_delay("none")
-        (0.02, 0.0005, 0.0)
-    """
-    return (
-        0.0 if text == "none" else _parse_seconds(text, "delay", "must be none, or a number and us, ms or s")
-    )
-
-
-def _parse_rate(text: str, rule: str) -> float:
-    match = re.fullmatch(_NUMBER + "(kbit|mbit|gbit)", text.strip())
-    if match is None or float(match[1]) == 0:
-        guess = re.fullmatch(_NUMBER + r"\s*([kmg])\w*(?:/s)?", text.strip(), re.IGNORECASE)
-        advice = f"write {guess[1]}{guess[2].lower()}bit" if guess and float(guess[1]) else "write 1gbit"
-        raise bad_value("rate", rule, text, advice)
-    return float(match[1]) * _RATE_UNITS[match[2]]
-
-
-def _parse_seconds(text: str, name: str, rule: str) -> float:
     match = re.fullmatch(_NUMBER + "(us|ms|s)", text.strip())
     if match is None:
-        raise bad_value(name, rule, text, "write 0.2ms")
+        raise bad_value("latency", "must be a number and us, ms or s", text, "write 0.2ms")
     return float(match[1]) * _TIME_UNITS[match[2]]
 
 
