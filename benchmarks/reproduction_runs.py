@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stenograd import method, tasks
 from stenograd.cli.loop import Trainer
-from stenograd.cli.options import Options
+from stenograd.cli.options import Options, Shards, Task
 from stenograd.cli.setup import Setup, make_setup
 from stenograd.comm.driver import Driver
 from stenograd.testing.pool import RankPool, RanksFailed
@@ -162,9 +162,9 @@ def _train(rank: int, run: Run, data: Path | None) -> dict[str, Any]:
 
 def _enter(run: Run, data: Path | None) -> Trainer:
     """Return this rank's training, which has not begun."""
-    shards = "contiguous" if run.by_class else "shuffled"
+    shards = Shards.CONTIGUOUS if run.by_class else Shards.SHUFFLED
     options = Options(
-        task=run.task,
+        task=Task(run.task),
         data=data,
         seed=run.seed,
         epochs=run.epochs or None,

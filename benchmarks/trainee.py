@@ -54,7 +54,7 @@ class Trainee:
         self,
         name: str,
         task: tasks.Task,
-        world: stenograd.World,
+        world: stenograd.launch.process_group.World,
         seed: int,
         steps: int | None = None,
         epochs: int | None = None,

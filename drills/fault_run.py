@@ -124,7 +124,17 @@ class FaultRun:
         out = self._out if self._jobs == 1 else self._folder / f"out{self._jobs}"
         for rank in range(self.size):
             method = "topk:ratio=0.5" if rank == other_method else self.method
-            argv = ["train", "--method", method, "--epochs", "10000", "--timeout-s", str(self._timeout_s)]
+            argv = [
+                "train",
+                "--task",
+                "digits",
+                "--method",
+                method,
+                "--epochs",
+                "10000",
+                "--timeout-s",
+                str(self._timeout_s),
+            ]
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.size)}
             namespace = None
             if self._hosts is not None:

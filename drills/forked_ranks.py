@@ -111,7 +111,7 @@ class ForkedRanks:
         faults: Mapping[int, Mapping[str, Any]] | None = None,
         limit_s: float = 120.0,
     ) -> tuple[list[int], str]:
-        """Run `stenograd train ARGUMENTS` on so many ranks of this host, and wait for all.
+        """Run `stenograd train --task digits ARGUMENTS` on so many ranks of this host, and wait for all.
 
         Args:
             arguments: of the command, each as `str` writes it.
@@ -125,7 +125,7 @@ class ForkedRanks:
         Raises:
             TimeoutError: a rank did not end.
         """
-        argv, deadline = ["train", *map(str, arguments)], time.monotonic() + limit_s
+        argv, deadline = ["train", "--task", "digits", *map(str, arguments)], time.monotonic() + limit_s
         with tempfile.TemporaryDirectory(prefix="drill-", ignore_cleanup_errors=True) as folder:
             shared = {
                 "WORLD_SIZE": workers,

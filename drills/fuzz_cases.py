@@ -10,17 +10,16 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from file_damage import Checkpoints, Kernel, Wrong
 from guarded import GuardedInput, GuardedOutput
 from torch import Tensor
 
 import stenograd
-from stenograd.checkpoint.rank_files import Manifest, read_manifest, read_rank, write_manifest, write_rank
 from stenograd.comm.packing import pack
 from stenograd.compression import float30 as compact
 from stenograd.compression.contract import Compressor, Site
@@ -47,11 +46,8 @@ Case = Callable[[random.Random], str]
 
 _MOST = 600  # elements of a case: enough for several blocks, words and cache lines
 _INPUTS = [GuardedInput(1 << 16) for _ in range(6)]
+_FILES = tempfile.TemporaryDirectory(prefix="fuzz-")
 _OUTPUT = GuardedOutput(_MOST)
-
-
-class Wrong(AssertionError):
-    """A decoder did what it must not."""
 
 
 def warm() -> None:
@@ -291,36 +287,6 @@ def _changed(content: bytes, draw: random.Random) -> bytes:
     return bytes(raw)
 
 
-class _Checkpoint:
-    """A checkpoint of one rank, of which the manifest or the file is damaged; made once."""
-
-    def __init__(self) -> None:
-        self._made: tuple[Any, ...] | None = None
-
-    def __call__(self, draw: random.Random) -> str:
-        if self._made is None:
-            keep = tempfile.TemporaryDirectory(prefix="fuzz-")
-            folder, content = Path(keep.name), {"x": torch.arange(9.0), "n": 3, "l": [1, {"a": None}]}
-            file = write_rank(folder, 1, "ab", 0, content)
-            manifest = Manifest(step=1, set_id="ab", world_size=1, files=(file,))
-            write_manifest(folder, manifest)
-            names = ("checkpoint-step1.json", file.name)
-            self._made = (
-                keep,
-                folder,
-                {name: (folder / name).read_bytes() for name in names},
-                asdict(manifest),
-            )
-        _, folder, whole, _ = self._made
-        victim = draw.choice(list(whole))
-        for name, content in whole.items():
-            (folder / name).write_bytes(_changed(content, draw) if name == victim else content)
-        name, content = outcome(lambda: read_rank(folder, read_manifest(folder, 1), 0))
-        if name == "answer" and not torch.equal(content["x"], torch.arange(9.0)):
-            raise Wrong(f"read {content}")
-        return name
-
-
 class _RollCall:
     """Lines that whoever connects to a rank's listener may write; no socket is involved."""
 
@@ -329,12 +295,16 @@ class _RollCall:
 
     def __call__(self, draw: random.Random) -> str:
         if self._presence is None:
-            self._presence = Presence(0, "127.0.0.1")
-            self._presence.close()
-            self._presence.meet(dict.fromkeys((1, 2, 3), self._presence.card))
+            self._presence, *others = [Presence(rank, "127.0.0.1") for rank in range(4)]
+            for one in (self._presence, *others):
+                one.close()
+            self._presence.meet({rank: one.card for rank, one in enumerate(others, 1)})
         token = json.loads(self._presence.card)[2]
-        line = json.dumps({"from": 1, "group": "world", "lost": [2, 3], "to": token}).encode()
-        junk = [b"[]", b"3", b'{"to": 1}', b"", b'{"lost": 3, "to": "%s"}' % token.encode()]
+        asked = json.dumps({"from": 1, "group": "world", "lost": [2, 3]}).encode()
+        said = draw.choice([b"[]", b"3", b'{"lost": 3}', b"", asked, _changed(asked, draw)])
+        signed = self._presence._mac(token, text) if (text := said.decode(errors="replace")) else ""
+        line = json.dumps([text, signed]).encode()
+        junk = [b"[]", b"3", b'{"to": 1}', b"", b'["", ""]', b"[3, 4]", line]
         line = draw.choice([_changed(line, draw), _changed(line, draw), draw.choice(junk)])
         try:
             self._presence._answer(line)
@@ -343,6 +313,13 @@ class _RollCall:
         except Exception as error:
             raise Wrong(f"{type(error).__name__}: {error} for {line!r}") from error
         return "answer"
+
+
+@cache
+def _made(files: type[Checkpoints] | type[Kernel]) -> Case:
+    folder = Path(_FILES.name) / files.__name__
+    folder.mkdir()
+    return files(folder)
 
 
 CASES: dict[str, Case] = {
@@ -364,7 +341,8 @@ CASES: dict[str, Case] = {
     **{f"exchange {text}": partial(_exchange, text) for text in configurations()},
     "gather of any lengths": _ragged,
     "unpack": _pack,
-    "checkpoint": _Checkpoint(),
+    "checkpoint": lambda draw: _made(Checkpoints)(draw),
+    "kernel": lambda draw: _made(Kernel)(draw),
     "method text": _text,
     "roll call": _RollCall(),
 }

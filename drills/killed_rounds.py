@@ -6,6 +6,7 @@ all, if the lost rank's share had come); without it every survivor must get a `P
 
     python drills/killed_rounds.py                # 100 drills, some minutes
     python drills/killed_rounds.py --drills 5 --first 40
+    python drills/killed_rounds.py --drills 50 --phase torn
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import pickle
 import random
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import stenograd
+from stenograd.data.requests import exchange
 from stenograd.errors import PeerLost
 from stenograd.sync.outer_averaging import OuterPart
 from stenograd.testing.pool import RankPool, RanksFailed
@@ -40,6 +43,8 @@ PHASES = {
     "before": "when a round is due, before its first message",
     "sent": "after what it has to send was handed over",
     "arrived": "when everything has arrived, before it is used",
+    "confirming": "up to 2 ms after it began to confirm that everything has arrived",
+    "torn": "when some have its word that everything has arrived there, and others have not",
     "after": "after the round",
 }
 
@@ -55,6 +60,7 @@ class Case:
         phase: one of `PHASES`.
         round: in which, from 0.
         drop: whether the method says lost=drop.
+        hearing: those that have its last word, where that is torn.
     """
 
     ranks: int
@@ -63,29 +69,35 @@ class Case:
     phase: str
     round: int
     drop: bool
+    hearing: tuple[int, ...]
 
     @property
     def method(self) -> str:
         """The method's text."""
-        return f"{self.schedule}:every={_EVERY}" + (",lost=drop" if self.drop else "")
+        schedule, _, codec = self.schedule.partition("/")
+        return f"{schedule}:every={_EVERY}{',lost=drop' * self.drop}{'/' * bool(codec)}{codec}"
 
 
-def case(number: int) -> Case:
-    """Return a drill by its number.
+def case(number: int, phase: str | None = None) -> Case:
+    """Return a drill by its number, in a phase of its own or in this one.
 
     Example:
         >>> case(3) == case(3), case(3).phase in PHASES
         (True, True)
     """
     chance = random.Random(number)
+    drawn = chance.choice(list(PHASES))
     ranks = chance.randint(3, _MOST_RANKS)
+    victim = chance.randrange(ranks)
+    others = [rank for rank in range(ranks) if rank != victim]
     return Case(
         ranks=ranks,
-        victim=chance.randrange(ranks),
-        schedule=chance.choice(["local", "diloco"]),
-        phase=chance.choice(list(PHASES)),
+        victim=victim,
+        schedule=chance.choice(["local", "diloco", "diloco/topk"]),
+        phase=phase or drawn,
         round=chance.randrange(_ROUNDS - 1),  # one more has to follow, or nobody notices
-        drop=number % 5 != 0,
+        drop=number % 5 != 0 or (phase or drawn) in ("confirming", "torn"),  # without drop nobody confirms
+        hearing=tuple(chance.sample(others, chance.randrange(ranks))),
     )
 
 
@@ -96,12 +108,13 @@ def main() -> None:
     )
     parser.add_argument("--drills", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--phase", choices=list(PHASES), help="for all drills; by their numbers otherwise")
     args = parser.parse_args()
     good: Counter[tuple[str, str]] = Counter()
     wrong, start = 0, time.monotonic()
     with RankPool(_MOST_RANKS) as pool:
         for number in range(args.first, args.first + args.drills):
-            one = case(number)
+            one = case(number, args.phase)
             try:
                 good[one.phase, _drill(pool, one)] += 1
             except (AssertionError, EOFError, OSError) as error:
@@ -146,6 +159,8 @@ def _means(one: Case, told: list[Any], survivors: list[Any]) -> str:
     Raises:
         AssertionError: some round took another mean than those that it may.
     """
+    if "/" in one.schedule:
+        return "equal; what a codec leaves out is in no mean"
     outcome = ""
     for number in range(_ROUNDS):
         left = _expected(one, [found["brought"][number] for found in survivors])
@@ -227,6 +242,19 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
             return done
 
         setattr(part, name, then_die)
+    if die is not None and one.phase == "confirming":
+        confirm, wait = sync._survivors._confirm, random.Random().uniform(0, 0.002)
+
+        def confirming() -> None:
+            if len(told["brought"]) > one.round:
+                threading.Timer(wait, die).start()
+            confirm()
+            if len(told["brought"]) > one.round:
+                time.sleep(60)  # it dies here at the latest, not in the next round
+
+        sync._survivors._confirm = confirming
+    if one.phase == "torn":
+        _tear(sync._survivors, told, one, die)
 
     def meeting(t: int) -> None:
         own = _flat(sync)
@@ -241,6 +269,27 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
             die()
 
     sync._meet = meeting
+
+
+def _tear(survivors: Any, told: dict[str, Any], one: Case, die: Callable[[], None] | None) -> None:
+    """Confirm one round by messages from each rank to each other one; the victim dies after some of its."""
+    confirm, done = survivors._confirm, list[int]()
+    others = [rank for rank in range(one.ranks) if rank != one.victim]
+
+    def torn() -> None:
+        if done or len(told["brought"]) <= one.round:
+            confirm()
+            return
+        done.append(one.round)
+        word = [torch.zeros(1)]
+        if die is not None:
+            survivors.driver.run(exchange(word, one.hearing, ()))
+            die()
+        mine = survivors.driver.rank
+        peers = [rank for rank in others if rank != mine]
+        survivors.driver.run(exchange(word, peers, [*peers, one.victim]))
+
+    survivors._confirm = torn
 
 
 def _flat(sync: Any) -> Tensor:

@@ -13,10 +13,10 @@ import torch
 from common import BUCKET_BYTES, METHODS, data, flat, mlp
 from torch import nn
 
-import stenograd
 from stenograd.cli.table import show
 from stenograd.errors import ReplicaDivergence
 from stenograd.kernels.hash import hash_tensor
+from stenograd.sync.gradient_sync import GradientSync
 from stenograd.testing.pool import RankPool
 
 WORLD = 3
@@ -29,9 +29,7 @@ def drill(rank: int, method: str, steps: int) -> dict[str, Any]:
     """Train with the guard on, then flip a bit and train on until it is found; return what was seen."""
     model = mlp(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = stenograd.distribute(
-        model, optimizer, method, bucket_bytes=BUCKET_BYTES, timeout_s=60, check_every=EVERY
-    )
+    sync = GradientSync(model, optimizer, method, bucket_bytes=BUCKET_BYTES, timeout_s=60, check_every=EVERY)
     for step in range(steps):
         take_step(model, optimizer, rank, step)
     seen: dict[str, Any] = {

@@ -143,7 +143,7 @@ def _model(plan: Plan, rank: int) -> nn.Module:
     return nn.Sequential(*layers).to(getattr(torch, plan.dtype))
 
 
-def _attach(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> stenograd.GradientSync:
+def _attach(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> stenograd.Sync:
     timeout_s = _TIMEOUT_S if plan.killed < 0 else _KILLED_TIMEOUT_S
     return stenograd.distribute(
         model, optimizer, plan.method, bucket_bytes=plan.bucket_bytes, timeout_s=timeout_s

@@ -33,7 +33,8 @@ def training(rank: int) -> None:
     def shuffle(engine: Engine) -> None:
         loader.sampler.set_epoch(engine.state.epoch)
 
-    trainer.run(loader, max_epochs=3)
+    with sync:  # + leaves the ranks' process group at its end
+        trainer.run(loader, max_epochs=3)
     accuracy = (net(x).argmax(1) == y).float().mean().item()
     found = {"accuracy": accuracy, "steps": sync.step, "sent": sync.traffic.moved_bytes}
     print(json.dumps(found | {"norm": [p.norm().item() for p in net.parameters()]}))

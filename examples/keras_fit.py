@@ -42,7 +42,8 @@ model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 model.torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 sync = stenograd.distribute(model, model.torch_optimizer, "topk:ratio=0.05")  # +
 
-model.fit(x, y, batch_size=32, epochs=3, verbose=0)
+with sync:  # + leaves the ranks' process group at its end
+    model.fit(x, y, batch_size=32, epochs=3, verbose=0)
 accuracy = model.evaluate(x, y, verbose=0)[1]
 found = {"accuracy": accuracy, "steps": sync.step, "sent": sync.traffic.moved_bytes}
 print(json.dumps(found | {"norm": [p.norm().item() for p in model.parameters()]}))

@@ -50,6 +50,7 @@ def loop(config: dict[str, int]) -> None:
             stenograd.save_checkpoint(folder, step=epoch + 1, **whole)  # +
             metrics = {"epoch": epoch + 1, "accuracy": accuracy, "megabytes": sync.traffic.moved_bytes / 1e6}
             train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
+    sync.close()  # +
 
 
 if __name__ == "__main__":

@@ -49,6 +49,9 @@ net = Net(
     train_split=None,  # else each rank would hold back a fifth of its share
     verbose=0,
 )
-net.fit(x, y)
+try:  # +
+    net.fit(x, y)
+finally:  # +
+    net.sync.close()  # + leaves the ranks' process group
 found = {"accuracy": float(net.score(x, y)), "steps": net.sync.step, "sent": net.sync.traffic.moved_bytes}
 print(json.dumps(found | {"norm": [p.norm().item() for p in net.module_.parameters()]}))

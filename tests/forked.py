@@ -1,7 +1,9 @@
 """Programs in processes of their own, forks of one with torch imported: that takes a second, not four."""
 
+import contextlib
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import warnings
@@ -20,22 +22,38 @@ def python(arguments, cwd, env=None, strict=False, limit_s=300):
         strict: whether every warning is an error.
         limit_s: seconds until the process is killed.
     """
-    from stenograd.testing.pool import start_context
-
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("stdout", "stderr")]
-        environment = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
-        job = [list(map(str, arguments)), str(cwd), environment, strict, [*map(str, files)]]
-        process = start_context().Process(target=_main, args=job)
-        process.start()
-        process.join(limit_s)
-        process.kill()
-        process.join()
+        process, files = start(arguments, cwd, folder, env, strict)
+        try:
+            process.join(limit_s)
+        finally:
+            kill(process)
         out, err = (file.read_text() if file.exists() else "" for file in files)
     return CompletedProcess(arguments, process.exitcode, out, err)
 
 
+def start(arguments, cwd, folder, env=None, strict=False):
+    """Start what `python` runs; return the process and its two files in `folder`, of what it prints."""
+    from stenograd.testing.pool import start_context
+
+    files = [Path(folder) / name for name in ("stdout", "stderr")]
+    environment = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
+    job = [list(map(str, arguments)), str(cwd), environment, strict, [*map(str, files)]]
+    process = start_context().Process(target=_main, args=job)
+    process.start()
+    return process, files
+
+
+def kill(process):
+    """End a process that `start` has started, and all that it has started itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
 def _main(arguments, cwd, environment, strict, files):
+    os.setsid()  # so that all that it starts can be ended with it
     for stream, name in zip((1, 2), files, strict=True):
         os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), stream)
     os.environ.clear()

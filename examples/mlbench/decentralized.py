@@ -11,10 +11,9 @@ from torch import nn
 from stenograd import tasks
 from stenograd.mlbench.backends import global_average, initialize_backends
 from stenograd.mlbench.decentralized import DecentralizedSGD
-from stenograd.mlbench.goals import time_to_accuracy_goal
 from stenograd.mlbench.partition import partition_dataset_by_rank
 from stenograd.mlbench.schedulers import MultiStepLRLinearWarmUp
-from stenograd.mlbench.tracker import Tracker
+from stenograd.mlbench.tracker import Tracker, time_to_accuracy_goal
 
 EPOCHS, BATCH = 10, 16
 

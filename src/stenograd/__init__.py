@@ -7,70 +7,38 @@ gradients that are averaged over all ranks, written on the wire by the method of
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from stenograd.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from stenograd import compression as compression
+    from stenograd import compressors as compressors
     from stenograd import ddp, heat, mlbench, singa
+    from stenograd import errors as errors
+    from stenograd import schedules as schedules
+    from stenograd import testing as testing
     from stenograd.catalog.method import Method, method, methods
-    from stenograd.checkpoint.api import Loaded, PerRank, load_checkpoint, save_checkpoint
+    from stenograd.checkpoint.api import PerRank, load_checkpoint, save_checkpoint
     from stenograd.checkpoint.beside import load_state, save_state
     from stenograd.checkpoint.reshard import reshard
     from stenograd.comm.traffic import Traffic
-    from stenograd.compression.codec import Codec
-    from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, Transport
-    from stenograd.compression.error_feedback import ErrorFeedback
-    from stenograd.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        LaunchError,
-        MethodError,
-        MismatchError,
-        NonFiniteError,
-        PeerLost,
-        ReplicaDivergence,
-        StenogradError,
-        TensorTypeError,
-        WireError,
-    )
-    from stenograd.launch.process_group import World, init, shutdown
-    from stenograd.planning.plan import Plan, load_plan, plan
+    from stenograd.errors import PeerLost, StenogradError
+    from stenograd.launch.process_group import init, shutdown
+    from stenograd.planning.plan import load_plan, plan
     from stenograd.planning.trial import Trial
+    from stenograd.sync.attached import Sync
     from stenograd.sync.distribute import distribute
-    from stenograd.sync.gradient_sync import GradientSync
-    from stenograd.sync.replica_guard import ReplicaGuard
 
 __all__ = [
-    "CheckpointError",
-    "Codec",
-    "Compressor",
-    "ConfigError",
-    "DataError",
-    "ErrorFeedback",
-    "Exchange",
-    "Feedback",
-    "GradientSync",
-    "LaunchError",
-    "Loaded",
     "Method",
-    "MethodError",
-    "MismatchError",
-    "NonFiniteError",
     "PeerLost",
     "PerRank",
-    "Plan",
-    "ReplicaDivergence",
-    "ReplicaGuard",
-    "Site",
     "StenogradError",
-    "TensorTypeError",
+    "Sync",
     "Traffic",
-    "Transport",
     "Trial",
-    "WireError",
-    "World",
     "ddp",
     "distribute",
     "heat",
@@ -93,32 +61,37 @@ __all__ = [
 # of local workers answer at once: importing torch takes seconds.
 _HOMES = {
     "catalog.method": ["Method", "method", "methods"],
-    "checkpoint.api": ["Loaded", "PerRank", "load_checkpoint", "save_checkpoint"],
+    "checkpoint.api": ["PerRank", "load_checkpoint", "save_checkpoint"],
     "checkpoint.beside": ["load_state", "save_state"],
     "checkpoint.reshard": ["reshard"],
     "comm.traffic": ["Traffic"],
-    "compression.codec": ["Codec"],
-    "compression.contract": ["Compressor", "Exchange", "Feedback", "Site", "Transport"],
-    "compression.error_feedback": ["ErrorFeedback"],
-    "errors": [name for name in __all__ if name.endswith(("Error", "Lost", "Divergence"))],
-    "launch.process_group": ["World", "init", "shutdown"],
-    "planning.plan": ["Plan", "load_plan", "plan"],
+    "errors": ["PeerLost", "StenogradError"],
+    "launch.process_group": ["init", "shutdown"],
+    "planning.plan": ["load_plan", "plan"],
     "planning.trial": ["Trial"],
+    "sync.attached": ["Sync"],
     "sync.distribute": ["distribute"],
-    "sync.gradient_sync": ["GradientSync"],
-    "sync.replica_guard": ["ReplicaGuard"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
+if not TYPE_CHECKING:  # to mypy and to editors, a name that is not above is misspelt
 
-def __getattr__(name: str) -> Any:
-    if name in ("accelerate", "ddp", "heat", "mlbench", "simulate", "singa", "topology", "transformers"):
-        return importlib.import_module(f"stenograd.{name}")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'stenograd' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"stenograd.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name in _HOME_OF:
+            value = getattr(importlib.import_module(f"stenograd.{_HOME_OF[name]}"), name)
+        elif name.startswith("_") or importlib.util.find_spec(f"stenograd.{name}") is None:
+            raise AttributeError(f"module 'stenograd' has no attribute {name!r}{_hint(name)}")
+        else:  # an adapter says here which extra it needs
+            value = importlib.import_module(f"stenograd.{name}")
+        globals()[name] = value
+        return value
+
+
+def _hint(name: str) -> str:
+    for home in ("errors", "compression") if name[:1].isupper() else ():
+        if hasattr(importlib.import_module(f"stenograd.{home}"), name):
+            return f": it is stenograd.{home}.{name}"
+    return ""
 
 
 def __dir__() -> list[str]:

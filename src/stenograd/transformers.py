@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stenograd.catalog.method import Method
+from stenograd.data.carried import in_memory
 from stenograd.errors import ConfigError, StenogradError
 
 try:
@@ -40,6 +41,9 @@ def use(
 
     With a schedule (`local`, `diloco`, `gossip`) ranks' parameters differ between rounds: during `train()`
     they are evaluated and saved as `sync.consensus()` puts them, and they stay so when it ends.
+
+    When `train()` ends or raises, it leaves the process groups, and threads and hooks are taken away; called
+    again, it goes on from there.
 
     Args:
         trainer: a `transformers.Trainer` or a subclass that trains by its loop, such as those of TRL.
@@ -81,6 +85,7 @@ def use(
     options: dict[str, Any] = {"check_every": check_every, "skip_bad_steps": skip_bad_steps}
     attached = accelerate.use(trainer.accelerator, method, timeout_s=timeout_s, **options)
     _join_checkpoints(trainer, attached)
+    _end_with_training(trainer, attached)
     # First, so that what it adds is there when the callbacks of loggers look.
     trainer.callback_handler.callbacks.insert(0, _Callback(trainer, attached))
     return attached
@@ -113,11 +118,29 @@ class _Callback(TrainerCallback):
         best_loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if best_loaded or not self._attached.rounds:
             return
-        tensors = [*self._trainer.model.parameters(), *self._trainer.model.buffers()]
+        model = self._trainer.model
+        tensors = [in_memory(t) for t in (*model.parameters(), *model.buffers())]
         with self._attached.sync.consensus():
             common = [t.clone() for t in tensors]
         for t, shared in zip(tensors, common, strict=True):
             t.copy_(shared)
+
+
+def _end_with_training(trainer: Trainer, attached: Attachment) -> None:
+    """Leave process groups, threads and hooks behind with each training, in whatever way it ends.
+
+    The model is a plain one then. Another training wraps it anew, and goes on where this one stood.
+    """
+    train = trainer.train
+
+    def train_and_close(*args: Any, **options: Any) -> Any:
+        try:
+            return train(*args, **options)
+        finally:
+            attached.close()
+            trainer.model_wrapped = trainer.model
+
+    trainer.train = train_and_close
 
 
 def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:

@@ -6,30 +6,12 @@ import os
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
-import stenograd
+from launched import clean_env
+
 from stenograd.cli import main
 
-QUICK = ("--method", "topk:ratio=0.05", "--batch-size", "64", "--seed", "3")
-SOURCE = str(Path(stenograd.__file__).parents[1])
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "OMPI_",
-    "PMI",
-    "MPI_",
-    "SLURM_",
-    "STENOGRAD_",
-)
-
-
-def clean_env(**more):
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
-    path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
+QUICK = ("--task", "digits", "--method", "topk:ratio=0.05", "--batch-size", "64", "--seed", "3")
 
 
 def execute(command, limit_s=120, **env):
@@ -51,6 +33,7 @@ def stenograd_command(*arguments):
 
 def on_a_rank(rank, arguments):
     """Run `stenograd ARGUMENTS` as a rank that a launcher has started: status, both outputs."""
+    os.environ.pop("COLUMNS", None)  # of the test in which this process was started
     return _recorded(main, "stenograd", arguments)
 
 

@@ -5,14 +5,8 @@ import os
 import sys
 
 import pytest
-from cli_process import (
-    LAUNCHER_VARIABLES,
-    QUICK,
-    execute,
-    on_a_rank,
-    stenograd_command,
-    without_compiling,
-)
+from cli_process import QUICK, execute, on_a_rank, stenograd_command, without_compiling
+from launched import LAUNCHER_VARIABLES
 
 import stenograd
 from stenograd.cli import main

@@ -1,6 +1,8 @@
 """Checkpoint files and agreement between ranks, below the command line."""
 
 import hashlib
+import random
+import sys
 import time
 from collections import Counter, OrderedDict
 from dataclasses import replace
@@ -11,10 +13,14 @@ import pytest
 import torch
 
 from stenograd.checkpoint import rank_files as checkpoint
+from stenograd.checkpoint.collective import read_set
 from stenograd.checkpoint.files import write_atomically
 from stenograd.comm.agreement import agree, everyone, sum_over_ranks
 from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, DataError, StenogradError
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "drills"))
+from file_damage import DAMAGES, MANIFEST_DAMAGES, Checkpoints
 
 IDENTITY = {"task": "digits", "recipe": {"lr": 0.1, "betas": (0.9, 0.99)}}
 
@@ -86,6 +92,42 @@ def test_damaged_manifests(tmp_path, text, says):
     (tmp_path / "checkpoint-step3.json").write_text(text)
     with pytest.raises(CheckpointError, match=rf"checkpoint-step3\.json: cannot be read .*({says})"):
         checkpoint.read_manifest(tmp_path, 3)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.mark.parametrize("how", sorted(DAMAGES | MANIFEST_DAMAGES))
+def test_any_damage_ends_in_a_whole_checkpoint_or_a_named_error(two_checkpoints, how):
+    """The newest whole one of two, within a second; `drills/fuzz.py` tries more."""
+    for seed in range(4):
+        start = time.monotonic()
+        two_checkpoints(random.Random(f"{how}/{seed}"), how)
+        assert time.monotonic() - start < 10
+
+
+def test_a_folder_that_is_a_file_is_no_empty_folder(tmp_path, pool):
+    """On rank 1 alone, where ranks have disks of their own; none waits for another."""
+    (tmp_path / "file").touch()
+    for answer in pool.run(2, _reads_a_file, str(tmp_path)):
+        assert "file: cannot be read (Not a directory)" in answer
+
+
+def _reads_a_file(rank, folder):
+    try:
+        return str(read_set(Driver(timeout_s=30), Path(folder) / ("file" if rank == 1 else "none")))
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_folder_of_a_files_name_hides_no_other_from_cleaning(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "checkpoint-step0.json").mkdir()
+    checkpoint.drop_others(tmp_path, 3, 0, keep=1)
+    assert checkpoint.saved_steps(tmp_path) == [0, 3]
 
 
 def test_code_in_a_file_is_not_run(tmp_path):

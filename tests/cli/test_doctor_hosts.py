@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from cli_process import clean_env
+from launched import clean_env
 
 from stenograd.emulate.hosts import Hosts, why_not
 from stenograd.emulate.namespaces import names
@@ -72,13 +72,21 @@ def test_hosts_of_every_number_take_turns(monkeypatch):
             raise OSError("no route")
         return real(("127.0.0.1", address[1]), timeout)
 
+    serve, listened = socket.create_server, set()
+
+    def listen(address):
+        listened.add(address[0])
+        return serve(("127.0.0.1", 0))
+
     monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(socket, "create_server", listen)
     one, two, three = _together(3, lambda rank: setattr(here, "at", f"10.0.0.{rank}"))
     assert one == two == three
     eth0, ib0 = one
     assert (eth0.name, eth0.failed, eth0.pairs) == ("eth0", 0, 3)
     assert (ib0.name, ib0.failed, ib0.pairs, ib0.reason) == ("ib0", 1, 3, "10.0.0.1 to 10.0.0.2: no route")
     assert best(one) is eth0
+    assert listened == {f"{net}.0.0.{rank}" for net in (10, 20) for rank in range(3)}
 
 
 def test_ranks_that_do_not_answer_are_named():
@@ -108,6 +116,7 @@ def _traps(host, number):
 def test_the_interface_to_export_is_named(monkeypatch):
     for key in set(os.environ) - set(clean_env()):
         monkeypatch.delenv(key)
+    monkeypatch.setenv("COLUMNS", "200")  # a line for each row
     with Hosts(2, "100mbit") as hosts:
         for number, name in enumerate(name for name in names(hosts._prefix) if "host" in name):
             _traps(name, number)

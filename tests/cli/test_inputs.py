@@ -1,10 +1,19 @@
 """Wrong input: one line on standard error, the right status, before any worker starts."""
 
+import os
 import shutil
 import sys
 
 import pytest
 from cli_process import QUICK, execute
+
+from stenograd.cli.folder import RunFolder
+from stenograd.cli.plan_check import read_run
+from stenograd.errors import CheckpointError, DataError
+from stenograd.planning.link import load_link
+from stenograd.planning.plan import load_plan
+
+PIPE, ENDLESS = "a pipe", "a link to /dev/zero"
 
 CASES = {
     "no such command": (["nonsense"], "No such command"),
@@ -16,7 +25,7 @@ CASES = {
         ["train", "--method", "topk:ratio=2", "--workers", "2"],
         "ratio must be in (0, 1]",
     ),
-    "unknown task": (["train", "--task", "cifar"], "unknown task 'cifar'"),
+    "unknown task": (["train", "--task", "cifar"], "Invalid value for '--task'"),
     "no data": (["train", "--task", "mnist"], "--data"),
     "data for digits": (["train", "--data", "x"], "data must be None"),
     "missing folder": (["train", "--task", "mnist", "--data", "nowhere"], "nowhere: expected a folder"),
@@ -27,11 +36,11 @@ CASES = {
     "bad momentum": (["train", "--momentum", "1"], "momentum must be in [0, 1)"),
     "bad decay": (["train", "--weight-decay", "-1"], "weight_decay must be"),
     "bad seed": (["train", "--seed", "-1"], "--seed must be"),
-    "bad shards": (["train", "--shards", "odd"], "--shards must be"),
+    "bad shards": (["train", "--shards", "odd"], "Invalid value for '--shards'"),
     "bad bucket": (["train", "--bucket-bytes", "0"], "bucket_bytes"),
     "bad timeout": (["train", "--timeout-s", "0"], "--timeout-s must be"),
     "bad threads": (["train", "--threads", "0"], "--threads must be"),
-    "bad device": (["train", "--device", "tpu"], "--device must be cpu or cuda"),
+    "bad device": (["train", "--device", "tpu"], "Invalid value for '--device'"),
     "no worker": (["train", "--workers", "0"], "--workers must be at least 1"),
     "more workers than samples": (["train", "--workers", "2000"], "1437 samples for 2000 ranks"),
     "resume without a folder": (["train", "--resume"], "--resume needs --out"),
@@ -153,3 +162,35 @@ def test_help_needs_no_torch(command):
     """Importing torch takes seconds; asking for help should not."""
     code = "import sys, stenograd.cli; sys.exit('torch' in sys.modules)"
     assert execute([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_programs_own_modules_do_not_stand_in_for_pythons(tmp_path, monkeypatch):
+    """In the folder where workers start; `python -m` would look there first."""
+    for name in ("queue", "json", "types", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    monkeypatch.chdir(tmp_path)
+    start = "import sys; sys.path.remove(''); from stenograd.cli import main; sys.exit(main())"
+    ran = execute([sys.executable, "-c", start, "train", *QUICK, "--epochs", "0", "--workers", "2"])
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("read", ["link", "plan", "run", "options"])
+@pytest.mark.parametrize("text", ["", "3", "[]", "null", '{"identity": 3}', "[" * 100_000, PIPE, ENDLESS])
+def test_what_is_no_file_of_ours_is_named(tmp_path, read, text):
+    """Whoever reads JSON; a pipe or /dev/zero ends, too."""
+    readers = {
+        "link": lambda: load_link(tmp_path / "link.json"),
+        "plan": lambda: load_plan(tmp_path / "plan.json"),
+        "run": lambda: read_run(tmp_path),
+        "options": lambda: RunFolder(tmp_path, {}).check(resume=True),
+    }
+    for name in ("link.json", "plan.json", "run.json", "steps.json"):
+        file = tmp_path / name
+        if text == PIPE:
+            os.mkfifo(file)
+        elif text == ENDLESS:
+            file.symlink_to("/dev/zero")
+        else:
+            file.write_text(text)
+    with pytest.raises((DataError, CheckpointError), match=str(tmp_path)):
+        readers[read]()

@@ -3,16 +3,17 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from cli_process import QUICK, clean_env, execute, stenograd_command
+from cli_process import QUICK, execute, stenograd_command
+from launched import JOIN, binary, clean_env
 
 from stenograd.checkpoint.rank_files import read_manifest, read_rank, saved_steps
 from stenograd.checkpoint.reshard import alike
@@ -38,23 +39,19 @@ def slurm_runs():
     return subprocess.run(["sinfo"], capture_output=True, check=False, timeout=30).returncode == 0
 
 
-def binary(package, name):
-    """Find a program by its package: both packages install `bin/mpiexec`, and the later one wins."""
-    return str(next(f.locate() for f in distribution(package).files or () if f.parts[-2:] == ("bin", name)))
-
-
 def test_two_workers(trained):
     """71,754 parameters of 4 bytes; two workers send a dense model, or 5 % of 2.8 bytes, 28.7 times less."""
     folder, out = trained
     lines = out.splitlines()
-    assert (len(lines), lines[1][:9], lines[-1][:15]) == (4, "epoch 1/2", "after 2 epochs:")
+    assert (len(lines), lines[1][:9], lines[-2][:15]) == (5, "epoch 1/2", "after 2 epochs:")
     first, second = rows(folder)
     assert (first["epoch"], second["epoch"], second["steps"]) == (1, 2, 12)
     assert second["dense_bytes"] == 12 * 4 * 71_754
     assert 28.6 < second["compression"] < 28.8
     assert second["train_loss"] < first["train_loss"]
     assert second["eval_loss"] == result(folder)["eval_loss"]
-    assert result(folder)["fingerprint"] in lines[-1]
+    assert result(folder)["fingerprint"] in lines[-2]
+    assert lines[-1].startswith(f"wrote {folder} (")
     names = sorted(re.sub("-[0-9a-f]{8}", "", path.name) for path in folder.iterdir())
     sets = [["-rank0.pt", "-rank1.pt", ".json"], ["-rank0.pt", "-rank1.pt", ".json"]]
     checkpoints = [
@@ -93,7 +90,9 @@ def test_resumed_equals_uninterrupted(on_two_ranks, trained, tmp_path):
     with (resumed / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 3}\n')
     train = ("train", *QUICK, "--workers", 2, "--epochs", 3, "--out")
-    assert "resumed after epoch 2 (step 24)" in on_two_ranks(*train, resumed, "--resume")
+    assert "resumed after epoch 2 (step 24)" in on_two_ranks(
+        "train", "--resume", "--epochs", 3, "--out", resumed
+    )
     straight = tmp_path / "straight"
     on_two_ranks(*train, straight, "--save-steps", 31, "--save-every", 9)
     assert saved_steps(straight) == [31, 36]
@@ -103,10 +102,28 @@ def test_resumed_equals_uninterrupted(on_two_ranks, trained, tmp_path):
         assert alike(a["model"], b["model"])
         assert alike(a["sync"], b["sync"])
     _cut(straight, 36)
-    said = on_two_ranks(*train, straight, "--resume")
+    said = on_two_ranks("train", "--out", straight, "--resume")
     assert "resumed after epoch 2 and 7 steps (step 31)" in said
+    options = json.loads((straight / "run.json").read_text())["options"]
+    assert (options["save_steps"], options["workers"]) == (31, 2)
     assert rows(resumed) == rows(straight)
     assert result(resumed)["fingerprint"] == result(straight)["fingerprint"]
+
+
+def test_a_run_is_resumed_with_its_own_options_and_nothing_else(here, tmp_path):
+    """A folder without a run is an error, and nothing is made there."""
+    folder, nowhere = tmp_path / "run", tmp_path / "nowhere"
+    status, _, err = here("train", "--resume", "--out", nowhere)
+    assert (status, f"--resume needs a run in --out, and {nowhere} holds none" in err) == (2, True)
+    assert not nowhere.exists()
+    status, out, err = here("train", "--batch-size", 64, "--lr", 0.01, "--epochs", 1, "--out", folder)
+    assert (status, err) == (0, "")
+    status, out, err = here("train", "--resume", "--epochs", 2, "--out", folder)
+    assert (status, err) == (0, "")
+    assert "resumed after epoch 1" in out
+    told = json.loads((folder / "run.json").read_text())
+    assert (told["identity"]["recipe"]["lr"], told["identity"]["recipe"]["batch_size"]) == (0.01, 64)
+    assert (told["options"]["lr"], told["options"]["epochs"]) == (0.01, 2)
 
 
 def _cut(folder, step):
@@ -153,31 +170,38 @@ def test_a_long_run_keeps_the_times_of_its_newest_steps(here, monkeypatch):
         pytest.param("slurm", marks=pytest.mark.skipif(not slurm_runs(), reason="no Slurm runs here")),
     ],
 )
-def test_launchers_train_alike(launcher, trained, tmp_path):
+def test_ranks_of_every_launcher_meet_and_train_alike(launcher, trained, tmp_path):
+    """They meet twice, and train as those of `--workers` do; nothing is left of their meeting place.
+
+    `prterun` with this personality is what Open MPI's `mpiexec` executes. Under MPICH a shell stands between
+    launcher and rank, so the parent process alone does not name the launch.
+    """
     (tmp_path / "hosts").write_text("localhost slots=2\n" if launcher == "openmpi" else "localhost:2\n")
-    hosts = str(tmp_path / "hosts")
-    start = {
+    (tmp_path / "join.py").write_text(f"{JOIN}\nimport sys\nfrom stenograd.cli import main\nsys.exit(main())")
+    (tmp_path / "tmp").mkdir()
+    hosts, python = str(tmp_path / "hosts"), sys.executable
+    arguments = [str(tmp_path / "join.py"), "train", *QUICK, "--epochs", "2"]
+    command = {
         "torchrun": lambda: [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
+            *(python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments)
         ],
         "openmpi": lambda: [
             *(binary("openmpi", "prterun"), "--personality", "ompi", "--allow-run-as-root"),
-            *("--oversubscribe", "--hostfile", hosts, "-n", "2"),
+            *("--oversubscribe", "--hostfile", hosts, "-n", "2", python, *arguments),
         ],
-        "mpich": lambda: [binary("mpich", "mpiexec.hydra"), "-f", hosts, "-n", "2"],
-        "slurm": lambda: ["srun", "--overlap", "-n", "2"],
+        "mpich": lambda: [
+            *(binary("mpich", "mpiexec.hydra"), "-f", hosts, "-n", "2"),
+            *("sh", "-c", f"{shlex.join([python, *arguments])}; exit $?"),
+        ],
+        "slurm": lambda: ["srun", "--overlap", "-n", "2", python, *arguments],
     }[launcher]()
-    arguments = stenograd_command("train", *QUICK, "--epochs", 2)
-    if launcher == "torchrun":
-        arguments = arguments[1:]
-    done = execute([*start, *arguments], TMPDIR=str(tmp_path))
+    done = execute(command, TMPDIR=str(tmp_path / "tmp"))
     assert done.returncode == 0, done.stderr
+    assert launcher != "mpich" or done.stderr == ""
+    assert done.stdout.splitlines()[0] == f"{launcher} 2 2 3.0"
     assert done.stdout.count("epoch 2/2") == 1
     assert done.stdout.split()[-1] == result(trained[0])["fingerprint"]
+    assert not list((tmp_path / "tmp").glob("stenograd-*/*"))
 
 
 def test_alone_then_damaged(here, tmp_path):

@@ -17,7 +17,10 @@ LINKS = ("link-down",)
 TIMEOUT_S = 8  # the ranks must also meet within it, beside other tests
 GRACE_S = 25  # the drill allows 5 s; here six ranks share the cores with other tests
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the drill mounts and looks into /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the drill mounts and looks into /proc"),
+    pytest.mark.timeout(450),  # all kinds are run in the first test, one after another
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What tests of the Accelerate adapter run on every rank; the last line is what this rank found, as JSON."""
+"""What test_accelerate.py runs on every rank: `SCENARIO ARGUMENTS FOLDER`; prints JSON."""
 
 import json
 import sys
@@ -9,6 +9,7 @@ import accelerate.local_sgd
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from left_over import left_over
 from small_model import digest, flat, net
 
 import stenograd
@@ -47,75 +48,55 @@ class Run:
         return self
 
 
-def dense():
+def dense(folder):
     """50 optimizer steps of 4 batches each, with Accelerate's own DDP and with ours."""
     own = Run(accumulate=4).train(range(200))
     ours = Run("dense", accumulate=4).train(range(200))
-    difference = (flat(own.bare) - flat(ours.bare)).abs().max().item()
-    rounds = Run("local:every=2", accumulate=4).train(range(32))
     return {
-        "difference": difference,
+        "difference": (flat(own.bare) - flat(ours.bare)).abs().max().item(),
         "moved": (flat(own.bare) - flat(net())).abs().max().item(),
         "exchanges": ours.attached.sync.step,
         "bytes": ours.attached.traffic.moved_bytes,
-        "passes of rounds": rounds.attached.sync.step,
-        "rounds": rounds.attached.sync.round,
     }
 
 
-def methods():
-    """22 steps with each method."""
-    found = {}
-    for method in (
-        "topk:ratio=0.05",
-        "sign",
-        "powersgd:rank=1",
-        "local:every=4",
-        "diloco:every=10",
-        "gossip",
-    ):
-        run = Run(method).train(range(22))
-        in_common, sent = digest(run.bare), run.attached.traffic.moved_bytes
-        if run.attached.rounds:
-            with run.attached.sync.consensus():
-                in_common = digest(run.bare)
-        found[method] = {
-            "own": digest(run.bare),
-            "common": in_common,
-            "bytes": sent,
-            "wrapped": hasattr(run.model, "require_backward_grad_sync"),
-        }
-    return found
+def accumulated_rounds(folder):
+    rounds = Run("local:every=2", accumulate=4).train(range(32))
+    return {"passes": rounds.attached.sync.step, "rounds": rounds.attached.sync.round}
 
 
-def resumed(folder):
+def trained(method, folder):
+    """22 steps."""
+    run = Run(method).train(range(22))
+    in_common, sent = digest(run.bare), run.attached.traffic.moved_bytes
+    if run.attached.rounds:
+        with run.attached.sync.consensus():
+            in_common = digest(run.bare)
+    wrapped = hasattr(run.model, "require_backward_grad_sync")
+    return {"own": digest(run.bare), "common": in_common, "bytes": sent, "wrapped": wrapped}
+
+
+def stopped(method, folder):
     """12 steps, and 6 of them after a stop at a point where `local` is in mid-round."""
-    found = {}
-    for method in ("topk:ratio=0.05", "local:every=4"):
-        place = Path(folder, method.partition(":")[0])
-        run = Run(method).train(range(6))
-        state = run.attached.sync.state_dict()
-        torch.save((flat(run.bare), state), Path(folder, f"{place.name}-rank{run.rank}.pt"))
-        run.accelerator.save_state(str(place))
-        whole = digest(run.train(range(6, 12)).bare)
-        again = Run(method, seed=7)
-        again.accelerator.load_state(str(place))
-        found[method] = [whole, digest(again.train(range(6, 12)).bare)]
-    return found
+    place = Path(folder, method.partition(":")[0])
+    run = Run(method).train(range(6))
+    state = run.attached.sync.state_dict()
+    torch.save((flat(run.bare), state), Path(folder, f"{place.name}-rank{run.rank}.pt"))
+    run.accelerator.save_state(str(place))
+    whole = digest(run.train(range(6, 12)).bare)
+    again = Run(method, seed=7)
+    again.accelerator.load_state(str(place))
+    return {"whole": whole, "resumed": digest(again.train(range(6, 12)).bare)}
 
 
-def resharded(folder):
-    """On other ranks than those that saved: what is owed, where training starts, and where it leads."""
+def resharded_residuals(folder):
+    """On other ranks than those that saved: what is owed, and where training leads."""
     top = Run("topk:ratio=0.05", seed=7)
     top.accelerator.load_state(str(Path(folder, "topk")))
     owed = torch.cat(
         [s["residual"].reshape(-1) for _, s in sorted(top.attached.sync.state_dict()["parameters"].items())]
     )
     owed = top.accelerator.reduce(owed.double(), reduction="sum")
-    local = Run("local:every=4", seed=7)
-    local.accelerator.load_state(str(Path(folder, "local")))
-    start = flat(local.bare)
-    saved = [torch.load(Path(folder, f"local-rank{r}.pt"))[0] for r in (0, 1)]
     before = [torch.load(Path(folder, f"topk-rank{r}.pt"))[1]["parameters"] for r in (0, 1)]
     wanted = sum(
         torch.cat([s["residual"].reshape(-1) for _, s in sorted(parameters.items())]).double()
@@ -124,22 +105,31 @@ def resharded(folder):
     return {
         "owed": (owed - wanted).abs().max().item(),
         "owed at all": wanted.abs().max().item(),
-        "mean": (start - (saved[0] + saved[1]) / 2).abs().max().item(),
-        "ranks differed": (saved[0] - saved[1]).abs().max().item(),
         "after": digest(top.train(range(6, 9)).bare),
     }
 
 
-def bad_step():
+def resharded_rounds(folder):
+    """On other ranks than those that saved: where training starts."""
+    local = Run("local:every=4", seed=7)
+    local.accelerator.load_state(str(Path(folder, "local")))
+    saved = [torch.load(Path(folder, f"local-rank{r}.pt"))[0] for r in (0, 1)]
+    return {
+        "mean": (flat(local.bare) - (saved[0] + saved[1]) / 2).abs().max().item(),
+        "ranks differed": (saved[0] - saved[1]).abs().max().item(),
+    }
+
+
+def bad(folder):
     """One NaN on rank 1, and the same training without that step."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        bad = Run("topk:ratio=0.05").train(range(8), bad=(3, 1))
+        one = Run("topk:ratio=0.05").train(range(8), bad=(3, 1))
     without = Run("topk:ratio=0.05").train([0, 1, 2, 4, 5, 6, 7])
-    return {"bad": digest(bad.bare), "without": digest(without.bare), "skipped": bad.attached.sync.skipped}
+    return {"bad": digest(one.bare), "without": digest(without.bare), "skipped": one.attached.sync.skipped}
 
 
-def local_sgd():
+def local_sgd(folder):
     """8 steps by Accelerate's LocalSGD and by ours, averaging every 3 and at the end; then compressed."""
     runs = []
     for kind in (accelerate.local_sgd.LocalSGD, stenograd.accelerate.LocalSGD):
@@ -160,6 +150,42 @@ def local_sgd():
         "bf16 common": digest(few.bare),
         "put back": own,
     }
+
+
+def ended(method, way, folder):
+    """What is left of ours, after 6 steps and an end of some kind; then 2 steps more, prepared again."""
+    run = Run(method).train(range(6))
+    alive, sent = left_over(run.bare, run.optimizer.optimizer), run.attached.traffic.moved_bytes
+    out = {"alive": alive, "steps": run.attached.sync.step}
+    if way == "dropped":
+        del run
+        return out | {"left": left_over(net())}
+    if way == "end of training":
+        run.accelerator.end_training()
+        return out | {"left": left_over(run.bare, run.optimizer.optimizer)}
+    run.attached.close()
+    out["left"] = left_over(run.bare, run.optimizer.optimizer)
+    held = run.optimizer.optimizer
+    run.accelerator.free_memory()
+    run.model, run.optimizer = run.accelerator.prepare(run.bare, held)
+    run.train(range(6, 8))
+    more = run.attached.traffic.moved_bytes - sent
+    return out | {"steps": run.attached.sync.step, "more": more > 0, "after": digest(run.bare)}
+
+
+def local_sgd_ended(way, folder):
+    """What is left of ours where the block ends by an error, or its last round fails."""
+    run = Run()
+    try:
+        with stenograd.accelerate.LocalSGD(run.accelerator, run.model, 4) as local:
+            run.train(range(6))
+            alive = left_over(run.bare, run.optimizer.optimizer)
+            if way == "round":
+                local.sync.refresh = lambda: {}["a peer is lost"]
+            else:
+                raise KeyError(way)
+    except KeyError:
+        return {"alive": alive, "left": left_over(run.bare, run.optimizer.optimizer)}
 
 
 def said(call):
@@ -220,22 +246,14 @@ def refused(folder):
     }
 
 
-def two(folder):
-    """Run all that two ranks are asked for."""
-    handler = DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)
-    kept = Run("dense", handlers=[handler]).train(range(1))
-    return {
-        "dense": dense(),
-        "methods": methods(),
-        "resumed": resumed(folder),
-        "bad": bad_step(),
-        "local": local_sgd(),
-        "handler": [kept.model.find_unused_parameters, kept.model.gradient_as_bucket_view],
-        "refused": refused(folder),
-    }
+def handler(folder):
+    """Fields that a user gave to Accelerate's own."""
+    given = DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True)
+    kept = Run("dense", handlers=[given]).train(range(1))
+    return [kept.model.find_unused_parameters, kept.model.gradient_as_bucket_view]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = two(sys.argv[2]) if sys.argv[1] == "two" else resharded(sys.argv[2])
-    print(json.dumps(found), flush=True)
+    scenario, *arguments = sys.argv[1:]
+    print(json.dumps(globals()[scenario](*arguments)), flush=True)

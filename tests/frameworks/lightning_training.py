@@ -1,4 +1,4 @@
-"""What test_lightning.py runs on every rank: `lightning_training.py SCENARIO [FOLDER]`; prints JSON."""
+"""What test_lightning.py runs on every rank: `SCENARIO ARGUMENTS FOLDER`; prints JSON."""
 
 import hashlib
 import json
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from left_over import left_over
 from lightning.fabric import Fabric, seed_everything
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_cases import METHODS, SAVED, WIDE
+from lightning_cases import WIDE
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -99,51 +100,47 @@ def told(sync, module):
     }
 
 
-def methods():
-    """Plain DDP, dense, accumulation, clipping, and every kind of method."""
-    out = {"ddp": digest(fit(DDPStrategy())[0])}
+def plain(folder):
+    """By Lightning's own strategy and by ours."""
     module, training = fit(StenogradStrategy("dense"))
-    out["dense"] = told(training.strategy.sync, module)
-    module, training = fit(
-        StenogradStrategy("topk:ratio=0.05"), 12, accumulate_grad_batches=4, gradient_clip_val=0.5
-    )
-    out["accumulated"] = told(training.strategy.sync, module)
-    module, training = fit(StenogradStrategy("local:every=4"), 12, accumulate_grad_batches=4)
-    out["accumulated rounds"] = told(training.strategy.sync, module)
-    for how in METHODS:
-        module, training = fit(StenogradStrategy(how), precision="bf16-mixed" if how == "sign" else None)
-        out[how] = told(training.strategy.sync, module)
-    return out
+    return {"ddp": digest(fit(DDPStrategy())[0]), "dense": told(training.strategy.sync, module)}
 
 
-def broken():
+def trained(how, folder):
+    module, training = fit(StenogradStrategy(how), precision="bf16-mixed" if how == "sign" else None)
+    return told(training.strategy.sync, module)
+
+
+def accumulated(how, folder):
+    """12 steps of 4 batches, clipped where gradients are averaged."""
+    clip = {} if how.startswith("local") else {"gradient_clip_val": 0.5}
+    module, training = fit(StenogradStrategy(how), 12, accumulate_grad_batches=4, **clip)
+    return told(training.strategy.sync, module)
+
+
+def bad(how, optimizer, folder):
     """NaN on rank 1 in step 5; the oracle leaves that step out on both ranks."""
-    out = {}
     warnings.simplefilter("ignore")
-    for optimizer in ("sgd", "adam"):
-        for how in ("dense", "topk:ratio=0.05"):
-            clip = {"gradient_clip_val": 1.0}
-            module, training = fit(StenogradStrategy(how), 20, Task(optimizer, bad=(5, 1)), **clip)
-            out[f"{optimizer} {how}"] = told(training.strategy.sync, module)
-            module, training = fit(StenogradStrategy(how), 19, Task(optimizer), data(20, without=5), **clip)
-            out[f"{optimizer} {how} without"] = told(training.strategy.sync, module)
-    module, training = fit(StenogradStrategy("local:every=4"), 20, Task(bad=(5, 1)))
-    out["local"] = told(training.strategy.sync, module)
-    for how in ("dense", "local:every=4"):
-        module, training = fit(StenogradStrategy(how), 20, Task(manual=True))
-        out[f"manual {how}"] = told(training.strategy.sync, module)
-    out["manual ddp"] = digest(fit(DDPStrategy(), 20, Task(manual=True))[0])
-    module, training = validated()
-    out["validated"] = {"seen": module.seen, **told(training.strategy.sync, module)}
-    return out
+    clip = {"gradient_clip_val": 1.0} if not how.startswith("local") else {}
+    module, training = fit(StenogradStrategy(how), 20, Task(optimizer, bad=(5, 1)), **clip)
+    out = {"bad": told(training.strategy.sync, module)}
+    module, training = fit(StenogradStrategy(how), 19, Task(optimizer), data(20, without=5), **clip)
+    return out | {"without": told(training.strategy.sync, module)}
 
 
-def validated():
+def manual(how, folder):
+    if how == "ddp":
+        return digest(fit(DDPStrategy(), 20, Task(manual=True))[0])
+    module, training = fit(StenogradStrategy(how), 20, Task(manual=True))
+    return told(training.strategy.sync, module)
+
+
+def validated(folder):
     module = Task()
     training = trainer(StenogradStrategy("local:every=4"), 10, val_check_interval=5, num_sanity_val_steps=0)
     seed_everything(1, verbose=False)
     training.fit(module, data(10), data(1))
-    return module, training
+    return {"seen": module.seen, **told(training.strategy.sync, module)}
 
 
 class Residuals(Callback):
@@ -169,36 +166,39 @@ def residual_sums(sync):
     return found
 
 
-def save(folder):
-    """12 steps with a checkpoint after 7; then 7 to 12 again from it. Then other things around checkpoints.
+def stopped(how, folder):
+    """12 steps with a checkpoint after 7; then 7 to 12 again from it.
 
     An epoch has 7 steps, because Lightning begins its data anew where it resumes within an epoch.
     """
-    out = {}
-    for i, how in enumerate(SAVED):
-        place = Path(folder, f"m{i}")
-        keeps = ModelCheckpoint(place, filename="{step}", every_n_train_steps=7, save_top_k=-1)
-        optimizer = "adam" if i else "sgd"
-        more = {"enable_checkpointing": True, "callbacks": [keeps]}
-        module, training = fit(StenogradStrategy(how), 12, Task(optimizer), data(7), **more)
-        whole = digest(module)
-        path = place / "step=7.ckpt"
-        module, training = resume(StenogradStrategy(how), path, Task(optimizer))
-        out[how] = {"whole": whole, "resumed": digest(module), "kept": sorted(os.listdir(place))}
-        # Ended after 7 steps and saved by hand. All batches are the same one, because Lightning repeats the
-        # last batch where fit had ended an epoch.
-        whole, _ = fit(StenogradStrategy(how), 12, Task(optimizer), data(1))
-        _, training = fit(StenogradStrategy(how), 7, Task(optimizer), data(1))
-        training.save_checkpoint(place / "hand.ckpt")
-        resumed, _ = resume(StenogradStrategy(how), place / "hand.ckpt", Task(optimizer), data(1))
-        out[how] |= {"by hand": digest(resumed), "one batch": digest(whole)}
-        if i == 0:
-            sums = Residuals()
-            resume(StenogradStrategy(how), path, Task(optimizer), callbacks=[sums])
-            out["sums"] = sums.sums
-    out["removed"] = removed(folder)
-    out["plain"] = plain(folder)
-    return out
+    place, optimizer, sums = place_of(how, folder), kind_of(how), Residuals()
+    keeps = ModelCheckpoint(place, filename="{step}", every_n_train_steps=7, save_top_k=-1)
+    more = {"enable_checkpointing": True, "callbacks": [keeps]}
+    module, _ = fit(StenogradStrategy(how), 12, Task(optimizer), data(7), **more)
+    again, _ = resume(StenogradStrategy(how), place / "step=7.ckpt", Task(optimizer), callbacks=[sums])
+    kept = sorted(os.listdir(place))
+    return {"whole": digest(module), "resumed": digest(again), "kept": kept, "sums": sums.sums}
+
+
+def by_hand(how, folder):
+    """Ended after 7 steps and saved by hand, after fit has ended.
+
+    All batches are the same one, because Lightning repeats the last batch where fit had ended an epoch.
+    """
+    path, optimizer = Path(folder, f"hand-{how[:4]}.ckpt"), kind_of(how)
+    whole, _ = fit(StenogradStrategy(how), 12, Task(optimizer), data(1))
+    _, training = fit(StenogradStrategy(how), 7, Task(optimizer), data(1))
+    training.save_checkpoint(path)
+    resumed, _ = resume(StenogradStrategy(how), path, Task(optimizer), data(1))
+    return {"whole": digest(whole), "resumed": digest(resumed)}
+
+
+def place_of(how, folder):
+    return Path(folder, how[:4])
+
+
+def kind_of(how):
+    return "sgd" if how.startswith("topk") else "adam"
 
 
 def resume(strategy, path, module, loader=None, **more):
@@ -215,7 +215,7 @@ def removed(folder):
     return sorted(str(p.relative_to(folder)) for p in Path(folder, "one").iterdir())
 
 
-def plain(folder):
+def without_ours(folder):
     """A checkpoint of Lightning's own may be continued; ours without its folder may not."""
     out, path = {}, Path(folder, "plain.ckpt")
     _, training = fit(DDPStrategy(), 5, loader=data(12))
@@ -232,21 +232,17 @@ def plain(folder):
     dist.barrier()
     try:
         resume(StenogradStrategy("sign"), path, Task())
-    except stenograd.CheckpointError as error:
+    except stenograd.errors.CheckpointError as error:
         out["lost"] = str(error)
     return out
 
 
-def reshard(folder):
+def reshard(how, folder):
     """Continue on three ranks what two have saved."""
-    out = {}
-    for i, how in enumerate(SAVED):
-        sums = Residuals()
-        more = {"callbacks": [sums]}
-        path = Path(folder, f"m{i}", "step=7.ckpt")
-        module, training = resume(StenogradStrategy(how), path, Task("adam" if i else "sgd"), **more)
-        out[how] = {**told(training.strategy.sync, module), "sums": sums.sums}
-    return out
+    sums = Residuals()
+    path = place_of(how, folder) / "step=7.ckpt"
+    module, training = resume(StenogradStrategy(how), path, Task(kind_of(how)), callbacks=[sums])
+    return {**told(training.strategy.sync, module), "sums": sums.sums}
 
 
 def loop(fabric, model, optimizer, steps, every=1, start=0, bad=None):
@@ -270,39 +266,101 @@ def started(strategy, **more):
     return fabric, *fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 
 
-def fabrics(folder):
-    """Fabric: DDP, dense, accumulation, every kind of method, NaN, stop and resume."""
+def fabric_plain(folder):
+    """By Fabric's own strategy and by ours."""
     out = {}
     for name, strategy in (("ddp", "ddp"), ("dense", StenogradFabricStrategy("dense"))):
         fabric, model, optimizer = started(strategy)
         loop(fabric, model, optimizer, 50)
         out[name] = digest(model)
-    for how in ("topk:ratio=0.05", "local:every=4"):
-        fabric, model, optimizer = started(StenogradFabricStrategy(how))
-        loop(fabric, model, optimizer, 12, every=4)
-        out[f"accumulated {how}"] = told(fabric.strategy.sync, model)
-    for how in METHODS:
-        fabric, model, optimizer = started(StenogradFabricStrategy(how))
-        loop(fabric, model, optimizer, 50)
-        with fabric.strategy.sync.consensus():
-            out[how] = told(fabric.strategy.sync, model)
-    for how in SAVED:
-        fabric, model, optimizer = started(StenogradFabricStrategy(how))
-        loop(fabric, model, optimizer, 7)
-        path = Path(folder, "fabric.ckpt")
-        fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
-        loop(fabric, model, optimizer, 12, start=7)
-        whole = digest(model)
-        fabric, model, optimizer = started(StenogradFabricStrategy(how))
-        state = {"model": model, "optimizer": optimizer, "step": 0}
-        rest = fabric.load(path, state, weights_only=False)
-        loop(fabric, model, optimizer, 12, start=state["step"])
-        out[f"saved {how}"] = {"whole": whole, "resumed": digest(model), "rest": sorted(rest)}
+    return out
+
+
+def fabric_trained(how, folder):
+    fabric, model, optimizer = started(StenogradFabricStrategy(how))
+    loop(fabric, model, optimizer, 50)
+    with fabric.strategy.sync.consensus():
+        return told(fabric.strategy.sync, model)
+
+
+def fabric_accumulated(how, folder):
+    fabric, model, optimizer = started(StenogradFabricStrategy(how))
+    loop(fabric, model, optimizer, 12, every=4)
+    return told(fabric.strategy.sync, model)
+
+
+def fabric_stopped(how, folder):
+    path = Path(folder, f"fabric-{how[:4]}.ckpt")
+    fabric, model, optimizer = started(StenogradFabricStrategy(how))
+    loop(fabric, model, optimizer, 7)
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
+    loop(fabric, model, optimizer, 12, start=7)
+    whole = digest(model)
+    fabric, model, optimizer = started(StenogradFabricStrategy(how))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    rest = fabric.load(path, state, weights_only=False)
+    loop(fabric, model, optimizer, 12, start=state["step"])
+    return {"whole": whole, "resumed": digest(model), "rest": sorted(rest)}
+
+
+def fabric_bad(folder):
     warnings.simplefilter("ignore")
     fabric, model, optimizer = started(StenogradFabricStrategy("topk:ratio=0.05"))
     loop(fabric, model, optimizer, 10, bad=(4, 1))
-    out["nan"] = told(fabric.strategy.sync, model)
-    return out
+    return told(fabric.strategy.sync, model)
+
+
+class Breaks(Callback):
+    """Raises on every rank, in a step or at one of Trainer's events."""
+
+    def __init__(self, where):
+        self.where = where
+
+    def on_train_batch_end(self, *_):
+        if self.where == "step":
+            raise KeyError("a user's mistake")
+
+    def on_validation_end(self, *_):
+        if self.where == "validation":
+            raise KeyError("a user's mistake")
+
+    def on_train_end(self, *_):
+        if self.where == "end":
+            raise KeyError("a user's mistake")
+
+
+def ended(how, where, folder):
+    """What is left of ours, after 6 steps or an error."""
+    module = Task()
+    more = {"callbacks": [Breaks(where)], "val_check_interval": 5, "num_sanity_val_steps": 0}
+    training = trainer(StenogradStrategy(how), 6, **more)
+    try:
+        training.fit(module, data(10), data(1))
+    except KeyError:
+        broke = True
+    else:
+        broke = False
+    begun = training.strategy.sync.step > 0
+    out = {"left": left_over(module, *training.optimizers), "broke": broke, "begun": begun}
+    try:
+        training.save_checkpoint(Path(folder, "ended.ckpt"))
+    except stenograd.StenogradError as error:
+        return out | {"said": str(error)}
+    return out | {"said": ""}
+
+
+def fabric_ended(how, way, folder):
+    """What is left of ours, after the strategy was torn down or all that a program holds of it is gone."""
+    fabric, model, optimizer = started(StenogradFabricStrategy(how))
+    loop(fabric, model, optimizer, 6)
+    bare, held, sync = model.module, optimizer.optimizer, fabric.strategy.sync
+    begun = sync.step > 0
+    alive = left_over(bare, held)
+    if way == "torn down":
+        fabric.strategy.teardown()
+        return {"alive": alive, "left": left_over(bare, held), "begun": begun}
+    del fabric, model, optimizer, bare, held, sync
+    return {"alive": alive, "left": left_over(net()), "begun": begun}
 
 
 def launched(folder):
@@ -328,13 +386,13 @@ def launched(folder):
     return {**told(sync, module), **worlds, "method": str(sync.method)}
 
 
-def too_early():
+def too_early(folder):
     """Joining the ranks before Lightning has started them."""
     stenograd.init()
     training = Trainer(accelerator="cpu", devices=2, strategy="stenograd_topk", logger=False, max_steps=1)
     try:
         training.fit(Task(), data(1))
-    except stenograd.LaunchError as error:
+    except stenograd.errors.LaunchError as error:
         return str(error)
 
 

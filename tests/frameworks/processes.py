@@ -1,15 +1,14 @@
-"""Scripts of the framework tests as fresh processes, because frameworks keep global state."""
+"""Scripts of the framework tests in processes of their own, because frameworks keep global state."""
 
-import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
+
+import forked
 
 import stenograd
 
@@ -32,7 +31,7 @@ LAUNCHER_VARIABLES = (
 )
 
 
-def run_ranks(script, world_size, *, args=(), timeout_s=180, launcher="torchrun"):
+def run_ranks(script, world_size, *, args=(), timeout_s=300, launcher="torchrun"):
     """Run a script of this folder and return what each rank printed as JSON on its last line, in rank order.
 
     launcher: "torchrun" starts world_size processes, each with the variables that torchrun sets; "none"
@@ -40,28 +39,25 @@ def run_ranks(script, world_size, *, args=(), timeout_s=180, launcher="torchrun"
     process that fails ends all, and what it wrote is in the AssertionError.
     """
     torchrun, port = launcher == "torchrun", _free_port()
-    command = [sys.executable, str(HERE / script), *map(str, args)]
-    processes, deadline = [], time.monotonic() + timeout_s
+    command, started, deadline = [str(HERE / script), *map(str, args)], [], time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="stenograd-frameworks-") as folder:
         try:
             for rank in range(world_size if torchrun else 1):
                 env = _clean() | (_torchrun(rank, world_size, port) if torchrun else {})
-                with Path(folder, f"out{rank}").open("w") as out, Path(folder, f"err{rank}").open("w") as err:
-                    processes.append(
-                        subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
-                    )
-            codes = _wait(processes, deadline)
+                place = Path(folder, str(rank))
+                place.mkdir()
+                started.append(forked.start(command, HERE, place, env))
+            codes = _wait([process for process, _ in started], deadline)
         finally:
-            for process in processes:
-                _kill(process)
-        for rank, code in enumerate(codes):
-            others_failed = code is None and any(codes)
-            if code != 0 and not others_failed:
-                said = "\n".join(Path(folder, f"{n}{rank}").read_text()[-8000:] for n in ("out", "err"))
-                how = "did not end in time" if code is None else f"ended with {code}"
-                raise AssertionError(f"rank {rank} {how}:\n{said}")
-        lines = [Path(folder, f"out{rank}").read_text().strip().splitlines() for rank in range(len(codes))]
-    return [json.loads(mine[-1]) for mine in lines]
+            for process, _ in started:
+                forked.kill(process)
+        said = [[file.read_text() if file.exists() else "" for file in files] for _, files in started]
+    for rank, code in enumerate(codes):
+        others_failed = code is None and any(codes)
+        if code != 0 and not others_failed:
+            how = "did not end in time" if code is None else f"ended with {code}"
+            raise AssertionError(f"rank {rank} {how}:\n" + "\n".join(text[-8000:] for text in said[rank]))
+    return [json.loads(out.strip().splitlines()[-1]) for out, _ in said]
 
 
 def _torchrun(rank, world_size, port):
@@ -86,14 +82,8 @@ def _free_port():
 def _wait(processes, deadline):
     """Wait until all have ended, or one has failed, or time is up; return their exit codes."""
     while True:
-        codes = [process.poll() for process in processes]
-        if any(codes) or None not in codes or time.monotonic() > deadline:
+        codes = [process.exitcode for process in processes]
+        left = deadline - time.monotonic()
+        if any(codes) or None not in codes or left < 0:
             return codes
-        time.sleep(0.05)
-
-
-def _kill(process):
-    """End the process and what it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        wait([p.sentinel for p, code in zip(processes, codes, strict=True) if code is None], left)

@@ -9,7 +9,9 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,18 +50,25 @@ class Run:
         return self
 
 
-def methods():
-    """50 steps of 4 batches sent densely, and 22 of one batch with each other method."""
+def dense():
+    """50 steps of 4 batches."""
     ours = Run("dense", accumulate=4).train(range(200))
-    found = {"dense": {"common": digest(ours.bare), "bytes": ours.sync.traffic.moved_bytes}}
-    found["dense"]["exchanges"] = ours.sync.step
-    for method in METHODS:
-        run = Run(method).train(range(22))
-        sent = run.sync.traffic.moved_bytes
-        with run.sync.consensus():
-            found[method] = {"common": digest(run.bare), "bytes": sent}
-        found[method]["own"] = digest(run.bare)
-    return found
+    sent = ours.sync.traffic.moved_bytes
+    return {"common": digest(ours.bare), "bytes": sent, "exchanges": ours.sync.step}
+
+
+def trained(method):
+    """22 steps of one batch."""
+    run = Run(method).train(range(22))
+    sent = run.sync.traffic.moved_bytes
+    with run.sync.consensus():
+        found = {"common": digest(run.bare), "bytes": sent}
+    return found | {"own": digest(run.bare)}
+
+
+def methods():
+    """Train by each method."""
+    return {"dense": dense} | {method: partial(trained, method) for method in METHODS}
 
 
 def plain():
@@ -79,48 +88,41 @@ def bad_step():
     return {"bad": digest(bad.bare), "without": digest(without.bare), "skipped": bad.sync.skipped}
 
 
-def stopped():
+def stopped(method):
     """6 steps, after which Ray keeps a checkpoint (`local` is in mid-round), and 6 more."""
     from ray import train
     from ray.train import Checkpoint
 
-    found = {}
-    for method in KEPT:
-        run = Run(method).train(range(6))
-        state = run.sync.state_dict()["parameters"] if method == KEPT[0] else {}
-        kept = {"flat": flat(run.bare), "residuals": {name: s["residual"] for name, s in state.items()}}
-        with tempfile.TemporaryDirectory() as folder:
-            stenograd.save_checkpoint(folder, step=6, extra=kept, **run.whole)
-            train.report({"method": method}, checkpoint=Checkpoint.from_directory(folder))
-        found[method] = digest(run.train(range(6, 12)).bare)
-    return found
+    run = Run(method).train(range(6))
+    state = run.sync.state_dict()["parameters"] if method == KEPT[0] else {}
+    kept = {"flat": flat(run.bare), "residuals": {name: s["residual"] for name, s in state.items()}}
+    with tempfile.TemporaryDirectory() as folder:
+        stenograd.save_checkpoint(folder, step=6, extra=kept, **run.whole)
+        train.report({"method": method}, checkpoint=Checkpoint.from_directory(folder))
+    return digest(run.train(range(6, 12)).bare)
 
 
-def resumed(checkpoints):
+def resumed(method, checkpoint):
     """Go on from what Ray kept: where training starts, what is owed, and where it leads."""
-    found = {}
-    for method, checkpoint in checkpoints.items():
-        run = Run(method, seed=7)
-        with checkpoint.as_directory() as folder:
-            loaded = stenograd.load_checkpoint(folder, **run.whole)
-            files = sorted(Path(folder).glob("*-rank*.pt"))
-            kept = [torch.load(path)["content"]["extra"] for path in files]
-        mean = sum(one["flat"] for one in kept) / len(kept)
-        found[method] = {
-            "start": (flat(run.bare) - mean).abs().max().item(),
-            "ranks differed": (kept[0]["flat"] - kept[1]["flat"]).abs().max().item(),
-            "resharded": loaded.resharded,
-        }
-        if method == KEPT[0]:
-            owed = _line(s["residual"] for _, s in sorted(run.sync.state_dict()["parameters"].items()))
-            torch.distributed.all_reduce(owed)
-            wanted = sum(_line(t for _, t in sorted(one["residuals"].items())) for one in kept)
-            found[method] |= {"owed": (owed - wanted).abs().max().item()}
-            found[method] |= {"owed at all": wanted.abs().max().item()}
-        found[method]["after"] = digest(run.train(range(6, 12)).bare)
-        with run.sync.consensus():
-            found[method]["common"] = digest(run.bare)
-    return found
+    run = Run(method, seed=7)
+    with checkpoint.as_directory() as folder:
+        loaded = stenograd.load_checkpoint(folder, **run.whole)
+        files = sorted(Path(folder).glob("*-rank*.pt"))
+        kept = [torch.load(path)["content"]["extra"] for path in files]
+    mean = sum(one["flat"] for one in kept) / len(kept)
+    found = {
+        "start": (flat(run.bare) - mean).abs().max().item(),
+        "ranks differed": (kept[0]["flat"] - kept[1]["flat"]).abs().max().item(),
+        "resharded": loaded.resharded,
+    }
+    if method == KEPT[0]:
+        owed = _line(s["residual"] for _, s in sorted(run.sync.state_dict()["parameters"].items()))
+        torch.distributed.all_reduce(owed)
+        wanted = sum(_line(t for _, t in sorted(one["residuals"].items())) for one in kept)
+        found |= {"owed": (owed - wanted).abs().max().item(), "owed at all": wanted.abs().max().item()}
+    found["after"] = digest(run.train(range(6, 12)).bare)
+    with run.sync.consensus():
+        return found | {"common": digest(run.bare)}
 
 
 def _line(tensors):
@@ -162,10 +164,20 @@ def refused():
 
 
 def two():
-    """Run all that two workers of Ray are asked for."""
-    parts = {"methods": methods, "plain": plain, "bad": bad_step, "stopped": stopped}
-    parts |= {"hooked": hooked, "refused": refused}
-    return {name: part() for name, part in parts.items()}
+    """What two workers of Ray are asked for, by name."""
+    kept = {f"stopped {method}": partial(stopped, method) for method in KEPT}
+    return methods() | kept | {"plain": plain, "bad": bad_step, "hooked": hooked, "refused": refused}
+
+
+def answers(parts):
+    """Return what each part has found, or how it failed."""
+    found = {}
+    for name, part in parts.items():
+        try:
+            found[name] = {"found": part()}
+        except Exception:
+            found[name] = {"failed": traceback.format_exc()}
+    return found
 
 
 def drive(folder):
@@ -180,7 +192,8 @@ def drive(folder):
 
     def work(config):
         torch.set_num_threads(1)
-        found = resumed(config["from"]) if config["from"] else two()
+        kept = config["from"]
+        found = answers({how: partial(resumed, how, at) for how, at in kept.items()} if kept else two())
         rank = train.get_context().get_world_rank()
         Path(folder, f"{config['name']}-{rank}.json").write_text(json.dumps(found))
 
@@ -208,5 +221,5 @@ if __name__ == "__main__":
         answer = drive(sys.argv[2])
     else:
         stenograd.init(timeout_s=120)
-        answer = methods()
+        answer = answers(methods())
     print(json.dumps(answer), flush=True)

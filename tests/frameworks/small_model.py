@@ -8,13 +8,14 @@ from torch import nn
 ELEMENTS = 64 * 96 + 96 + 96 * 64 + 64
 
 # What 22 steps send, in multiples of the model: 5 % of its elements take 2 to 6 bytes each; signs take a bit,
-# and biases and scales little more; rank 1 takes a row and a column of each matrix; rounds are 5 and 2.
+# and biases and scales little more; rank 1 takes a row and a column of each matrix; rounds are 5 and 2, and 8
+# bytes of flags each.
 SENT_IN_22_STEPS = [
     ("topk:ratio=0.05", 0.025 * 22, 0.075 * 22),
     ("sign", 22 / 32, 22 / 16),
     ("powersgd:rank=1", 0.01 * 22, 0.03 * 22),
-    ("local:every=4", 5, 5),
-    ("diloco:every=10", 2, 2),
+    ("local:every=4", 5, 5.01),
+    ("diloco:every=10", 2, 2.01),
 ]
 
 

@@ -4,41 +4,31 @@ import pytest
 
 pytest.importorskip("accelerate")
 
-from processes import run_ranks
 from small_model import ELEMENTS, SENT_IN_22_STEPS
 
+SCRIPT = "accelerate_ranks.py"
 pytestmark = pytest.mark.frameworks
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("accelerate"))
-
-
-@pytest.fixture(scope="module")
-def two(folder):
-    return run_ranks("accelerate_ranks.py", 2, args=["two", folder], timeout_s=900)
-
-
-def test_dense_equals_accelerate_and_exchanges_once_per_optimizer_step(two):
+def test_dense_equals_accelerate_and_exchanges_once_per_optimizer_step(ran):
     """200 batches, 4 per step: 50 exchanges of 4 bytes per element, as a ring of 2 ranks sends them."""
-    for rank in two:
-        assert rank["dense"]["difference"] <= 1e-6 < rank["dense"]["moved"]
-        assert rank["dense"]["exchanges"] == 50
-        assert rank["dense"]["bytes"] == 50 * 4 * ELEMENTS
+    for rank in ran("dense"):
+        assert rank["difference"] <= 1e-6 < rank["moved"]
+        assert rank["exchanges"] == 50
+        assert rank["bytes"] == 50 * 4 * ELEMENTS
 
 
-def test_rounds_count_optimizer_steps_under_accumulation(two):
+def test_rounds_count_optimizer_steps_under_accumulation(ran):
     """32 batches, 4 per step: 8 passes, and a round every second."""
-    assert [(rank["dense"]["passes of rounds"], rank["dense"]["rounds"]) for rank in two] == [(8, 4)] * 2
+    assert ran("accumulated_rounds") == [{"passes": 8, "rounds": 4}] * 2
 
 
 @pytest.mark.parametrize(
     ("method", "least", "most"),
-    [*SENT_IN_22_STEPS, ("gossip", 22, 22)],
+    [*SENT_IN_22_STEPS, ("gossip", 22, 22.1)],
 )
-def test_methods_send_what_is_planned_and_leave_ranks_equal(two, method, least, most):
-    first, second = (rank["methods"][method] for rank in two)
+def test_methods_send_what_is_planned_and_leave_ranks_equal(ran, method, least, most):
+    first, second = ran("trained", method)
     rounds = method.startswith(("local", "diloco", "gossip"))
     assert first["common"] == second["common"]
     assert (first["own"] == second["own"]) is not rounds  # 22 steps end in mid-round
@@ -47,38 +37,67 @@ def test_methods_send_what_is_planned_and_leave_ranks_equal(two, method, least, 
         assert least <= rank["bytes"] / (4 * ELEMENTS) <= most
 
 
-def test_resuming_on_two_ranks_changes_no_bit(two):
-    for rank in two:
-        for whole, again in rank["resumed"].values():
-            assert whole == again
+@pytest.mark.parametrize("method", ["topk:ratio=0.05", "local:every=4"])
+def test_resuming_on_two_ranks_changes_no_bit(ran, method):
+    for rank in ran("stopped", method):
+        assert rank["whole"] == rank["resumed"]
 
 
-def test_resuming_on_three_ranks_keeps_what_is_owed_and_every_ranks_steps(two, folder):
-    """Residuals of 3 ranks add up to those of 2; `local` starts from the mean of the 2 ranks' parameters."""
-    ranks = run_ranks("accelerate_ranks.py", 3, args=["three", folder], timeout_s=600)
+def test_resuming_on_three_ranks_keeps_what_is_owed(ran):
+    """Residuals of 3 ranks add up to those of 2."""
+    ran("stopped", "topk:ratio=0.05")
+    ranks = ran("resharded_residuals", world_size=3)
     for rank in ranks:
         assert rank["owed"] <= 1e-6 < rank["owed at all"]
-        assert rank["mean"] <= 1e-6 < rank["ranks differed"]
         assert rank["after"] == ranks[0]["after"]
 
 
-def test_one_nan_on_one_rank_costs_one_step(two):
-    for rank in two:
-        assert rank["bad"]["bad"] == rank["bad"]["without"] == two[0]["bad"]["bad"]
-        assert rank["bad"]["skipped"] == 1
+def test_resuming_on_three_ranks_keeps_every_ranks_steps(ran):
+    """`local` starts from the mean of the 2 ranks' parameters."""
+    ran("stopped", "local:every=4")
+    for rank in ran("resharded_rounds", world_size=3):
+        assert rank["mean"] <= 1e-6 < rank["ranks differed"]
 
 
-def test_local_sgd_equals_accelerates_own(two):
-    for rank in two:
-        assert rank["local"]["difference"] <= 1e-6
-        assert rank["local"]["common"] == two[0]["local"]["common"]
-        assert rank["local"]["rounds of 6 steps"] == 3
-        assert rank["local"]["bf16 common"] == two[0]["local"]["bf16 common"]
-        assert rank["local"]["put back"]
+def test_one_nan_on_one_rank_costs_one_step(ran):
+    one, other = ran("bad")
+    for rank in (one, other):
+        assert rank["bad"] == rank["without"] == one["bad"]
+        assert rank["skipped"] == 1
 
 
-def test_fields_of_the_handler_are_kept(two):
-    assert [rank["handler"] for rank in two] == [[True, True]] * 2
+def test_local_sgd_equals_accelerates_own(ran):
+    one, other = ran("local_sgd")
+    for rank in (one, other):
+        assert rank["difference"] <= 1e-6
+        assert rank["common"] == one["common"]
+        assert rank["rounds of 6 steps"] == 3
+        assert rank["bf16 common"] == one["bf16 common"]
+        assert rank["put back"]
+
+
+@pytest.mark.parametrize("way", ["end of training", "closed", "dropped"])
+@pytest.mark.parametrize("method", ["topk:ratio=0.05", "local:every=4", "diloco:every=4", "gossip"])
+def test_no_thread_group_or_hook_is_left_and_what_is_prepared_again_goes_on(ran, method, way):
+    ranks = ran("ended", method, way)
+    for rank in ranks:
+        assert rank["alive"] != []
+        assert rank["left"] == []
+    if way == "closed":
+        assert [(rank["steps"], rank["more"]) for rank in ranks] == [(8, True)] * 2
+        if method.startswith(("topk", "local", "diloco")):  # 8 steps end with a round
+            assert ranks[0]["after"] == ranks[1]["after"]
+
+
+@pytest.mark.parametrize("way", ["loop", "round"])
+def test_an_error_in_local_sgd_leaves_no_thread_group_or_hook(ran, way):
+    for rank in ran("local_sgd_ended", way):
+        assert rank["alive"] != []
+        assert rank["left"] == []
+
+
+def test_fields_of_the_handler_are_kept(ran):
+    assert ran("handler") == [[True, True]] * 2
 
 
 @pytest.mark.parametrize(
@@ -102,6 +121,6 @@ def test_fields_of_the_handler_are_kept(two):
         ("schedule", "MethodError: LocalSGD, whose local_sgd_steps is the schedule"),
     ],
 )
-def test_what_would_go_wrong_in_silence_is_said(two, case, says):
-    for rank in two:
-        assert says in rank["refused"][case]
+def test_what_would_go_wrong_in_silence_is_said(ran, case, says):
+    for rank in ran("refused"):
+        assert says in rank[case]

@@ -3,28 +3,39 @@
 import importlib.util
 
 import pytest
-from processes import run_ranks
+from processes import HERE, run_ranks
 
 pytestmark = pytest.mark.frameworks
 MODEL = 64 * 128 + 128 + 128 * 10 + 10  # elements of the digits' model
 LLAMA = {"q_proj": 32 * 4 + 4 * 32, "v_proj": 32 * 4 + 4 * 32}  # elements of one layer's adapters of rank 4
 
 
-def run(script, *needed):
-    """Run an example, and check what holds for all: ranks end with equal parameters, and took equal steps."""
-    for name in needed:
+EXAMPLES = HERE.parents[1] / "examples"
+LEARNING = [("ignite_loop", ["ignite"]), ("skorch_net", ["skorch"]), ("keras_fit", ["keras"])]
+
+
+def need(names):
+    for name in names:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
-    first, second = run_ranks(f"../../examples/{script}.py", 2, timeout_s=400)
+
+
+def run(script, *needed):
+    """Run an example, and check what holds for all: ranks end with equal parameters, and took equal steps."""
+    need(needed)
+    first, second = run_ranks(EXAMPLES / f"{script}.py", 2)
     assert first["norm"] == second["norm"]
     assert (first["steps"], first["sent"]) == (second["steps"], second["sent"])
     return first, second
 
 
-@pytest.mark.parametrize(
-    ("script", "needed"),
-    [("ignite_loop", ["ignite"]), ("skorch_net", ["skorch"]), ("keras_fit", ["keras"])],
-)
+@pytest.mark.parametrize(("script", "needed"), LEARNING)
+def test_no_thread_group_or_hook_is_left_after_an_example(script, needed):
+    need(needed)
+    assert run_ranks("example_ended.py", 2, args=[EXAMPLES / f"{script}.py"]) == [[], []]
+
+
+@pytest.mark.parametrize(("script", "needed"), LEARNING)
 def test_digits_are_learnt_at_a_fraction_of_the_bytes(script, needed):
     """Top-k takes 2 to 4 bytes for each of the 5 % of elements that it sends, and a few for flags."""
     ranks = run(script, *needed)

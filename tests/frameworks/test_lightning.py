@@ -1,42 +1,14 @@
 """Stenograd inside Lightning's Trainer and Fabric, on real ranks, which run lightning_training.py."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.frameworks
 
 from lightning_cases import MATRICES, METHODS, PARAMETERS, SAVED, WIDE  # noqa: E402
-from processes import run_ranks  # noqa: E402
 
 SCRIPT = "lightning_training.py"
 DENSE_BYTES = 4 * PARAMETERS  # per step and rank: of two ranks, each sends 2 (N-1)/N = 1 times the gradients
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return run_ranks(SCRIPT, 2, args=["methods"])
-
-
-@pytest.fixture(scope="module")
-def in_fabric(tmp_path_factory):
-    return run_ranks(SCRIPT, 2, args=["fabrics", tmp_path_factory.mktemp("fabric")])
-
-
-@pytest.fixture(scope="module")
-def broken():
-    return run_ranks(SCRIPT, 2, args=["broken"])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("saved")
-
-
-@pytest.fixture(scope="module")
-def saved(folder):
-    return run_ranks(SCRIPT, 2, args=["save", folder])
 
 
 def planned_bytes(how):
@@ -61,122 +33,160 @@ def planned_bytes(how):
     return 50 * least, 50 * most * 1.15
 
 
-@pytest.mark.parametrize("where", ["trained", "in_fabric"])
-def test_dense_is_the_frameworks_own_ddp_bit_for_bit(where, request):
-    one, other = request.getfixturevalue(where)
-    dense = one["dense"] if where == "in_fabric" else one["dense"]["digest"]
-    assert one["ddp"] == other["ddp"] == dense
-    if where == "trained":
-        assert one["dense"]["step"] == 50
-        assert DENSE_BYTES * 50 <= one["dense"]["bytes"] <= DENSE_BYTES * 50 * 1.02
+def test_dense_is_the_trainers_own_ddp_bit_for_bit(ran):
+    one, other = ran("plain")
+    assert one["ddp"] == other["ddp"] == one["dense"]["digest"]
+    assert one["dense"]["step"] == 50
+    assert DENSE_BYTES * 50 <= one["dense"]["bytes"] <= DENSE_BYTES * 50 * 1.02
+
+
+def test_dense_is_fabrics_own_ddp_bit_for_bit(ran):
+    one, other = ran("fabric_plain")
+    assert one["ddp"] == other["ddp"] == one["dense"]
 
 
 @pytest.mark.parametrize("how", METHODS)
-@pytest.mark.parametrize("where", ["trained", "in_fabric"])
-def test_replicas_are_equal_and_bytes_are_as_planned(where, how, request):
-    one, other = request.getfixturevalue(where)
-    assert one[how]["digest"] == other[how]["digest"]
-    assert one[how]["finite"]
+@pytest.mark.parametrize("where", ["trained", "fabric_trained"])
+def test_replicas_are_equal_and_bytes_are_as_planned(ran, where, how):
+    one, other = ran(where, how)
+    assert one["digest"] == other["digest"]
     least, most = planned_bytes(how)
     for mine in (one, other):
-        assert least <= mine[how]["bytes"] <= most
+        assert mine["finite"]
+        assert least <= mine["bytes"] <= most
 
 
-def test_under_accumulation_of_4_there_is_one_exchange_per_optimizer_step(trained, in_fabric):
-    for one in trained:
-        assert one["accumulated"]["step"] == one["accumulated rounds"]["step"] == 12
-    for one in in_fabric:
-        assert one["accumulated topk:ratio=0.05"]["step"] == one["accumulated local:every=4"]["step"] == 12
-    assert trained[0]["accumulated"]["digest"] == trained[1]["accumulated"]["digest"]
+@pytest.mark.parametrize("how", ["topk:ratio=0.05", "local:every=4"])
+@pytest.mark.parametrize("where", ["accumulated", "fabric_accumulated"])
+def test_under_accumulation_of_4_there_is_one_exchange_per_optimizer_step(ran, where, how):
+    one, other = ran(where, how)
+    assert one["step"] == other["step"] == 12
+    if where == "accumulated" or how.startswith("topk"):  # in Fabric, 12 steps of `local` end in mid-round
+        assert one["digest"] == other["digest"]
 
 
 @pytest.mark.parametrize("how", ["dense", "topk:ratio=0.05"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_nan_on_one_rank_costs_one_step(broken, optimizer, how):
+def test_a_nan_on_one_rank_costs_one_step(ran, optimizer, how):
     """20 steps of which one is bad leave what 19 steps without its batch leave, with clipped gradients."""
-    for one in broken:
-        assert one[f"{optimizer} {how}"]["skipped"] == 1
-        assert one[f"{optimizer} {how}"]["finite"]
-        assert one[f"{optimizer} {how}"]["digest"] == one[f"{optimizer} {how} without"]["digest"]
+    for one in ran("bad", how, optimizer):
+        assert one["bad"]["skipped"] == 1
+        assert one["bad"]["finite"]
+        assert one["bad"]["digest"] == one["without"]["digest"]
 
 
-def test_under_local_sgd_a_nan_costs_one_rank_one_step(broken, in_fabric):
-    assert [one["local"]["skipped"] for one in broken] == [0, 1]
-    assert broken[0]["local"]["digest"] == broken[1]["local"]["digest"]
-    assert all(one["local"]["finite"] for one in broken)
-    assert [one["nan"]["skipped"] for one in in_fabric] == [1, 1]
-    assert all(one["nan"]["finite"] for one in in_fabric)
-    assert in_fabric[0]["nan"]["digest"] == in_fabric[1]["nan"]["digest"]
+def test_under_local_sgd_a_nan_costs_one_rank_one_step(ran):
+    one, other = (rank["bad"] for rank in ran("bad", "local:every=4", "sgd"))
+    assert [one["skipped"], other["skipped"]] == [0, 1]
+    assert one["digest"] == other["digest"]
+    assert one["finite"]
 
 
-def test_manual_optimization_with_two_optimizers(broken):
-    one, other = broken
-    assert one["manual dense"]["digest"] == one["manual ddp"] == other["manual ddp"]
-    assert one["manual local:every=4"]["digest"] == other["manual local:every=4"]["digest"]
-    assert one["manual local:every=4"]["step"] == 10  # max_steps counts the steps of both
+def test_a_nan_in_fabric_costs_one_step(ran):
+    one, other = ran("fabric_bad")
+    assert [one["skipped"], other["skipped"]] == [1, 1]
+    assert one["digest"] == other["digest"]
+    assert one["finite"]
 
 
-def test_validation_sees_the_consensus(broken):
+def test_manual_optimization_with_two_optimizers(ran):
+    own, ours = ran("manual", "ddp"), ran("manual", "dense")
+    assert ours[0]["digest"] == own[0] == own[1]
+
+
+def test_manual_optimization_in_rounds(ran):
+    one, other = ran("manual", "local:every=4")
+    assert one["digest"] == other["digest"]
+    assert one["step"] == 10  # max_steps counts the steps of both optimizers
+
+
+def test_validation_sees_the_consensus(ran):
     """After 5 and 10 of 10 steps, neither of which ends a round of 4."""
-    one, other = broken
-    assert one["validated"]["seen"] == other["validated"]["seen"]
-    assert len(set(one["validated"]["seen"])) == 2
-    assert one["validated"]["step"] == 10
+    one, other = ran("validated")
+    assert one["seen"] == other["seen"]
+    assert len(set(one["seen"])) == 2
+    assert one["step"] == 10
 
 
 @pytest.mark.parametrize("how", SAVED)
-def test_stop_and_resume_is_bit_for_bit(saved, in_fabric, how):
+def test_stop_and_resume_is_bit_for_bit(ran, how):
     """After 7 of 12 steps: in the middle of a round."""
-    for one in saved:
-        assert one[how]["resumed"] == one[how]["whole"]
-        assert one[how]["kept"] == ["step=7.ckpt", "step=7.ckpt.stenograd"]
-    for one in in_fabric:
-        assert one[f"saved {how}"]["resumed"] == one[f"saved {how}"]["whole"]
-        assert one[f"saved {how}"]["rest"] == []
+    for one in ran("stopped", how):
+        assert one["resumed"] == one["whole"]
+        assert one["kept"] == ["step=7.ckpt", "step=7.ckpt.stenograd"]
 
 
 @pytest.mark.parametrize("how", SAVED)
-def test_a_checkpoint_saved_by_hand_after_fit_goes_on_bit_for_bit(saved, how):
+def test_stop_and_resume_in_fabric_is_bit_for_bit(ran, how):
+    for one in ran("fabric_stopped", how):
+        assert one["resumed"] == one["whole"]
+        assert one["rest"] == []
+
+
+@pytest.mark.parametrize("how", SAVED)
+def test_a_checkpoint_saved_by_hand_after_fit_goes_on_bit_for_bit(ran, how):
     """Although fit leaves the consensus in the model, the rank's own parameters are saved."""
-    for one in saved:
-        assert one[how]["by hand"] == one[how]["one batch"]
+    for one in ran("by_hand", how):
+        assert one["resumed"] == one["whole"]
 
 
-def test_removed_checkpoints_leave_nothing(saved):
-    assert saved[0]["removed"] == ["one/step=9.ckpt", "one/step=9.ckpt.stenograd"]
+def test_removed_checkpoints_leave_nothing(ran):
+    assert ran("removed")[0] == ["one/step=9.ckpt", "one/step=9.ckpt.stenograd"]
 
 
-def test_a_checkpoint_without_its_folder_is_refused_and_one_of_lightning_alone_is_not(saved):
-    for one in saved:
-        assert len(one["plain"]["said"]) == 1
-        assert "copy both" in one["plain"]["lost"]
+def test_a_checkpoint_without_its_folder_is_refused_and_one_of_lightning_alone_is_not(ran):
+    for one in ran("without_ours"):
+        assert len(one["said"]) == 1
+        assert "copy both" in one["lost"]
 
 
-def test_three_ranks_continue_what_two_saved(saved, folder):
+@pytest.mark.parametrize("how", SAVED)
+def test_three_ranks_continue_what_two_saved(ran, how):
     """The sum of the ranks' residuals stays, up to rounding; then the three are equal."""
-    three = run_ranks(SCRIPT, 3, args=["reshard", folder])
-    for how in SAVED:
-        assert len({one[how]["digest"] for one in three}) == 1
-        assert all(one[how]["step"] == 12 and one[how]["finite"] for one in three)
-    sums = three[0]["topk:ratio=0.05"]["sums"]
-    assert sums.keys() == saved[0]["sums"].keys() != set()
-    for name, total in saved[0]["sums"].items():
-        assert sums[name] == pytest.approx(total, rel=1e-5)
-        assert total > 0
+    before = ran("stopped", how)[0]["sums"]
+    three = ran("reshard", how, world_size=3)
+    assert len({one["digest"] for one in three}) == 1
+    assert all(one["step"] == 12 and one["finite"] for one in three)
+    assert bool(before) is how.startswith("topk")
+    assert three[0]["sums"] == pytest.approx(before, rel=1e-5)
+    assert all(total > 0 for total in before.values())
 
 
-def test_lightnings_own_launcher_finds_the_strategy_by_name_and_logs_traffic(tmp_path):
-    (one,) = run_ranks(SCRIPT, 2, args=["launched", tmp_path], launcher="none")
+@pytest.mark.parametrize("where", ["nowhere", "step", "validation", "end"])
+@pytest.mark.parametrize("how", METHODS)
+def test_no_thread_group_or_hook_is_left_after_fit(ran, how, where):
+    """Also where something raises in fit, on all ranks."""
+    for one in ran("ended", how, where):
+        assert one["begun"]
+        assert one["broke"] is (where != "nowhere")
+        assert one["left"] == []
+        if where == "nowhere" or how.startswith("topk"):
+            assert one["said"] == ""  # saving went well
+        elif where == "step" and how.startswith(("local", "gossip")):
+            assert "save in a callback's on_exception" in one["said"]
+
+
+@pytest.mark.parametrize("way", ["torn down", "dropped"])
+@pytest.mark.parametrize("how", METHODS)
+def test_no_thread_group_or_hook_is_left_after_fabrics_teardown(ran, how, way):
+    for one in ran("fabric_ended", how, way):
+        assert one["begun"]
+        assert one["alive"] != []
+        assert one["left"] == []
+
+
+def test_lightnings_own_launcher_finds_the_strategy_by_name_and_logs_traffic(ran, folder):
+    (one,) = ran("launched", launcher="none")
     assert one["method"] == "topk"
     assert one["world"] == one["init"] == 2
-    logged = (Path(tmp_path) / "log" / "metrics.csv").read_text().splitlines()
+    logged = (folder / "log" / "metrics.csv").read_text().splitlines()
     header, last = logged[0].split(","), logged[-1].split(",")
     assert 0 < float(last[header.index("traffic/moved_bytes")]) <= one["bytes"]
     assert one["finite"]
 
 
-def test_joining_the_ranks_before_lightning_starts_them_is_refused():
-    (said,) = run_ranks(SCRIPT, 2, args=["too_early"], launcher="none")
+def test_joining_the_ranks_before_lightning_starts_them_is_refused(ran):
+    (said,) = ran("too_early", launcher="none")
     assert "the Trainer has 2 ranks, but torch.distributed was initialised before with 1" in said
     assert "torchrun" in said
 

@@ -1,4 +1,4 @@
-"""What tests of the Trainer adapter run on every rank; the last line is what this rank found, as JSON."""
+"""What test_transformers.py runs on every rank: `SCENARIO ARGUMENTS FOLDER`; prints JSON."""
 
 import json
 import logging
@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from left_over import left_over
 from safetensors.torch import load_file
 from small_model import digest, flat
 from transformers import (
@@ -85,7 +86,7 @@ def trainer_of(folder, steps, kind=Trainer, model=None, callbacks=(), **options)
     )
 
 
-def trained(folder, steps, method=None, resume=None, **options):
+def trained_by(folder, steps, method=None, resume=None, **options):
     trainer = trainer_of(folder, steps, **options)
     if method is not None:
         attached = stenograd.transformers.use(trainer, method, timeout_s=120)
@@ -94,12 +95,9 @@ def trained(folder, steps, method=None, resume=None, **options):
 
 
 def dense(folder):
-    """50 optimizer steps of 4 batches each, by the Trainer's own DDP and by ours; and a frozen encoder."""
-    own, _ = trained(folder, 50, gradient_accumulation_steps=4)
-    ours, attached = trained(folder, 50, "dense", gradient_accumulation_steps=4)
-    frozen = bert()
-    frozen.bert.requires_grad_(False)
-    _, few = trained(folder, 5, "dense", model=frozen)
+    """50 optimizer steps of 4 batches each, by the Trainer's own DDP and by ours."""
+    own, _ = trained_by(folder, 50, gradient_accumulation_steps=4)
+    ours, attached = trained_by(folder, 50, "dense", gradient_accumulation_steps=4)
     return {
         "difference": (flat(own.model) - flat(ours.model)).abs().max().item(),
         "moved": (flat(own.model) - flat(bert())).abs().max().item(),
@@ -107,69 +105,80 @@ def dense(folder):
         "exchanges": attached.sync.step,
         "bytes": attached.traffic.moved_bytes,
         "elements": flat(own.model).numel(),
-        "few bytes": few.traffic.moved_bytes,
-        "few elements": sum(p.numel() for p in frozen.parameters() if p.requires_grad),
     }
 
 
-def methods(folder):
-    """22 steps with each method; parameters before training ends, and after."""
-    found = {}
-    for method in ("topk:ratio=0.05", "sign", "powersgd:rank=1", "local:every=4", "diloco:every=10"):
-        own, logged = [], []
-        at = At(
-            on_step_end=lambda state, model=None, own=own, **_: own.append(digest(model)),
-            on_log=lambda state, logs=None, logged=logged, **_: logged.append(logs),
-        )
-        trainer, _ = trained(folder, 22, method, callbacks=[at])
-        found[method] = {
-            "own": own[-1],
-            "common": digest(trainer.model),
-            "logged": logged[-1]["traffic/moved_bytes"],
-            "wrapped": trainer.model_wrapped is not trainer.model,
-        }
-    return found
+def frozen(folder):
+    """5 steps of the classifier alone."""
+    model = bert()
+    model.bert.requires_grad_(False)
+    _, few = trained_by(folder, 5, "dense", model=model)
+    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {"bytes": few.traffic.moved_bytes, "elements": elements}
 
 
-def resumed(folder):
+def trained(method, folder):
+    """22 steps; parameters before training ends, and after."""
+    own, logged, wrapped = [], [], []
+    at = At(
+        on_step_end=lambda state, model=None, **_: own.append(digest(model)),
+        on_train_end=lambda state, **_: wrapped.append(trainer.model_wrapped is not trainer.model),
+        on_log=lambda state, logs=None, **_: logged.append(logs),
+    )
+    trainer = trainer_of(folder, 22, callbacks=[at])
+    stenograd.transformers.use(trainer, method, timeout_s=120)
+    trainer.train()
+    return {
+        "own": own[-1],
+        "common": digest(trainer.model),
+        "logged": logged[-1]["traffic/moved_bytes"],
+        "wrapped": wrapped[-1],
+        "elements": flat(trainer.model).numel(),
+    }
+
+
+def stopped(method, folder):
     """13 steps, and 7 of them after a stop where `local` is in mid-round, as it is at the end."""
-    found = {}
-    for method in ("topk:ratio=0.05", "local:every=4"):
-        place = Path(folder, method.partition(":")[0])
+    place = Path(folder, method.partition(":")[0])
 
-        def keep(state, model=None, place=place, **_):
-            if state.global_step == 6:
-                torch.save(flat(model), f"{place}-rank{torch.distributed.get_rank()}.pt")
+    def keep(state, model=None, **_):
+        if state.global_step == 6:
+            torch.save(flat(model), f"{place}-rank{torch.distributed.get_rank()}.pt")
 
-        options = {"save_strategy": "steps", "save_steps": 6}
-        whole, _ = trained(place, 13, method, callbacks=[At(on_save=keep)], **options)
-        again, _ = trained(place, 13, method, resume=f"{place}/checkpoint-6", model=bert(7))
-        found[method] = [digest(whole.model), digest(again.model)]
-    return found
+    options = {"save_strategy": "steps", "save_steps": 6}
+    whole, _ = trained_by(place, 13, method, callbacks=[At(on_save=keep)], **options)
+    again, _ = trained_by(place, 13, method, resume=f"{place}/checkpoint-6", model=bert(7))
+    return {"whole": digest(whole.model), "resumed": digest(again.model)}
 
 
-def resharded(folder):
-    """On other ranks than those that saved: where training starts, and where it leads."""
+def resharded_rounds(folder):
+    """On other ranks than those that saved: where training starts."""
     starts = []
     at = [At(on_train_begin=lambda state, model=None, **_: starts.append(flat(model)))]
-    trained(Path(folder, "new"), 9, "local:every=4", resume=f"{folder}/local/checkpoint-6", callbacks=at)
+    place = f"{folder}/local/checkpoint-6"
+    trained_by(Path(folder, "new"), 9, "local:every=4", resume=place, callbacks=at)
     saved = [torch.load(f"{folder}/local-rank{rank}.pt") for rank in (0, 1)]
-    top, _ = trained(Path(folder, "new"), 9, "topk:ratio=0.05", resume=f"{folder}/topk/checkpoint-6")
     return {
         "mean": (starts[0] - (saved[0] + saved[1]) / 2).abs().max().item(),
         "ranks differed": (saved[0] - saved[1]).abs().max().item(),
-        "after": digest(top.model),
     }
 
 
-def bad_step(folder):
+def resharded_residuals(folder):
+    """On other ranks than those that saved: where training leads."""
+    place = f"{folder}/topk/checkpoint-6"
+    top, _ = trained_by(Path(folder, "new"), 9, "topk:ratio=0.05", resume=place)
+    return digest(top.model)
+
+
+def bad(folder):
     """One NaN on rank 1 in step 3 of 8, and the same training without that step."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        bad, attached = trained(folder, 8, "topk:ratio=0.05", kind=Bad)
-    without, _ = trained(folder, 8, "topk:ratio=0.05", kind=Without)
+        one, attached = trained_by(folder, 8, "topk:ratio=0.05", kind=Bad)
+    without, _ = trained_by(folder, 8, "topk:ratio=0.05", kind=Without)
     return {
-        "bad": digest(bad.model),
+        "bad": digest(one.model),
         "without": digest(without.model),
         "skipped": attached.sync.skipped,
     }
@@ -186,7 +195,7 @@ def best(folder):
             rounds.append({name: t.clone() for name, t in model.state_dict().items()})
 
     at = [At(on_step_end=keep)]
-    trainer, _ = trained(Path(folder, "best"), 10, "diloco:every=4", callbacks=at, **often, **first)
+    trainer, _ = trained_by(Path(folder, "best"), 10, "diloco:every=4", callbacks=at, **often, **first)
     saved = [load_file(f"{folder}/best/checkpoint-{step}/model.safetensors") for step in (5, 10)]
     mine = trainer.model.state_dict()
     return {
@@ -211,7 +220,7 @@ def said(call):
 def refused(folder):
     """What must not pass in silence."""
     place, use = Path(folder, "plain"), stenograd.transformers.use
-    trained(place, 2, save_strategy="steps", save_steps=1)
+    trained_by(place, 2, save_strategy="steps", save_steps=1)
     late = trainer_of(folder, 2)
     late.add_callback(At(on_train_begin=lambda state, **_: use(late, "topk")))
     done = trainer_of(folder, 1)
@@ -223,32 +232,47 @@ def refused(folder):
         "late": said(late.train),
         "after": said(lambda: use(done, "topk")),
         "other accelerator": said(other.train),
-        "no state": said(lambda: trained(folder, 2, "topk", resume=f"{place}/checkpoint-1")),
+        "no state": said(lambda: trained_by(folder, 2, "topk", resume=f"{place}/checkpoint-1")),
     }
 
 
-def again(folder):
-    """Two trainings of one Trainer."""
-    trainer, attached = trained(folder, 3, "topk:ratio=0.05")
+def again(method, folder):
+    """Two trainings of one Trainer, the first of which ends in mid-round; what is left of ours after each."""
+    trainer, attached = trained_by(folder, 3, method)
+    sent = attached.traffic.moved_bytes
+    left = [left_over(trainer.model, trainer.optimizer.optimizer)]
     trainer.train()
-    return {"exchanges": attached.sync.step, "syncs": len(attached.syncs), "digest": digest(trainer.model)}
+    left.append(left_over(trainer.model, trainer.optimizer.optimizer))
+    more = attached.traffic.moved_bytes - sent
+    found = {"exchanges": attached.sync.step, "syncs": len(attached.syncs), "more": more > 0}
+    return found | {"digest": digest(trainer.model), "left": left}
+
+
+def broken(method, folder):
+    """What is left of ours where a callback raises on all ranks, after the second step."""
+    alive = []
+
+    def fail(state, model=None, optimizer=None, **_):
+        if state.global_step == 2:
+            alive.extend(left_over(model, optimizer.optimizer))
+            raise KeyError("a user's mistake")
+
+    trainer = trainer_of(folder, 4, callbacks=[At(on_step_end=fail)])
+    stenograd.transformers.use(trainer, method, timeout_s=120)
+    try:
+        trainer.train()
+    except KeyError:
+        return {"alive": alive, "left": left_over(trainer.model, trainer.optimizer.optimizer)}
 
 
 def launched(folder):
     """Four steps."""
-    trainer, attached = trained(folder, 4, "topk:ratio=0.05")
+    trainer, attached = trained_by(folder, 4, "topk:ratio=0.05")
     return {"world size": attached.sync.world_size, "digest": digest(trainer.model)}
-
-
-def two(folder):
-    """Run all that two ranks are asked for."""
-    parts = {"dense": dense, "methods": methods, "resumed": resumed, "bad": bad_step, "best": best}
-    parts |= {"refused": refused, "again": again, "launched": launched}
-    return {name: part(folder) for name, part in parts.items()}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    part = {"two": two, "three": resharded, "launched": launched}[sys.argv[1]]
-    print(json.dumps(part(sys.argv[2])), flush=True)
+    scenario, *arguments = sys.argv[1:]
+    print(json.dumps(globals()[scenario](*arguments)), flush=True)

@@ -18,6 +18,11 @@ def wire_rounding(requests):
     return 4 * eps if eps > torch.finfo(torch.float32).eps else 0.0
 
 
+def buckets_of(sync):
+    """How many buckets the ledger tells of."""
+    return len({e.bucket for e in sync.traffic.entries() if e.bucket is not None})
+
+
 def mlp(seed):
     """1,138 parameters: weights of 320, 544, 136 elements and small ones."""
     with torch.random.fork_rng():

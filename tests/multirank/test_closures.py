@@ -85,3 +85,79 @@ def test_a_bad_gradient_before_or_in_the_closure_leaves_weights_finite_and_equal
     (mine, skipped), (theirs, _) = pool.run(2, _train, face, "closure", bad)
     assert torch.equal(mine, theirs)
     assert (skipped, bool(mine.isfinite().all())) == (1, True)
+
+
+def _beside_another(rank, face):
+    """A plain optimizer of one half steps before one of the other half looks at the same bad gradients."""
+    model = mlp(0)
+    parameters = list(model.parameters())
+    plain, sharp = torch.optim.SGD(parameters[:2], lr=0.1), Sharpness(parameters[2:])
+    if face == "ddp":
+        net = DistributedDataParallel(model)
+        sync = stenograd.ddp.register(net, "dense", timeout_s=30)
+    else:
+        net, sync = model, stenograd.distribute(model, [plain, sharp], face, timeout_s=30)
+    moved = []
+    with sync, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a step is skipped
+        for s in range(3):
+            (x, _), (y, _) = shards(s, 2)
+
+            def backward(bad, x=x, y=y):
+                loss = (net(x) - y).square().mean()
+                (loss * (float("nan") if bad else 1.0)).backward()
+                return loss
+
+            for optimizer in (plain, sharp):
+                optimizer.zero_grad()
+            backward(s == 1)
+            plain.step()
+
+            def closure():
+                moved.append(all(bool(p.isfinite().all()) for p in parameters))
+                return backward(False)
+
+            sharp.step(closure)
+    return moved
+
+
+@pytest.mark.parametrize("face", ["dense", "ddp"])
+def test_each_of_several_optimizers_finds_out_that_gradients_are_bad(pool, face):
+    """What moves first and evaluates its closure there must not move by NaN, whoever stepped before it."""
+    for moved in pool.run(2, _beside_another, face):
+        assert moved == [True] * 3
+
+
+def _second_order(rank, face, search):
+    """Ten steps of LBFGS on other data on each rank, on which losses differ widely."""
+    model = mlp(0)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn=search)
+    if face == "ddp":
+        net = DistributedDataParallel(model)
+        sync = stenograd.ddp.register(net, "dense", timeout_s=30)
+    else:
+        net, sync = model, stenograd.distribute(model, optimizer, face, timeout_s=30)
+    x = torch.randn(32, 10, generator=torch.Generator().manual_seed(rank)) * (1 + rank)
+    evaluated = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (net(x) - x.sin()[:, :3]).square().mean()
+        loss.backward()
+        evaluated.append(float(loss.detach()))
+        return loss
+
+    with sync:
+        returned = [float(optimizer.step(closure)) for _ in range(6)]
+    return len(evaluated), evaluated[0], returned, flat(model)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("face", ["dense", "topk:ratio=0.5", "ddp"])
+def test_lbfgs_decides_alike_on_all_ranks_by_the_mean_loss(pool, face, search):
+    """It stops, and searches along a line, by its loss: by losses of their own ranks would part."""
+    mine, theirs = pool.run(2, _second_order, face, search)
+    assert mine[0] == theirs[0]
+    assert torch.equal(mine[3], theirs[3])
+    assert mine[2] == theirs[2]
+    assert mine[2][0] == pytest.approx((mine[1] + theirs[1]) / 2)

@@ -1,5 +1,6 @@
 """What compression leaves out is owed: it is applied later, and never lost or sent twice."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -55,7 +56,7 @@ def _conserved(rank, world_size, method, bucket_bytes):
 
     for n, p in model.named_parameters():
         p.register_hook(partial(note, n))
-    for s in range(20):
+    for s in range(12):
         optimizer.zero_grad()
         model.loss(rank, s).backward()
         for n, p in model.named_parameters():
@@ -126,3 +127,44 @@ def _stale(rank, method):
 
 def test_a_gradient_left_from_an_earlier_pass_is_not_sent_again(pool):
     pool.run(2, _stale, "topk:ratio=0.05")
+
+
+def _new_head(rank, method, width):
+    """After three steps, a new head that starts otherwise on each rank, in a group of its own as before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 40), nn.Linear(40, 6))
+    optimizer = torch.optim.SGD([{"params": list(layer.parameters())} for layer in model], lr=0.1)
+    sync = stenograd.distribute(model, optimizer, method, timeout_s=30)
+    told, kept = [], True
+    for step in range(6):
+        if step == 3:
+            before = sync.state_dict()["parameters"]
+            torch.manual_seed(100 + rank)
+            model[1] = nn.Linear(40, width)
+            optimizer.param_groups.pop()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+            told = [str(w.message) for w in caught]
+            after = sync.state_dict()["parameters"]
+            kept = all(torch.equal(t, after["0.weight"][key]) for key, t in before["0.weight"].items())
+            owed = after["1.weight"].get("residual", torch.zeros(1))
+            kept = kept and not owed.any() and bool(before["0.weight"])
+        optimizer.zero_grad()
+        model(
+            torch.randn(4, 8, generator=torch.Generator().manual_seed(9 * step + rank))
+        ).square().sum().backward()
+        optimizer.step()
+    sync.close()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), told, kept
+
+
+@pytest.mark.parametrize("width", [6, 7])
+@pytest.mark.parametrize("method", ["topk:ratio=0.1,dense_below=0", "powersgd:rank=1", "qsgd:feedback=true"])
+def test_what_is_owed_to_a_head_goes_with_it(pool, method, width):
+    """A new head starts owing nothing, equal on all ranks; what is owed to other layers stays."""
+    (mine, told, kept), (theirs, _, _) = pool.run(2, _new_head, method, width)
+    assert torch.equal(mine, theirs)
+    assert kept
+    assert len(told) == 1
+    assert "parameters were replaced, 1.bias" in told[0]

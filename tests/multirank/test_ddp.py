@@ -4,10 +4,11 @@ import io
 
 import pytest
 import torch
-from models import ALL_METHODS, flat, mlp, shards, step
+from models import ALL_METHODS, buckets_of, flat, mlp, shards, step
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
+from stenograd.testing.pool import RanksFailed
 
 TINY_MB = 0.0001  # four buckets, after DDP has rebuilt them
 
@@ -32,7 +33,7 @@ def _identity(rank, world_size):
         _run(hooked, hooked_optimizer, rank, world_size, s, 1)
         assert torch.equal(flat(plain), flat(hooked)), f"differs after step {s}"
     hook.close()
-    return len(hook._exchange.buckets)
+    return buckets_of(hook)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -44,7 +45,7 @@ def _identical(rank, world_size, method):
     model, optimizer, hook = _ddp(rank, method)
     _run(model, optimizer, rank, world_size, 0, 8)
     hook.close()
-    return flat(model), len(hook._exchange.buckets), hook.traffic.payload_bytes
+    return flat(model), buckets_of(hook), hook.traffic.payload_bytes
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
@@ -59,9 +60,9 @@ def test_every_method_trains_and_keeps_ranks_identical(pool, method):
 
 def _powersgd_once(rank, world_size):
     model, optimizer, hook = _ddp(rank, "powersgd:rank=2")
-    _run(model, optimizer, rank, world_size, 0, 10)
+    _run(model, optimizer, rank, world_size, 0, 4)
     hook.close()
-    return len(hook._exchange.buckets)
+    return buckets_of(hook)
 
 
 def test_powersgd_with_four_buckets_on_three_ranks_finishes_10_of_10(pool):
@@ -133,3 +134,16 @@ def test_one_nan_step_costs_one_step(pool, method):
 def test_a_model_without_ddp_is_refused():
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         stenograd.ddp.register(mlp(0), "dense")
+
+
+def _python_reducer(rank):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        return _ddp(rank, "dense")
+
+
+def test_a_reducer_that_calls_no_hook_is_refused(pool):
+    """Torch has the option; a training with it would send nothing by the method."""
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(2, _python_reducer)
+    for told in failed.value.errors.values():
+        assert 'StenogradError: DDP runs with torch._dynamo.config.optimize_ddp = "python_reducer"' in told

@@ -148,15 +148,15 @@ def test_codecs_leave_outer_parameters_equal_on_all_ranks(codec, timing):
         "diloco:every=3,states=reset",
     ],
 )
-@pytest.mark.parametrize("cut", [2, 5, 6, 9])
-def test_resumed_bit_for_bit(text, cut):
+def test_resumed_bit_for_bit(text):
     """In mid-round, with an exchange under way, and between rounds."""
     whole = simulated(2, text, "adamw", 13)
-    parts = simulated(2, text, "adamw", 13, cut=cut)
-    for a, b in zip(whole, parts, strict=True):
-        assert a["round"] == b["round"]
-        for what in ("state", "common"):
-            assert all(torch.equal(a[what][n], b[what][n]) for n in a[what]), what
+    for cut in (2, 5, 6, 9):
+        parts = simulated(2, text, "adamw", 13, cut=cut)
+        for a, b in zip(whole, parts, strict=True):
+            assert a["round"] == b["round"]
+            for what in ("state", "common"):
+                assert all(torch.equal(a[what][n], b[what][n]) for n in a[what]), (what, cut)
 
 
 def test_eager_equals_its_equation():
@@ -234,3 +234,62 @@ def test_a_round_with_bad_parameters_is_void_and_the_second_one_an_error(text):
     with pytest.warns(RuntimeWarning, match="its parameters were not finite in round"):
         both = ranks(2, rank_of)
     assert both == [[(0, True), (1, True)]] * 2
+
+
+def moved(text, start, moves):
+    """Return each rank's weights and round after each of some moves of two ranks, made in float16."""
+
+    def rank_of(driver):
+        model = nn.Linear(1, 4, bias=False).half()
+        model.weight.data.fill_(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30)
+        found = []
+        for move in moves:
+            optimizer.zero_grad()
+            (model.weight.float() * -move).sum().backward()
+            optimizer.step()
+            found.append((model.weight.detach().clone(), sync.round))
+        sync.close()
+        return found
+
+    return ranks(2, rank_of)
+
+
+def test_an_outer_step_beyond_float16_takes_nothing_and_leaves_no_trace():
+    """delta = phi - theta, v <- 0.9 v + delta, phi <- phi - 0.7 (delta + 0.9 v), in float64 by hand.
+
+    First v = -19,968 and phi = 30,016 + 1.33 * 19,968 = 56,573.44, in float16 56,576. After 4,992 more it
+    would be 74,538: void, and theta stays 61,568. At 14,976 less, 46,592, delta is 9,981.44, v = 0.9 *
+    -19,968 + delta = -7,989.76, and phi = 54,619.98, in float16 54,624.
+    """
+    with pytest.warns(RuntimeWarning, match="beyond what parameters of this type hold"):
+        both = moved("diloco:every=1", 30016.0, [19968.0, 4992.0, -14976.0])
+    for done in both:
+        assert [(w.unique().tolist(), rounds) for w, rounds in done] == [
+            ([56576.0], 1),
+            ([61568.0], 1),
+            ([54624.0], 2),
+        ]
+
+
+def test_two_outer_steps_beyond_float16_in_a_row_are_an_error_on_all_ranks():
+    with pytest.warns(RuntimeWarning), pytest.raises(NonFiniteError, match="as the round before did"):
+        moved("diloco:every=1", 30016.0, [19968.0, 4992.0, 0.0])
+
+
+@pytest.mark.filterwarnings("ignore:.*(beyond what parameters|would not have been after|were not finite)")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "diloco:every=1,eager=true",
+        "diloco:every=1,topology=pairs",
+        "local:every=1/terngrad",
+        "gossip:graph=complete,consensus=1/terngrad",
+    ],
+)
+def test_no_round_leads_beyond_float16(text):
+    """Momentum, or what a codec draws for two ranks, overshoots; each step by itself stays below 62,000."""
+    pattern = torch.tensor([[1.0], [0.9], [0.85], [0.5]])
+    for done in moved(text, 0.0, [pattern * move for move in (50000.0, 9000.0, -3000.0, 2000.0, -9000.0)]):
+        assert all(w.isfinite().all() for w, _ in done)

@@ -210,14 +210,14 @@ def _lost_at_once(rank, folder):
     (folder / f"{rank}").write_text(str(failed.value))
 
 
-def test_the_time_in_the_message_is_not_the_timeout(pool, tmp_path):
+def test_a_timeout_that_was_not_reached_is_not_blamed(pool, tmp_path):
     """The connections of a rank that ends break at once."""
     with pytest.raises(RanksFailed) as failed:
         pool.run(3, _lost_at_once, tmp_path)
     assert list(failed.value.errors) == [1], failed.value
     for rank in (0, 2):
         told = (tmp_path / f"{rank}").read_text()
-        words = re.match(rf"rank {rank} of 3: .* failed after (\d+\.\d) s \(timeout_s is 60\), ", told)
+        words = re.match(rf"rank {rank} of 3: .* failed after (\d+\.\d) s, ", told)
         assert words, told
         assert "rank(s) 1 did not answer" in told
         assert float(words[1]) < 30

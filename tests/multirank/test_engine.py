@@ -11,7 +11,7 @@ from torch import nn
 import stenograd
 from stenograd.testing.pool import RanksFailed
 
-LONG = 12  # steps: more than twice the warm-up of the methods that have one
+LONG, SAVED = 12, 8  # steps: more than twice the warm-up of the methods that have one, and when to save
 BAD = {3: float("nan"), 6: float("inf")}  # in the warm-up of those methods, and after it
 
 
@@ -43,31 +43,19 @@ def test_dense_equals_single_process_on_the_concatenated_batch(pool, world_size,
         torch.testing.assert_close(parameters, oracle, rtol=1e-6, atol=1e-6)
 
 
-def _long_run(rank, world_size, method):
-    parameters, sync, *_ = train(rank, world_size, method, LONG)
-    buckets = len(sync._exchange.buckets)
-    sync.close()
-    return parameters, buckets, sync.step
-
-
-@pytest.mark.parametrize("method", ALL_METHODS)
-def test_ranks_stay_bit_identical_step_after_step(pool, method):
-    """Nothing brings ranks together again that differ in one bit, so the last step shows every difference."""
-    ranks = pool.run(3, _long_run, 3, method)
-    assert ranks[0][1] >= 3, "the test needs several buckets"
-    assert ranks[0][2] == LONG
-    assert torch.isfinite(ranks[0][0]).all()
-    for parameters, *_ in ranks[1:]:
-        assert torch.equal(parameters, ranks[0][0])
-
-
 def _interrupted(rank, world_size, method):
-    """9 steps in one go, and 6 + save + load into fresh objects + 3, with other buckets after the load."""
-    whole, sync, *_ = train(rank, world_size, method, 9)
-    sync.close()
-    _, sync, model, optimizer = train(rank, world_size, method, 6)
+    """All steps in one go, saved on the way; and from there on in fresh objects."""
+
+    def steps(model, optimizer, first, last):
+        for s in range(first, last):
+            xs, ys = shards(s, world_size)
+            step(model, optimizer, xs[rank], ys[rank])
+
+    _, sync, model, optimizer = train(rank, world_size, method, SAVED)
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict(), sync.state_dict()), file)
+    steps(model, optimizer, SAVED, LONG)
+    whole, buckets, counted = flat(model), len(sync._exchange.buckets), sync.step
     sync.close()
     file.seek(0)
     saved = torch.load(file, weights_only=True)
@@ -77,16 +65,20 @@ def _interrupted(rank, world_size, method):
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     sync.load_state_dict(saved[2])
-    for s in range(6, 9):
-        xs, ys = shards(s, world_size)
-        step(model, optimizer, xs[rank], ys[rank])
+    steps(model, optimizer, SAVED, LONG)
     sync.close()
-    return whole, flat(model)
+    return whole, flat(model), buckets, counted
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
-def test_save_load_continue_is_bit_identical(pool, method):
-    for whole, resumed in pool.run(2, _interrupted, 2, method):
+def test_ranks_stay_bit_identical_and_a_saved_training_goes_on_as_if_uninterrupted(pool, method):
+    """Nothing brings ranks together again that differ in one bit, so the last step shows every difference."""
+    ranks = pool.run(3, _interrupted, 3, method)
+    for whole, resumed, buckets, counted in ranks:
+        assert buckets >= 3, "the test needs several buckets"
+        assert counted == LONG
+        assert torch.isfinite(whole).all()
+        assert torch.equal(whole, ranks[0][0])
         assert torch.equal(whole, resumed)
 
 
@@ -303,7 +295,7 @@ def _mismatch(rank, kind):
     model = mlp(0) if kind != "shape" or rank == 0 else nn.Linear(10, 3)
     method = "topk:ratio=0.1" if kind == "method" and rank == 1 else "dense"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(stenograd.MismatchError) as caught:
+    with pytest.raises(stenograd.errors.MismatchError) as caught:
         stenograd.distribute(model, optimizer, method, timeout_s=30)
     return str(caught.value)
 

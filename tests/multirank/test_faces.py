@@ -160,7 +160,7 @@ def _drifting(rank, world_size, face, repair):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that it repairs
                 _steps(model, optimizer, rank, world_size, 2, 3)
-        except stenograd.ReplicaDivergence as error:
+        except stenograd.errors.ReplicaDivergence as error:
             return str(error), 0, flat(model)
         return "", sync.repaired, flat(model)
 
@@ -201,7 +201,7 @@ def test_checks_without_interval_are_refused(face):
         "distribute": lambda: stenograd.distribute(model, optimizer, "dense", repair=True),
         "ddp": lambda: stenograd.ddp.register(model, "dense", repair=True),
     }[face]
-    with pytest.raises(stenograd.ConfigError, match="check_every"):
+    with pytest.raises(stenograd.errors.ConfigError, match="check_every"):
         attach()
 
 
@@ -283,7 +283,7 @@ def _refused(rank, world_size, folder):
     with sync:
         try:
             stenograd.load_state(folder, sync)
-        except stenograd.CheckpointError as error:
+        except stenograd.errors.CheckpointError as error:
             said.append(str(error))
         stenograd.save_state(folder, sync)
         torch.distributed.barrier()  # the other rank may still be clearing up
@@ -292,13 +292,13 @@ def _refused(rank, world_size, folder):
         torch.distributed.barrier()
         try:
             stenograd.load_state(folder, sync)
-        except stenograd.CheckpointError as error:
+        except stenograd.errors.CheckpointError as error:
             said.append(str(error))
     _, _, sync = _attach("distribute", "local:every=4")
     with sync:
         try:
             stenograd.save_state(folder, sync)
-        except stenograd.ConfigError as error:
+        except stenograd.errors.ConfigError as error:
             said.append(str(error))
     return said
 

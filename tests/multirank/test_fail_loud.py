@@ -27,28 +27,28 @@ def _backward(model, rank, scale=1.0, step=0):
 def _refusals(rank):
     wrapped = DistributedDataParallel(mlp(0))
     with pytest.raises(
-        stenograd.ConfigError, match=r"plain module, got DistributedDataParallel.*ddp.register"
+        stenograd.errors.ConfigError, match=r"plain module, got DistributedDataParallel.*ddp.register"
     ):
         stenograd.distribute(wrapped, _sgd(wrapped))
     stenograd.ddp.register(wrapped, "dense", timeout_s=30)
     with pytest.raises(stenograd.StenogradError, match="has a communication hook already"):
         stenograd.ddp.register(wrapped, "dense", timeout_s=30)
-    with pytest.raises(stenograd.MismatchError, match="method"):
+    with pytest.raises(stenograd.errors.MismatchError, match="method"):
         stenograd.ddp.register(DistributedDataParallel(mlp(0)), "fp16" if rank else "dense", timeout_s=30)
     model = mlp(0)
     optimizer = _sgd(model)
     with stenograd.distribute(model, optimizer, timeout_s=30):
-        with pytest.raises(stenograd.ConfigError, match="attached already"):
+        with pytest.raises(stenograd.errors.ConfigError, match="attached already"):
             stenograd.distribute(model, optimizer)
-        with pytest.raises(stenograd.TensorTypeError, match="create_graph=True"):
+        with pytest.raises(stenograd.errors.TensorTypeError, match="create_graph=True"):
             model(torch.ones(1, 10)).sum().backward(create_graph=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stenograd.sync.handshake.__version__", f"0.{rank}")
         with pytest.raises(
-            stenograd.MismatchError, match=r"stenograd version: rank 0 has 0\.0, rank 1 has 0\.1"
+            stenograd.errors.MismatchError, match=r"stenograd version: rank 0 has 0\.0, rank 1 has 0\.1"
         ):
             stenograd.distribute(model, optimizer, timeout_s=30)
-    with pytest.raises(stenograd.MismatchError, match="check_every"):
+    with pytest.raises(stenograd.errors.MismatchError, match="check_every"):
         stenograd.distribute(model, optimizer, timeout_s=30, check_every=1 + rank)
 
 
@@ -60,7 +60,7 @@ def _builds(rank, minor):
         patch.setattr(torch, "__version__", f"2.{13 + rank}.0" if minor else f"2.13.{rank}")
         try:
             stenograd.distribute(model, _sgd(model), timeout_s=30).close()
-        except stenograd.MismatchError as error:
+        except stenograd.errors.MismatchError as error:
             return str(error)
         return " ".join(str(w.message) for w in caught)
 

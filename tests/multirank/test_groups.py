@@ -6,11 +6,11 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from launched import JOIN, LAUNCHER_VARIABLES, SOURCE, clean_env
 
 from stenograd.errors import ConfigError, LaunchError
 from stenograd.launch import local_workers as workers
@@ -18,25 +18,8 @@ from stenograd.launch import process_group as groups
 from stenograd.launch.process_group import Absent, init, roll_call, run_local, shutdown
 
 PYTHON = sys.executable
-SOURCE = str(Path(groups.__file__).parents[2])
 LIMIT_S = 60
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "STENOGRAD_")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the mpiexec packages exist for Linux")
-
-# Rank r contributes r + 1, so two ranks sum to 3; the second init meets the same ranks again.
-JOIN = """
-import torch, torch.distributed as dist
-from stenograd.launch.process_group import init, shutdown
-for last in (False, True):
-    world = init(timeout_s=40)
-    x = torch.tensor([world.rank + 1.0])
-    dist.all_reduce(x)
-    if not last:
-        shutdown()
-        shutdown()
-if world.rank == 0:
-    print(world.launcher, world.world_size, world.local_world_size, x.item())
-"""
 
 # The rank in argv dies; survivors report who did not answer.
 LOSE = """
@@ -70,19 +53,8 @@ driver.run(mean(torch.ones(1)))
 """
 
 
-def clean_env(**more):
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
-    path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
-
-
 def run(command, **env):
     return subprocess.run(command, env=clean_env(**env), capture_output=True, text=True, timeout=LIMIT_S)
-
-
-def binary(package, name):
-    """Find a program by its package: both packages install `bin/mpiexec`, and the later one wins."""
-    return str(next(f.locate() for f in distribution(package).files or () if f.parts[-2:] == ("bin", name)))
 
 
 def free_port():
@@ -101,36 +73,6 @@ def outside(monkeypatch):
     monkeypatch.setattr(groups.atexit, "register", lambda call: call)
     yield monkeypatch
     shutdown()
-
-
-@linux_only
-def test_mpich(tmp_path):
-    """A shell stands between launcher and rank, so the parent process alone does not name the launch."""
-    (tmp_path / "hosts").write_text("localhost:2\n")
-    (tmp_path / "join.py").write_text(JOIN)
-    shell = ["sh", "-c", f"{PYTHON} {tmp_path / 'join.py'}; exit $?"]
-    launch = [binary("mpich", "mpiexec.hydra"), "-f", str(tmp_path / "hosts"), "-n", "2"]
-    done = run(launch + shell, TMPDIR=str(tmp_path))
-    assert (done.stdout, done.stderr, done.returncode) == ("mpich 2 2 3.0\n", "", 0)
-    assert list((tmp_path / f"stenograd-{os.getuid()}").iterdir()) == []
-
-
-@linux_only
-def test_open_mpi(tmp_path):
-    """`prterun` with this personality is what Open MPI's `mpiexec` executes."""
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
-    launch = [binary("openmpi", "prterun"), "--personality", "ompi", "--allow-run-as-root", "--oversubscribe"]
-    launch += ["--hostfile", str(tmp_path / "hosts"), "-n", "2"]
-    done = run([*launch, PYTHON, "-c", JOIN], TMPDIR=str(tmp_path))
-    assert (done.stdout, done.returncode) == ("openmpi 2 2 3.0\n", 0), done.stderr
-    assert list((tmp_path / f"stenograd-{os.getuid()}").iterdir()) == []
-
-
-def test_torchrun(tmp_path):
-    (tmp_path / "join.py").write_text(JOIN)
-    launch = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*launch, str(tmp_path / "join.py")])
-    assert (done.stdout, done.returncode) == ("torchrun 2 2 3.0\n", 0), done.stderr
 
 
 def test_run_local_succeeds(capfd):

@@ -30,7 +30,7 @@ def _trained(rank, world_size, method, repair):
             xs, ys = shards(s, world_size)
             try:
                 step(model, optimizer, xs[rank], ys[rank])
-            except stenograd.ReplicaDivergence as raised:
+            except stenograd.errors.ReplicaDivergence as raised:
                 error = (str(raised), raised.step, raised.tensors)
                 break
             if (s, rank) in ((5, 1), (11, 2)):
@@ -78,10 +78,10 @@ def _by_itself(rank):
     model.running_mean += rank
     optimizer.state[model.weight]["momentum_buffer"] += rank == 2
     assert ReplicaGuard(model).check() == []
-    with pytest.raises(stenograd.ReplicaDivergence, match=r"buffer running_mean, rank\(s\) 0 against"):
+    with pytest.raises(stenograd.errors.ReplicaDivergence, match=r"buffer running_mean, rank\(s\) 0 against"):
         ReplicaGuard(model, check_buffers=True).check(7)
     with pytest.raises(
-        stenograd.ReplicaDivergence, match=r"momentum_buffer of weight in optimizer 0 on rank\(s\) 2"
+        stenograd.errors.ReplicaDivergence, match=r"momentum_buffer of weight in optimizer 0 on rank\(s\) 2"
     ):
         ReplicaGuard(model, optimizers=[optimizer]).check()
     if rank == 2:
@@ -94,7 +94,7 @@ def _by_itself(rank):
         assert guard.check() == names
     assert guard.check() == []
     assert not model.turned.is_contiguous()
-    with pytest.raises(stenograd.ReplicaDivergence, match="at different steps"):
+    with pytest.raises(stenograd.errors.ReplicaDivergence, match="at different steps"):
         guard.check(rank)
     return guard.checks, guard.repaired
 

@@ -15,7 +15,7 @@ from stenograd.comm.node_layout import Layout, _placed
 from stenograd.errors import LaunchError, StenogradError
 from stenograd.heat.cycle import Skips
 from stenograd.heat.daso import DASO
-from stenograd.heat.multi_gpu import DataParallelMultiGPU
+from stenograd.heat.data_parallel import DataParallelMultiGPU
 from stenograd.launch.detect import World
 
 
@@ -101,8 +101,8 @@ def test_a_reset_run_equals_a_new_one(pool):
         assert first[1] == second[1]
 
 
-def _resumed(rank, layout, stop_at, how):
-    """Stop after `stop_at` batches of 3 epochs of 7, load into new objects, continue."""
+def _resumed(rank, layout, stops, how):
+    """Train 4 epochs of 7 batches; go on in new objects from what was saved after each number of `stops`."""
     arguments = {
         "warmup_epochs": 1,
         "cooldown_epochs": 1,
@@ -111,34 +111,41 @@ def _resumed(rank, layout, stop_at, how):
         **LAYOUTS[layout],
     }
     arguments |= {"global_method": how, "local_method": "topk:ratio=0.3"}
-    model, daso = make(seed=rank, **arguments)
-    seen = 0
-    for e in range(4):
-        daso.last_batch = 6
-        for number in range(7):
-            batch(rank, model, daso, 7 * e + number)
+
+    def go_on(model, daso, seen, stops=()):
+        while seen < 28:
+            daso.last_batch = 6
+            batch(rank, model, daso, seen)
             seen += 1
-            if seen == stop_at:
-                file = io.BytesIO()
-                torch.save({"model": model.state_dict(), "daso": daso.state_dict()}, file)
-                daso.close()
-                file.seek(0)
-                saved = torch.load(file, weights_only=True)
-                model, daso = make(seed=50 + rank, **arguments)
-                model.load_state_dict(saved["model"])
-                daso.load_state_dict(saved["daso"])
-        daso.epoch_loss_logic(1.0)
-    daso.close()
-    return weights(model)
+            if seen in stops:
+                files[seen] = io.BytesIO()
+                torch.save({"model": model.state_dict(), "daso": daso.state_dict()}, files[seen])
+            if seen % 7 == 0:
+                daso.epoch_loss_logic(1.0)
+        daso.close()
+        return weights(model)
+
+    files, ends = {}, {}
+    whole = go_on(*make(seed=rank, **arguments), 0, stops)
+    for seen, file in files.items():
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        model, daso = make(seed=50 + rank, **arguments)
+        model.load_state_dict(saved["model"])
+        daso.load_state_dict(saved["daso"])
+        if seen % 7 == 0:
+            daso.epoch_loss_logic(1.0)
+        ends[seen] = go_on(model, daso, seen)
+    return whole, ends
 
 
 @pytest.mark.parametrize(("layout", "how"), [("2x2", None), ("3+1", "topk:ratio=0.1")])
 def test_a_resumed_run_equals_an_uninterrupted_one_in_every_phase(pool, layout, how):
     """Batches 3 (warm-up), 8 (with an exchange on its way), 10, 14 (an epoch's end), 25 (cool-down)."""
-    whole = pool.run(4, _resumed, layout, 0, how)
-    for stop_at in (3, 8, 10, 14, 25):
-        for got, want in zip(pool.run(4, _resumed, layout, stop_at, how), whole, strict=True):
-            assert torch.equal(got, want), stop_at
+    for whole, ends in pool.run(4, _resumed, layout, (3, 8, 10, 14, 25), how):
+        for stop_at, end in ends.items():
+            assert torch.equal(end, whole), stop_at
+        assert len(ends) == 5
 
 
 class _Normed(nn.Module):

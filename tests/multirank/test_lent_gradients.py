@@ -1,6 +1,8 @@
 """Gradients are exchanged where autograd left them, or copied one by one or together: nobody may notice."""
 
+import math
 import time
+import warnings
 
 import pytest
 import torch
@@ -36,8 +38,13 @@ def _train(rank, method, way, trouble):
     model = _Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sync = stenograd.distribute(model, optimizer, method, bucket_bytes=bucket_bytes)
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    if trouble in OWN:
+        pieces = flat.split([p.numel() for p in model.parameters()])
+        for p, piece in zip(model.parameters(), pieces, strict=True):
+            p.grad = piece.view_as(p).detach() if trouble == "own, detached" else piece.view_as(p)
     g = torch.Generator().manual_seed(1 + rank)
-    kept, values = [], []
+    kept, values, listed = [], [], []
     if trouble == "hooks":  # a gradient that somebody else holds is not ours to change
         for p in model.parameters():
             p.register_hook(kept.append)
@@ -46,7 +53,11 @@ def _train(rank, method, way, trouble):
     for step in range(6):
         # With "unused" first all ranks use all, then one, then none.
         extra = {"unused": step < 2 or (step < 4 and rank == 1)}.get(trouble, True)
-        if trouble == "in place":
+        if trouble in OWN:
+            flat.zero_()
+        elif trouble == "listed" and step:
+            torch._foreach_zero_(listed)
+        elif trouble == "in place":
             optimizer.zero_grad(set_to_none=False)
         elif trouble not in ("accumulate", "unused") or step % 2 == 0:
             optimizer.zero_grad()
@@ -54,7 +65,12 @@ def _train(rank, method, way, trouble):
             with sync.no_sync():
                 model(torch.randn(4, 12, generator=g), extra=True).square().mean().backward()
         loss = model(torch.randn(4, 12, generator=g), extra=extra).square().mean()
-        loss.backward(retain_graph=trouble == "graph")
+        bad = trouble == "own, with a bad step" and step == 2 and rank == 1
+        (loss * math.nan if bad else loss).backward(retain_graph=trouble == "graph")
+        if trouble in OWN:
+            values.append(flat.data_ptr() == model.first.weight.grad.data_ptr())
+        if trouble == "listed" and not step:
+            listed = [p.grad for p in model.parameters()]
         if trouble == "hooks":
             copies = [t.clone() for t in kept]
         if trouble == "graph":
@@ -69,21 +85,29 @@ def _train(rank, method, way, trouble):
     return [p.detach().clone() for p in model.parameters()], all(values)
 
 
+LOSSY = ["topk:ratio=0.2", "qsgd", "powersgd:rank=2"]
+OWN = ["own", "own, detached", "own, with a bad step"]  # gradients are views of a buffer of the program's
 TROUBLES = ["none", "in place", "accumulate", "no_sync", "hooks", "graph", "clip", "taken", "unused"]
+TROUBLES += [*OWN, "listed"]
 
 
-def _all(rank, method, ways):
+def _all(rank, method, ways_of):
     before = filling._SMALL_ELEMENTS, filling._FEW_ELEMENTS
+    warnings.filterwarnings("ignore", message="a gradient was not finite")
     try:
-        return [[_train(rank, method, way, trouble) for way in ways] for trouble in TROUBLES]
+        return [[_train(rank, method, way, trouble) for way in ways_of[trouble]] for trouble in TROUBLES]
     finally:
         filling._SMALL_ELEMENTS, filling._FEW_ELEMENTS = before
 
 
 @pytest.mark.parametrize("method", ["dense", "fp16", "sign:block=64"])
 def test_all_ways_give_the_same(pool, method):
-    """These methods' averages do not depend on the buckets."""
-    for rank in pool.run(2, _all, method, list(WAYS)):
+    """These methods' averages do not depend on the buckets, nor on whose memory a gradient is zeroed in."""
+    for rank in pool.run(2, _all, method, {trouble: list(WAYS) for trouble in TROUBLES}):
+        plain, *_ = rank[TROUBLES.index("none")]
+        for trouble in ("in place", "own", "own, detached", "listed"):
+            for a, b in zip(plain[0], rank[TROUBLES.index(trouble)][0][0], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         for (alone, untouched), *others in rank:
             for parameters, untouched_too in others:
                 assert untouched
@@ -92,9 +116,12 @@ def test_all_ways_give_the_same(pool, method):
                     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["topk:ratio=0.2", "qsgd", "powersgd:rank=2"])
+@pytest.mark.parametrize("method", LOSSY)
 def test_ranks_stay_equal(pool, method):
-    first, second = pool.run(2, _all, method, list(WAYS))
+    """Every trouble by every method, every way by every method, and every trouble in every way."""
+    ways, at = list(WAYS), LOSSY.index(method)
+    some = {trouble: [ways[(i + at + k) % 4] for k in (0, 1)] for i, trouble in enumerate(TROUBLES)}
+    first, second = pool.run(2, _all, method, some)
     for mine, others in zip(first, second, strict=True):
         for (ours, untouched), (theirs, _) in zip(mine, others, strict=True):
             assert untouched

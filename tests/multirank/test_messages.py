@@ -6,6 +6,7 @@ import torch
 from stenograd.comm.driver import Driver
 from stenograd.comm.routes import swaps
 from stenograd.data.requests import Op, Request
+from stenograd.simulate import ranks
 
 ROWS = [1, 7, 4096, 50_000]  # float32: below and above the bytes from which rows travel one by one
 
@@ -90,3 +91,52 @@ def test_two_ranks_add_up_the_same_bits_directly_and_in_a_ring(pool, dtype):
             assert torch.equal(two, sums)
         assert told.tolist() == [1.0 - rank] * 3
         assert messages == [3 * 4 * 1 + 2 * 4 * 4]  # one each, and a ring's four
+
+
+def _bytes(rank):
+    driver = Driver.own(timeout_s=30)
+    told = [driver.gather_bytes(message) for message in (b"", b"\0ab" * rank)]
+    driver.close()
+    return told
+
+
+def test_a_message_may_be_empty_on_any_rank(pool):
+    """Rank 0 of the second has nothing; the first is empty everywhere."""
+    wanted = [[b""] * 3, [b"", b"\0ab", b"\0ab\0ab"]]
+    assert pool.run(3, _bytes) == [wanted] * 3
+    simulated = ranks(3, lambda driver: driver.gather_bytes(b"ab" * driver.rank))
+    assert simulated == [[b"", b"ab", b"abab"]] * 3
+
+
+def _fails_alone(rank, kind):
+    driver = Driver.own(timeout_s=2)
+    tensor = torch.ones(3)
+    if kind == "type" and rank:
+        tensor = tensor.to(torch.float8_e5m2)
+    elif kind == "memory" and rank:
+        driver._transmit = _full
+    try:
+        driver.start(Request(Op.SUM, (tensor,))).wait()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        driver.close()
+
+
+def _full(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("type", "RuntimeError", "Invalid scalar type"),
+        ("memory", "OutOfMemoryError", "out of memory"),
+    ],
+)
+def test_only_what_is_a_lost_peer_is_called_so(pool, kind, name, said):
+    """Three ranks, so that all take the all-reduce; the last two fail by themselves, and the first waits."""
+    (waits, _), *others = pool.run(3, _fails_alone, kind)
+    assert waits == "PeerLost"
+    for kind_of, told in others:
+        assert (kind_of, said in told) == (name, True), told

@@ -102,8 +102,8 @@ def test_custom_with_a_scheduler_equals_the_single_process_optimizer(pool, divid
     ranks = pool.run(3, _custom, divide_before)
     for name, (kind, arguments) in INNER.items():
         oracle = _oracle(lambda p, kind=kind, a=arguments: kind(p, **a), 6, _decay)
-        close = {"rtol": 1e-4, "atol": 2e-5} if name != "signsgd" else {"rtol": 0, "atol": 0.13}
-        torch.testing.assert_close(ranks[0][name], oracle, **close, msg=name)
+        # signsgd as well: one sign that differs moves an element by 0.005 or more.
+        torch.testing.assert_close(ranks[0][name], oracle, rtol=1e-4, atol=2e-5, msg=name)
         assert all(torch.equal(ranks[0][name], other[name]) for other in ranks)
 
 

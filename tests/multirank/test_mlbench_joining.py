@@ -1,6 +1,5 @@
 """MLBench's classes and functions join the ranks of a launch by themselves."""
 
-import multiprocessing
 import socket
 
 import pytest
@@ -11,6 +10,7 @@ from stenograd import shutdown
 from stenograd.launch.detect import STORE_VARIABLE
 from stenograd.launch.local_workers import environment
 from stenograd.mlbench import DecentralizedAggregation, DecentralizedSGD, global_average, initialize_backends
+from stenograd.testing.pool import start_context
 
 
 def _weights(rank, by_class):
@@ -52,7 +52,7 @@ def _answer(answers, function, rank, *arguments):
 
 
 def _on_two(function, *arguments):
-    context = multiprocessing.get_context("spawn")
+    context = start_context()
     answers = context.Queue()
     children = [
         context.Process(target=_answer, args=(answers, function, rank, *arguments)) for rank in range(2)

@@ -145,6 +145,8 @@ def _continued(rank, reuse_query):
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
+    kind = f"PowerSGD(rank=2, warm_start={reuse_query}, seed=0, alternate=False, values='float32')"
+    state["aggregation"]["method"] = f"ErrorFeedback(inner={kind}, decay=1.0)"  # as once written, still loads
     fresh = make(mlp(7))
     fresh.model.load_state_dict(weights)
     fresh.load_state_dict(state)

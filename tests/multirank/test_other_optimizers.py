@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from models import flat, mlp, shards
+from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
 from stenograd.sync import every_step
@@ -45,6 +46,65 @@ def test_a_nan_costs_another_optimizer_one_step_too(pool, method):
         assert torch.equal(ranks[0][0], ranks[1][0])
 
 
+def _rarely(rank, method):
+    """The repeated program: a steps in each of 8 batches, b in every 4th; rank 0 has a NaN in batch 2."""
+    torch.manual_seed(0)
+    a, b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(a, b)
+    often, rarely = (torch.optim.SGD(part.parameters(), lr=0.01) for part in (a, b))
+    if method.startswith("hook/"):
+        model = DistributedDataParallel(model)
+        sync = stenograd.ddp.register(model, method.removeprefix("hook/"), timeout_s=30)
+    else:
+        sync = stenograd.distribute(model, [often, rarely], method, timeout_s=30)
+    moved, generator = [0, 0], torch.Generator().manual_seed(rank)
+    with sync, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in range(1, 9):
+            often.zero_grad()
+            x = torch.randn(8, 4, generator=generator)
+            x[0, 0] = float("nan") if (rank, batch) == (0, 2) else 0.0
+            model(x).square().mean().backward()
+            before = a.weight.clone(), b.weight.clone()
+            often.step()
+            if batch % 4 == 0:
+                rarely.step()
+                rarely.zero_grad()
+            moved[0] += not torch.equal(before[0], a.weight)
+            moved[1] += not torch.equal(before[1], b.weight)
+        return moved, sync.skipped
+
+
+@pytest.mark.parametrize("method", ["dense", "topk:ratio=0.9", "hook/dense", "hook/sign", "local:every=20"])
+def test_a_nan_costs_another_optimizers_later_steps_nothing(pool, method):
+    """Of eight steps of the one that steps often the second is lost, and of the other's two none."""
+    bad, good = pool.run(2, _rarely, method)
+    assert bad == ([7, 2], 1)
+    assert good == (([8, 2], 0) if method.startswith("local") else bad)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "method", ["dense", "local:every=2", "diloco:every=2", "gossip", "local:every=2,after=2"]
+)
+def test_an_overflow_is_counted_whoever_leaves_out_the_step(method, fused):
+    """GradScaler does not call an optimizer that is not fused, and leaves a fused one to skip by itself."""
+    model = mlp(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with stenograd.distribute(model, optimizer, method) as sync, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for s in range(4):
+            xs, _ = shards(s, 1)
+            optimizer.zero_grad()
+            loss = model(xs[0]).square().mean() * (1e38 if s in (1, 3) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert sync.skipped == 2
+        assert flat(model).isfinite().all()
+
+
 @pytest.mark.parametrize("method", ["dense", "local:every=2"])
 def test_parameters_that_nobody_averages_are_told(method):
     """First the head alone, as in transfer learning, then all with an optimizer of their own."""
@@ -64,6 +124,7 @@ def test_parameters_that_nobody_averages_are_told(method):
 
 def test_nothing_is_left_behind():
     """Neither close() nor the end of everything that knew the model leaves a hook on all optimizers."""
+    gc.collect()  # what earlier tests left is not counted
     before = len(every_step._watchers)
     for close in (True, False):
         model = mlp(0)

@@ -1,5 +1,6 @@
 """What does not go together is refused before anything is sent, with what to write instead."""
 
+import copy
 import re
 import warnings
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from compositions import REFUSED
 from torch import nn
+from torch.nn.utils import prune
 
 import stenograd
+from stenograd.catalog.method import for_any_optimizer
 from stenograd.errors import ConfigError, MethodError, StenogradError
 from stenograd.testing.pool import RanksFailed
 
@@ -81,6 +84,38 @@ def test_momentum_would_act_twice(text):
         stenograd.distribute(*_program(momentum=0.9), text)
 
 
+OWN_MOMENTUM = [text for text in stenograd.methods() if text not in for_any_optimizer()]
+
+
+@pytest.mark.parametrize("text", [*OWN_MOMENTUM, "topk:feedback=ef21-sgdm"])
+def test_adam_has_momentum_of_its_own_too(text):
+    """Its first beta; without that, or for vectors that dion averages exactly, it may be used."""
+    model, _ = _program()
+    with pytest.raises(MethodError, match=r"AdamW has betas=\(0\.9, 0\.999\).*use torch\.optim\.SGD"):
+        stenograd.distribute(model, torch.optim.AdamW(model.parameters()), text)
+    stenograd.distribute(model, torch.optim.AdamW(model.parameters(), betas=(0.0, 0.999)), text).close()
+    vectors = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2])
+    matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1)
+    if text == "dion":
+        stenograd.distribute(model, [matrices, vectors], text).close()
+    else:
+        with pytest.raises(MethodError, match="AdamW"):
+            stenograd.distribute(model, [matrices, vectors], text)
+
+
+def _hooked(rank):
+    model = nn.parallel.DistributedDataParallel(_program()[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with stenograd.ddp.register(model, "demo", timeout_s=20):
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(MethodError, match=r"demo has momentum of its own, and AdamW has betas"):
+            optimizer.step()
+
+
+def test_the_hook_refuses_adam_at_its_first_step(pool):
+    pool.run(2, _hooked)
+
+
 @pytest.mark.parametrize("text", ["gossip", "noloco", "diloco:every=4,fragments=2", "diloco:eager=true"])
 def test_replicas_that_differ_by_design_are_not_compared(text):
     with pytest.raises(ConfigError, match="replicas differ by design"):
@@ -108,6 +143,8 @@ def test_programs_that_no_schedule_can_follow(text):
         ("diloco:every=6,delay=2", "give mix=0.5"),
         ("diloco:every=1,outer_lr=1,momentum=0", "local:every=1 does so with less memory"),
         ("diloco:topology=pairs,outer_lr=1,momentum=0.9", "give momentum=0.5"),
+        ("diloco:every=4/topk:feedback=false", "is lost for good; leave out feedback=false"),
+        ("diloco:every=4/lowbit:format=int2,feedback=no", "is lost for good; leave out feedback=false"),
     ],
 )
 def test_what_is_hardly_meant_is_warned_of(text, message):
@@ -115,7 +152,14 @@ def test_what_is_hardly_meant_is_warned_of(text, message):
         stenograd.distribute(*_program(), text).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        stenograd.distribute(*_program(), "diloco:every=6,delay=2,mix=0.5").close()
+        for fine in (
+            "every=6,delay=2,mix=0.5",
+            "every=4/topk",
+            "every=4/lowbit",
+            "every=4/qsgd",
+            "every=4/fp16",
+        ):
+            stenograd.distribute(*_program(), f"diloco:{fine}").close()
 
 
 def _frozen_parts(rank, kind):
@@ -168,3 +212,145 @@ def test_two_engines_on_one_encoder_are_refused_in_any_order(text):
         attach(heads[1]).close()
     attach(second).close()
     stenograd.shutdown()
+
+
+FACES = ["dense", "topk", "local:every=2", "diloco:every=2", "diloco:every=2,fragments=2", "gossip", "noloco"]
+
+
+def _attached(face):
+    model, optimizer = _program()
+    if face != "ddp":
+        return model, optimizer, model, stenograd.distribute(model, optimizer, face)
+    net = nn.parallel.DistributedDataParallel(model)
+    return model, optimizer, net, stenograd.ddp.register(net, "topk")
+
+
+def _assign(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def _assign_inside(model):
+    """As accelerate does, past `Module.__setattr__`."""
+    model[1]._parameters["bias"] = nn.Parameter(torch.zeros(2))
+
+
+REPLACED = {
+    "assign": (_assign, "parameter 0.weight is not the one that was attached"),
+    "inside": (_assign_inside, "parameter 1.bias is not the one"),
+    "layer": (lambda m: m.__setitem__(1, nn.Linear(4, 2)), "parameter 1.weight is not the one"),
+    "parameter": (lambda m: setattr(m[1], "bias", nn.Parameter(torch.zeros(2))), "parameter 1.bias is not"),
+    "type": (lambda m: m.to(torch.float64), "parameter 0.weight was torch.float32 on cpu when"),
+}
+
+
+def _forward(net):
+    net(torch.ones(1, 3, dtype=next(net.parameters()).dtype)).sum()
+
+
+def _replaced(rank, face):
+    told = {}
+    for kind, (replace, _) in REPLACED.items():
+        model, optimizer, net, sync = _attached(face)
+        with sync:
+            for _ in range(2):
+                net(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+            replace(model)
+            with torch.no_grad():
+                _forward(net)  # nothing is trained
+            try:
+                _forward(net)
+            except StenogradError as error:
+                told[kind] = str(error)
+    return told
+
+
+@pytest.mark.parametrize("face", [*FACES, "ddp"])
+def test_parameters_that_were_replaced_are_named_in_the_next_forward_pass(pool, face):
+    (told,) = pool.run(1, _replaced, face)
+    for kind, (_, message) in REPLACED.items():
+        assert message in told.get(kind, ""), kind
+
+
+def _tied():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("text", FACES)
+def test_what_trains_the_attached_parameters_is_no_replacement(text):
+    """Ties, pruning, copies that stand in for a while, compiled or removed layers, other memory."""
+    model, optimizer = _tied()
+    with stenograd.distribute(model, optimizer, text):
+
+        def step():
+            optimizer.zero_grad()
+            y = model["a"](torch.ones(1, 3))
+            (model["b"](y) if "b" in model else y).sum().backward()
+            optimizer.step()
+
+        step()
+        model["b"].weight = model["a"].weight
+        step()
+        prune.l1_unstructured(model["a"], "weight", 0.3)
+        step()
+        prune.remove(model["a"], "weight")
+        step()
+        model["a"].weight.data = model["a"].weight.detach().clone()
+        step()
+        model["a"] = torch.compile(model["a"], backend="eager")
+        step()
+        del model["b"]
+        step()
+    model, optimizer = _program()
+    with stenograd.distribute(model, optimizer, text):
+        other = dict(copy.deepcopy(model).named_parameters())
+        torch.func.functional_call(model, other, (torch.ones(1, 3),)).sum().backward()
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_weight_that_is_untied_is_named():
+    model, optimizer = _tied()
+    model["b"].weight = model["a"].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, "dense"):
+        model["b"].weight = nn.Parameter(model["b"].weight.detach().clone())
+        with pytest.raises(StenogradError, match=r"parameter b\.weight is not the one"):
+            model["b"](torch.ones(1, 3))
+
+
+def _swapped(rank, text):
+    """Halve the weights by `load_state_dict` after two steps, by copies or where torch swaps parameters."""
+    ends = []
+    for swaps in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = _program(momentum=0.9)
+        sync = stenograd.distribute(model, optimizer, text, timeout_s=30)
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        try:
+            for step in range(4):
+                if step == 2:
+                    model.load_state_dict({n: v / 2 for n, v in model.state_dict().items()})
+                optimizer.zero_grad()
+                model(torch.full((2, 3), 1.0 + rank)).square().mean().backward()
+                optimizer.step()
+            ends.append([p.detach().clone() for p in model.parameters()])
+            if swaps:
+                model.to(torch.float64)
+                sync.refresh()
+                optimizer.zero_grad()
+                model(torch.full((2, 3), 1.0 + rank, dtype=torch.float64)).sum().backward()
+                assert sync.step == 5
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+            sync.close()
+    return ends
+
+
+@pytest.mark.parametrize("text", ["dense", "topk:ratio=0.5,dense_below=0", "local:every=2", "gossip"])
+def test_torch_may_swap_parameters(pool, text):
+    """What it swaps has lost its gradient hooks, and must not have a weak reference."""
+    for copied, swapped in pool.run(2, _swapped, text):
+        assert all(map(torch.equal, copied, swapped))

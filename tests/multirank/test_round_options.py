@@ -256,7 +256,7 @@ def test_two_levels_resume_and_send_each_element_once_between_nodes():
         sync.close()
         return sent
 
-    assert ranks(4, rank_of) == [4 * 2 * 16 * 16 * 3 // 2] * 4
+    assert ranks(4, rank_of) == [4 * 2 * 16 * 16 * 3 // 2 + 2 * 8] * 4  # and the pass's number
 
 
 def test_pseudo_gradients_need_feedback_less_often():
@@ -348,3 +348,34 @@ def test_parameters_that_join_in_mid_round_lose_no_rank_its_steps(name):
 
     wanted = 1 - 0.15 * (2 if name == "diloco" else 1)
     assert ranks(2, rank_of) == [pytest.approx(wanted)] * 2
+
+
+@pytest.mark.parametrize("steps", [3, 4, 6, 8, 11])
+@pytest.mark.parametrize("how", ["refresh", "reshard"])
+def test_ending_an_eager_round_counts_each_step_of_each_rank_once(how, steps):
+    """With constant gradients and outer steps of 1, all steps move the weight by their mean."""
+    text = "diloco:every=4,eager=true,outer_lr=1,momentum=0"
+
+    def rank_of(driver, new=None):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            if new is not None:
+                sync.load_state_dict(new[driver.rank])
+                sync.after_load()
+                return model.weight.item()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                (model(torch.ones(1, 1)) * (driver.rank + 1)).sum().backward()
+                optimizer.step()
+            if how == "refresh":
+                sync.refresh()
+                return model.weight.item()
+            return sync.state_dict()
+
+    found = ranks(2, rank_of)
+    if how == "reshard":
+        new = stenograd.reshard(found, 3)
+        found = ranks(3, lambda driver: rank_of(driver, new))
+    assert found == [pytest.approx(1 - steps * 0.015, abs=1e-6)] * len(found)

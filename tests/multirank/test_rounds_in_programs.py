@@ -8,10 +8,12 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import stenograd
-from stenograd.errors import CheckpointError, MethodError, PeerLost
+from stenograd.checkpoint.reshard import alike
+from stenograd.errors import CheckpointError, MethodError, PeerLost, StenogradError
 from stenograd.simulate import ranks
 
 SCHEDULES = ["local:every=2", "diloco:every=2", "diloco:every=4,delay=1,mix=0.5", "gossip"]
@@ -248,6 +250,51 @@ def test_a_checkpoint_from_before_the_first_round_keeps_its_weights_on_another_n
     stenograd.shutdown()
 
 
+AFTER = [
+    "local:every=3,after=6",
+    "local:every=3,after=6/qsgd",
+    "local:every=1,after=6,inside=dense,node_size=1",
+    *(f"{name}:every=4,after=6" for name in ("diloco", "noloco", "sparseloco")),
+    "diloco:every=4,fragments=2,delay=1,mix=0.5,after=6",
+    "diloco:every=4,eager=true,after=6",
+    "diloco:every=4,after=6/lowbit",
+]
+
+
+def _goes_back(rank, text, folder):
+    """Save in the first passes, whose gradients are averaged; come back to there from a round."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 40), nn.BatchNorm1d(40), nn.Linear(40, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def go(begin, end):
+        for t in range(begin, end):
+            generator = torch.Generator().manual_seed(100 * t + rank)
+            x = torch.randn(8, 4, generator=generator)
+            optimizer.zero_grad()
+            (model(x).square().mean() * (math.nan if t == 2 else 1)).backward()
+            optimizer.step()
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.skipped, sync.round))
+
+    with stenograd.distribute(model, optimizer, text, timeout_s=20) as sync:
+        kept = {"model": model, "optimizer": optimizer, "sync": sync}
+        go(0, 4)
+        stenograd.save_checkpoint(folder, step=4, **kept)
+        first = go(4, 13)
+        again = []
+        for _ in range(2):
+            stenograd.load_checkpoint(folder, **kept)
+            again.append(go(4, 13))
+        optimizer.add_param_group({"params": []})
+    return [alike(first, one) for one in again]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", AFTER)
+def test_going_back_to_before_the_first_round_repeats_the_run_bit_for_bit(pool, tmp_path, text):
+    assert pool.run(2, _goes_back, text, str(tmp_path)) == [[True, True]] * 2
+
+
 @pytest.mark.parametrize("text", ["topk", *SCHEDULES])
 def test_a_sparse_gradient_that_is_not_finite_costs_one_step(text):
     model = nn.Embedding(5, 2, sparse=True)
@@ -260,3 +307,156 @@ def test_a_sparse_gradient_that_is_not_finite_costs_one_step(text):
         assert torch.equal(model.weight, before)
         assert sync.skipped == 1
     stenograd.shutdown()
+
+
+def _skips_a_batch(rank, text):
+    """Rank 1's second backward pass breaks off; the program catches that and goes on with the next batch."""
+    model = nn.Sequential(nn.Linear(3, 80), nn.Linear(80, 2))  # large enough for codecs
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    stenograd.distribute(model, optimizer, text, timeout_s=10)
+
+    def fails(grad):
+        if (batch, rank) == (1, 1):
+            raise ValueError("a bad batch")
+
+    model[0].weight.register_hook(fails)
+    for batch in range(14):
+        optimizer.zero_grad()
+        try:
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        except ValueError:
+            continue
+        except StenogradError as error:
+            return batch, str(error)
+    return None
+
+
+BROKEN = [*SCHEDULES, "diloco:every=4,fragments=2/topk", "diloco:every=2,eager=true", "local:every=2/qsgd"]
+BROKEN += ["diloco:every=2,lost=drop", "noloco:every=2", "gossip:graph=ring,consensus=0.4/sign"]
+BROKEN += ["gossip:lost=drop"]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_backward_pass_that_broke_off_is_named_in_the_next_round_on_all_ranks(pool, text):
+    """Both have made as many whole passes when they meet, but of different batches."""
+    for told in pool.run(2, _skips_a_batch, text, timeout_s=60):
+        assert told is not None
+        assert "at different backward passes" in told[1]
+
+
+def _evaluates(rank, text, mode):
+    """Evaluate and save in a mode of torch's after every fifth step; return the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 80), nn.Linear(80, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    with stenograd.distribute(model, optimizer, text, timeout_s=30) as sync:
+        for batch in range(1, 19):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if batch % 6 or rank:  # else this rank skips a step that may make a round due
+                optimizer.step()
+            if batch % 3 == 0:
+                with mode(), sync.consensus():
+                    model(x)
+                with mode():
+                    sync.load_state_dict(copy.deepcopy(sync.state_dict()))
+                    sync.flush()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("text", ["dense", "topk", *BROKEN])
+def test_evaluating_and_saving_in_inference_mode_changes_nothing(pool, text):
+    plain, inference = (pool.run(2, _evaluates, text, mode) for mode in (torch.no_grad, torch.inference_mode))
+    for a, b in zip(plain, inference, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("text", ["local:every=2", "gossip"])
+def test_one_whole_graph_is_refused_with_the_reason(text):
+    torch._dynamo.reset()  # it remembers, for a process, what a model compiled earlier made it run uncompiled
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        stenograd.distribute(model, optimizer, text),
+        pytest.raises(Exception, match="where ranks meet in rounds"),
+    ):
+        torch.compile(model, fullgraph=True, backend="eager")(torch.ones(1, 3))
+
+
+def _state_in_rounds(rank, text, folder):
+    """Train to step 22: at once, again from step 4, and from a checkpoint of DCP at step 10."""
+
+    def built():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return model, optimizer, stenograd.distribute(model, optimizer, text, bucket_bytes=64)
+
+    def train(model, optimizer, first, last):
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            optimizer.zero_grad()
+            (model(torch.randn(8, 4, generator=generator)) - 1).square().mean().backward()
+            optimizer.step()
+
+    def flat(model, sync):
+        sync.flush()
+        return torch.cat([t.reshape(-1).float() for t in model.state_dict().values()])
+
+    def parts(model, optimizer, sync):
+        mine = {f"rank{rank} {key}": t for key, t in model.state_dict().items()}
+        momenta = {
+            f"rank{rank} {i}": optimizer.state[p]["momentum_buffer"] for i, p in enumerate(model.parameters())
+        }
+        return {"model": mine, "momenta": momenta, "sync": stenograd.PerRank(sync)}
+
+    model, optimizer, sync = built()
+    train(model, optimizer, 0, 4)
+    early = parts(model, optimizer, sync)
+    stenograd.save_checkpoint(folder / "early", step=4, model=model, optimizer=optimizer, sync=sync)
+    train(model, optimizer, 4, 10)
+    dcp.save(parts(model, optimizer, sync), checkpoint_id=folder / "dcp")
+    train(model, optimizer, 10, 22)
+    found = {"at once": flat(model, sync)}
+    stenograd.load_checkpoint(folder / "early", model=model, optimizer=optimizer, sync=sync)
+    train(model, optimizer, 4, 22)
+    found["going back"] = flat(model, sync)
+    sync.close()
+    model, optimizer, sync = built()
+    train(model, optimizer, 0, 1)  # so that there are momenta to load into
+    state = parts(model, optimizer, sync)
+    dcp.load(state, checkpoint_id=folder / "dcp")
+    model.load_state_dict({key.partition(" ")[2]: t for key, t in state["model"].items()})
+    train(model, optimizer, 10, 22)
+    found["from DCP"] = flat(model, sync)
+    sync.close()
+    assert early.keys() == state.keys()
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local:every=4",
+        "local:every=4/topk:ratio=0.3",
+        "local:every=4/qsgd",
+        "local:every=3,after=6",
+        "diloco:every=4",
+        "diloco:every=4/lowbit",
+        "diloco:every=5,after=6",
+        "diloco:every=4,fragments=2",
+        "diloco:every=6,fragments=2,delay=1",
+        "diloco:every=4,eager=true",
+        "noloco:every=4",
+        "sparseloco:every=4",
+        "gossip",
+        "gossip:graph=ring,consensus=0.4/sign",
+    ],
+)
+def test_going_back_and_loading_by_dcp_in_a_round_change_no_bit(pool, tmp_path, text):
+    """Step 4 lies before `after=6` and within the first round, step 10 within a later one."""
+    for found in pool.run(2, _state_in_rounds, text, tmp_path):
+        for how, weights in found.items():
+            assert torch.equal(weights, found["at once"]), how

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -119,7 +120,7 @@ def _loaded(rank, folder, step=None):
         loaded = _told(lambda: run.load(folder, step=step))
     run.sync.close()
     text = " ".join(str(warning.message) for warning in caught)
-    if isinstance(loaded, stenograd.Loaded):
+    if isinstance(loaded, stenograd.checkpoint.api.Loaded):
         states = (
             run.generators["own"].get_state(),
             run.generators["common"].get_state(),
@@ -184,10 +185,14 @@ def _damage(pool, folder):
 
 
 def _forged(pool, folder, newest, older):
-    """A manifest that names another save's file with the right digest is still found out."""
+    """A manifest that names another save's file, or has its digest, is found out."""
     path = folder / "checkpoint-step3.json"
     manifest, other = json.loads(path.read_text()), json.loads((folder / "checkpoint-step2.json").read_text())
-    manifest["files"][1] = other["files"][1]
+    name, manifest["files"][1] = manifest["files"][1]["name"], other["files"][1]
+    path.write_text(json.dumps(manifest))
+    assert "rank 1's file has another form" in pool.run(2, _loaded, folder)[0][-1]
+    newest.write_bytes(older.read_bytes())
+    manifest["files"][1] = {**other["files"][1], "name": name}
     path.write_text(json.dumps(manifest))
     assert "files of two checkpoints are mixed up" in pool.run(2, _loaded, folder)[0][-1]
     for file in folder.glob("*.json"):
@@ -358,3 +363,34 @@ def test_through_torch_distributed_checkpoint(pool, tmp_path):
     for residual, *rest in fewer:
         torch.testing.assert_close(torch.tensor(residual).double(), total / 2, rtol=1e-6, atol=1e-12)
         assert rest == list(saved[0][1:])
+
+
+def _save_in_mid_round(rank, folder, method):
+    run = Run(rank, method).steps(6)
+    run.save(folder, 6)
+    run.sync.close()
+
+
+def _load_where_one_rank_fails(rank, folder, method):
+    run, start = Run(rank, method), time.monotonic()
+
+    def failing(state):
+        raise ValueError("no such state")
+
+    if rank == 1:
+        run.optimizer.load_state_dict = failing
+    with pytest.raises(StenogradError) as failed:
+        run.load(folder, timeout_s=20)
+    run.sync.close()
+    return type(failed.value).__name__, str(failed.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("method", ["diloco:every=4,eager=true", "diloco:every=4,topology=pairs", "topk"])
+def test_a_rank_that_alone_cannot_load_is_named_everywhere_at_once(pool, tmp_path, method):
+    """New ranks end the round under way by a mean over all of them: not before all have loaded."""
+    pool.run(3, _save_in_mid_round, tmp_path, method)
+    for kind, text, seconds in pool.run(2, _load_where_one_rank_fails, tmp_path, method):
+        assert kind == "CheckpointError"
+        assert "rank 1: " in text
+        assert "no such state" in text
+        assert seconds < 15

@@ -243,7 +243,7 @@ def _files(rank, folder):
         with sync.trace(f"{folder}/trace.json"):
             _step(model, optimizer, 0, rank)
         keys = list(stenograd.PerRank(sync).state_dict())
-        with pytest.raises(stenograd.ConfigError, match="save_state"):
+        with pytest.raises(stenograd.errors.ConfigError, match="save_state"):
             stenograd.save_checkpoint(folder, step=1, model=model, optimizer=optimizer, sync=sync)
     return keys
 

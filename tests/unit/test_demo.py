@@ -112,5 +112,5 @@ def test_bytes_and_rules():
 def test_an_optimizer_with_momentum_is_refused():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    with pytest.raises(stenograd.ConfigError, match="momentum"):
+    with pytest.raises(stenograd.errors.ConfigError, match="momentum"):
         stenograd.distribute(model, optimizer, "demo")

@@ -10,6 +10,7 @@ import stenograd
 from stenograd.checkpoint.reshard import SUMMED
 from stenograd.compressors.dion import Dion
 from stenograd.errors import MethodError
+from stenograd.kernels.reference.lowrank import row_sums
 from stenograd.simulate import exchange, ranks
 
 SHAPES = [torch.Size(s) for s in [(12, 8), (7,), (0, 3), (4, 3, 3), (), (1, 5), (8, 12)]]
@@ -118,3 +119,16 @@ def test_what_does_not_fit_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(MethodError, match="dion has momentum of its own, and SGD has momentum"):
         stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "dion")
+
+
+def test_the_number_of_threads_changes_no_length():
+    """torch adds a single row of a million by as many parts as there are threads."""
+    x = torch.rand(1, 1 << 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 4):
+        torch.set_num_threads(threads)
+        try:
+            found.append(row_sums(x))
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(*found)

@@ -67,10 +67,6 @@ def test_every_page_is_in_the_table_of_contents():
     assert not [page for page in pages if not any(fnmatch(page, entry) for entry in entries if entry)]
 
 
-def test_the_readme_has_at_most_450_words():
-    assert len((ROOT / "README.md").read_text().split()) <= 450
-
-
 @pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_of_the_pages_outside_docs_lead_to_files(name):
     links = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text())

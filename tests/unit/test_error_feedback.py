@@ -9,6 +9,8 @@ from stenograd.compressors.identity import Identity
 from stenograd.compressors.topk import TopK
 from stenograd.errors import MethodError, TensorTypeError
 from stenograd.simulate import exchange
+from stenograd.testing.checks import SHAPES, data
+from stenograd.testing.conformance import cases
 
 
 def test_topk_residual_step_by_step():
@@ -78,3 +80,16 @@ def test_lossless_compressors_are_refused():
 def test_integers_are_refused():
     with pytest.raises(TensorTypeError, match=r"got torch.int64: convert it"):
         exchange(ErrorFeedback(inner=TopK()), [torch.ones(3, dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("name", [name for name, c in cases() if isinstance(c, ErrorFeedback)])
+def test_narrow_types_send_no_more_than_float32(name):
+    """With a residual, 16-bit numbers are float32 before they are written, so as many bytes travel."""
+    codec, sent = dict(cases())[name], {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for world in (2, 5):
+            xs, asked = [x.to(dtype) for x in data(world)], []
+            exchange(codec, xs, shapes=SHAPES, spy=lambda request, asked=asked: asked.append(request.nbytes))
+            sent[dtype, world] = sum(asked)
+    for (dtype, world), nbytes in sent.items():
+        assert nbytes <= sent[torch.float32, world], (dtype, world)

@@ -49,5 +49,9 @@ def test_a_model_is_attached_once(method):
 
 def test_optimizers_of_different_parts_are_attached_one_by_one():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    with stenograd.distribute(model, sgd(model[0])), stenograd.distribute(model, sgd(model[1])):
-        model(torch.ones(1, 4)).sum().backward()
+    syncs = [stenograd.distribute(model, sgd(part), "dense:clip_value=0.5") for part in model]
+    model(torch.full((1, 4), 9.0)).sum().backward()
+    assert [sync.step for sync in syncs] == [1, 1]
+    assert max(p.grad.abs().max().item() for p in model.parameters()) == 0.5  # 9 or 1 without an exchange
+    for sync in syncs:
+        sync.close()

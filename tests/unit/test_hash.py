@@ -70,5 +70,5 @@ def test_bits_and_order_count_and_layout_does_not():
 )
 def test_wrong_options_are_refused(options, says):
     model = nn.Linear(2, 1)
-    with pytest.raises(stenograd.ConfigError, match=says):
+    with pytest.raises(stenograd.errors.ConfigError, match=says):
         stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)

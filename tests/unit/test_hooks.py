@@ -1,5 +1,7 @@
 """Hooks as autograd calls them: from several threads, one for each device, and in whatever order."""
 
+import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -11,7 +13,7 @@ from torch import nn
 import stenograd
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression.contract import Site
-from stenograd.sync import hooks
+from stenograd.sync import backward_passes, hooks
 
 
 @pytest.fixture
@@ -105,3 +107,84 @@ def test_an_engine_goes_with_its_model(alone):
     assert engine() is None
     with pytest.raises(stenograd.StenogradError, match="model is gone"):
         weight.sum().backward()
+
+
+@pytest.mark.parametrize("text", ["topk", "local:every=2", "diloco:every=2", "gossip"])
+def test_a_backward_pass_that_fails_keeps_nothing_alive(alone, text):
+    """What waits for its end belongs to the pass, which is gone."""
+    import gc
+    import weakref
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("no")
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = weakref.ref(stenograd.distribute(model, optimizer, text))
+    with pytest.raises(ValueError, match="no"):
+        model[1](Fails.apply(model[0](torch.ones(1, 3)))).sum().backward()
+    assert not backward_passes._ends
+    del model, optimizer
+    gc.collect()
+    assert engine() is None
+
+
+class _Injected(Exception):
+    """Stands for whatever may go wrong."""
+
+
+def _failing_at(number):
+    """Return a profiler that raises in the so many-th call of the library's, and the calls so far."""
+    calls = [0]
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        if event != "call" or f"{os.sep}stenograd{os.sep}" not in code.co_filename or code.co_name in CALM:
+            return
+        calls[0] += 1
+        if calls[0] == number:
+            sys.setprofile(None)
+            raise _Injected(code.co_name)
+
+    return profile, calls
+
+
+CALM = {"__del__", "_remove", "<genexpr>"}  # whose errors nobody hears of
+
+
+def _left_behind(model, optimizer):
+    hooks = [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or ())]
+    hooks += [h for m in model.modules() for h in m._forward_pre_hooks]
+    hooks += [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+    return [*hooks, *(name for name in vars(optimizer) if name == "add_param_group")]
+
+
+@pytest.mark.parametrize("text", ["dense", "local:every=2", "diloco:every=2,after=2/sign", "gossip"])
+def test_attaching_that_fails_at_any_point_leaves_the_model_as_it_was(alone, text):
+    """Errors are injected into every 29th call that the library makes while it attaches."""
+    number, ended = 1, False
+    while not ended:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        profile, calls = _failing_at(number)
+        sys.setprofile(profile)
+        try:
+            sync = stenograd.distribute(model, optimizer, text)
+            sys.setprofile(None)
+            sync.close()
+        except _Injected as error:
+            point = f"call {number}, {error}"
+        finally:
+            sys.setprofile(None)
+        ended = calls[0] < number
+        assert not _left_behind(model, optimizer), point
+        model(torch.ones(1, 3)).sum().backward()
+        number += 29
+    assert number > 100

@@ -1,15 +1,23 @@
 """Compiled kernels on disk: a change of any source is noticed, and one process of a host compiles."""
 
+import errno
 import fcntl
+import os
+import pickle
+import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import stenograd
 from stenograd.kernels import host_cache
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "drills"))
+from file_damage import DAMAGES, Kernel
 
 EDITED = """
 import sys
@@ -43,6 +51,89 @@ def test_a_change_of_an_inlined_helper_takes_effect(tmp_path, monkeypatch):
     assert len(list((tmp_path / "stenograd" / "kernels" / "__pycache__").glob("stenograd-*"))) == 2
 
 
+@pytest.fixture(scope="module")
+def kept_kernel(tmp_path_factory):
+    return Kernel(tmp_path_factory.mktemp("kernel"))
+
+
+@pytest.mark.parametrize("how", sorted(DAMAGES))
+def test_a_damaged_kernel_is_compiled_anew(kept_kernel, how):
+    for seed in range(2):
+        kept_kernel(random.Random(f"{how}/{seed}"), how)
+
+
+def test_a_full_disk_costs_only_the_file(monkeypatch, tmp_path):
+    def full(*paths):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    assert not list(Kernel(tmp_path).place.glob("*.kernel*"))
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="file modes of POSIX")
+def test_kernels_that_others_could_have_written_are_not_loaded(tmp_path):
+    """Wherever the folder comes from; the pickle in it would run, though its SHA-256 is right."""
+    place = host_cache.folder(str(tmp_path), ("1",))
+    assert place.stat().st_mode & 0o777 == 0o700
+    place.chmod(0o755)
+    host_cache.folder.cache_clear()
+    assert host_cache.folder(str(tmp_path), ("1",)) == place
+    assert place.stat().st_mode & 0o777 == 0o700
+    for spoil in (_opened, _linked, _given_away):
+        host_cache.folder.cache_clear()
+        if spoil(place):
+            with pytest.warns(RuntimeWarning, match="not to be trusted.*NUMBA_CACHE_DIR"):
+                assert host_cache.folder(str(tmp_path), ("1",)) is None
+    file = place / "planted.kernel"
+    sealed = host_cache._Sealed(place, Named())
+    sealed._path = lambda key: file
+    raw = pickle.dumps(Trap())
+    for mode, runs in ((0o666, False), (0o600, True)):
+        file.write_bytes(host_cache.hashlib.sha256(raw).digest() + raw)
+        file.chmod(mode)
+        sealed._read(file)
+        assert Trap.sprung == runs
+
+
+class Named:
+    _index_name, _source_stamp = "kernel", 0
+
+
+class Trap:
+    sprung = False
+
+    def __reduce__(self):
+        return setattr, (Trap, "sprung", True)
+
+
+def _opened(place):
+    place.chmod(0o777)
+    return True
+
+
+def _linked(place):
+    place.rename(place.with_name("elsewhere"))
+    place.symlink_to(place.with_name("elsewhere"))
+    return True
+
+
+def _given_away(place):
+    place.unlink()
+    place.mkdir(0o700)
+    if os.getuid() != 0:
+        return False
+    os.chown(place, 65534, 65534)
+    return True
+
+
+def test_a_stopped_compiler_does_not_stop_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_cache, "_LOCK_S", 0.2)
+    with (tmp_path / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with host_cache.compiling("nothing"):
+            host_cache._turn.take(tmp_path)
+
+
 RANK = """
 import torch
 from numba.core import event
@@ -72,8 +163,8 @@ def _start():
     return subprocess.Popen([sys.executable, "-c", RANK], **pipes)
 
 
-def test_the_lock_of_a_process_that_dies_is_free(tmp_path):
-    """It compiles for ever; after it was killed, another takes the lock at once."""
+def test_the_lock_of_a_process_that_dies_is_free(tmp_path, capfd, monkeypatch):
+    """It compiles for ever; meanwhile another says that it waits, and takes the lock once it was killed."""
     code = f"""
 import sys, time
 from pathlib import Path
@@ -86,10 +177,13 @@ time.sleep(600)
     assert holder.stdout.readline() == "mine\n"
     with (tmp_path / "lock").open("wb") as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    holder.kill()
-    holder.communicate()
+    monkeypatch.setattr(host_cache, "_PATIENCE_S", 0.3)
+    threading.Timer(1.5, holder.kill).start()
     with host_cache.compiling("nothing"):
         host_cache._turn.take(tmp_path)
+        said = capfd.readouterr().err
+        assert said.startswith("stenograd: waiting for a process that is compiling kernels for nothing ...\n")
+        holder.communicate()
         with (tmp_path / "lock").open("wb") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with (tmp_path / "lock").open("wb") as lock:  # given back with the block's end

@@ -57,7 +57,7 @@ def test_a_step_loads_no_kernel(fresh_kernels, text, world_size):
     how, generator = method(text), torch.Generator().manual_seed(1)
     load_kernels(how, world_size, [torch.zeros(1)])
     before = loaded()
-    with_kernels = ("topk", "sign", "qsgd", "lowbit", "powersgd", "dgc", "dion", "terngrad")
+    with_kernels = ("topk", "sign", "qsgd", "lowbit", "powersgd", "dgc", "dion", "terngrad", "threshold")
     assert bool(before) == any(text.startswith(m) for m in with_kernels)
     for shapes in BUCKETS:
         states, numel = None, sum(torch.Size(shape).numel() for shape in shapes)
@@ -102,7 +102,7 @@ def test_a_method_without_kernels_imports_no_numba():
 import sys, torch
 from stenograd.catalog.method import method
 from stenograd.comm.kernel_loading import load_kernels
-for text in ("dense", "fp16", "bf16", "threshold", "randomk", "randomblock"):
+for text in ("dense", "fp16", "bf16", "randomk", "randomblock"):
     load_kernels(method(text), 4, [torch.zeros(1)])
 load_kernels(method("topk"), 4, [])
 load_kernels(method("topk"), 4, [torch.zeros(1, device="meta")])

@@ -241,3 +241,21 @@ def test_values_of_another_form_are_refused():
         dispatch.unpack_values((packed[0],), "bfloat16", 300)
     with pytest.raises(ConfigError, match="kind must be one of"):
         dispatch.pack_values(torch.ones(3), "int4")
+
+
+def test_uniform_numbers_are_hashes_of_their_places_in_every_part():
+    """Parts are hashed one after another; lowbias32 with two keys in Python's integers knows no parts."""
+    first, second = plain_quantize.hash_keys(11)
+
+    def hashed(place):
+        h = place ^ first
+        h = ((h ^ h >> 16) * 0x7FEB352D) % 2**32 ^ second
+        h = ((h ^ h >> 15) * 0x846CA68B) % 2**32
+        return h ^ h >> 16
+
+    long, short = plain_quantize.uniforms(11, 70_001), plain_quantize.short_uniforms(11, 140_001)
+    for place in (0, 32767, 32768, 65536, 70_000):
+        h = hashed(place)
+        assert long[place] == (h >> 8) / 2**24
+        assert short[2 * place] == (h & 0xFFFF) / 2**16
+        assert place == 70_000 or short[2 * place + 1] == (h >> 16) / 2**16

@@ -1,13 +1,16 @@
 """Methods as text."""
 
-from dataclasses import fields
+import re
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
 import stenograd
 from stenograd.catalog.method import METHOD_KEYS
-from stenograd.catalog.registry import entries
+from stenograd.catalog.presets import PRESETS
+from stenograd.catalog.registry import compressors, entries, entry_of, schedules
 from stenograd.errors import MethodError
 
 
@@ -49,7 +52,13 @@ def test_text_is_canonical_and_makes_itself_again(text, canonical):
         ("topk:ration=0.1", "did you mean 'ratio'"),
         ("topk:ratio", "has no value"),
         ("topk:ratio=", "has no value"),
-        ("topk:ratio=a", "must be of type float, got 'a'"),
+        ("topk:ratio=a", "must be a number, got 'a': write ratio=0.01"),
+        ("topk:ratio=5%", "must be a number, got '5%': write ratio=0.05"),
+        ("topk:chunk=2.5", "must be a whole number, got '2.5': write chunk=1"),
+        ("topk=0.05", "got 'topk=0.05': write topk:ratio=0.05"),
+        ("topk ratio=0.05", "got 'topk ratio=0.05': write topk:ratio=0.05"),
+        ("local=8/topk", "got 'local=8': write local:every=8"),
+        ("slowmo=8", "got 'slowmo=8': write slowmo"),
         ("topk:ratio=0", r"ratio must be in \(0, 1\], got 0.0"),
         ("topk:ratio=1.5", r"ratio must be in \(0, 1\], got 1.5"),
         ("topk:ratio=nan", r"ratio must be in \(0, 1\], got nan"),
@@ -99,7 +108,7 @@ def test_every_integer_has_bounds(key):
     """Beyond 64 bits, the parser refuses all; from 2^31 on, every count is refused."""
     for huge in (10**22, -(10**22)):
         with pytest.raises(
-            MethodError, match=r"must be from -2\^63 to 2\^63 - 1, got -?10+: correct the value"
+            MethodError, match=r"must be from -2\^63 to 2\^63 - 1, got -?10+: take a smaller one"
         ):
             stenograd.method(f"{key}={huge}")
     if not key.endswith("seed"):
@@ -112,11 +121,74 @@ def test_every_integer_has_bounds(key):
 def test_feedback_is_on_for_the_biased_ones_and_can_be_turned_off():
     biased = {"lowbit", "topk", "threshold", "randomk", "randomblock", "sign", "powersgd"}
     for name in stenograd.methods():
-        wrapped = isinstance(stenograd.method(name).compressor, stenograd.ErrorFeedback)
+        wrapped = isinstance(stenograd.method(name).compressor, stenograd.compression.ErrorFeedback)
         assert wrapped == (name in biased), name
         if name in biased:
             off = stenograd.method(f"{name}:feedback=false").compressor
-            assert not isinstance(off, stenograd.ErrorFeedback)
+            assert not isinstance(off, stenograd.compression.ErrorFeedback)
+
+
+def _objects():
+    """Every method's compressor and every example, as an object and as the text that makes it."""
+    for name, entry in entries().items():
+        yield entry.compressor(**entry.preset), name
+    for cls in compressors():
+        for example in cls.examples():
+            entry = entry_of(example)
+            own = [f.name for f in fields(example) if f.name not in entry.preset]
+            yield example, f"{entry.name}:" + ",".join(f"{key}={getattr(example, key)}" for key in own)
+
+
+@pytest.mark.parametrize(("codec", "text"), [pytest.param(*pair, id=pair[1]) for pair in _objects()])
+def test_an_object_means_what_its_text_means(codec, text):
+    """Also with what every method takes, after a schedule, and with feedback around it already."""
+    wanted = stenograd.method(text)
+    for made in (stenograd.method(codec), stenograd.Method(compressor=codec)):
+        assert replace(made, text="-") == replace(wanted, text="-")
+        assert stenograd.method(made.text) == made
+    more = {"warmup_steps": 3, "clip_norm": 1, "clip_value": 2.0, "dense_below": 7}
+    keys = f"{text}{',' if ':' in text else ':'}" + ",".join(f"{k}={v}" for k, v in more.items())
+    assert replace(stenograd.Method(compressor=codec, **more), text="-") == replace(
+        stenograd.method(keys), text="-"
+    )
+    for schedule in ("local:every=3", "diloco:every=4", "gossip:graph=ring,consensus=0.1"):
+        about = stenograd.method(f"{schedule}/sign").schedule
+        wanted = _made(stenograd.method, f"{schedule}/{text}")
+        assert _made(stenograd.Method, compressor=codec, schedule=about) == wanted
+
+
+def _made(make, *args, **kwargs):
+    """A method without its text, or why there is none."""
+    try:
+        return replace(make(*args, **kwargs), text="-")
+    except MethodError as refused:
+        return str(refused).partition(": ")[2]
+
+
+def test_the_table_of_texts_and_objects_is_true_and_has_every_name():
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \| `(\w+\(.*\))` \|$", page, re.MULTILINE)
+    known = {**vars(stenograd.compression), **vars(stenograd.compressors), **vars(stenograd.schedules)}
+    known |= {"Method": stenograd.Method, "method": stenograd.method}
+    for text, written in rows:
+        made, wanted = stenograd.method(eval(written, known)), stenograd.method(text)
+        assert replace(made, text="-") == replace(wanted, text="-"), written
+    assert {*entries(), *schedules(), *PRESETS} <= {text.partition(":")[0] for text, _ in rows}
+
+
+def test_what_is_around_an_object_stays():
+    sign, topk = (stenograd.method(name).compressor.inner for name in ("sign", "topk"))
+    fed = stenograd.compression.ErrorFeedback(inner=topk, decay=0.9)
+    assert stenograd.method(fed) == stenograd.method("topk:feedback_decay=0.9")
+    assert stenograd.method(stenograd.compression.ErrorFeedback(inner=sign)) == stenograd.method("sign")
+    for word in ("ef21", "ef21-sgdm"):
+        wanted = stenograd.method(f"topk:feedback={word}")
+        assert stenograd.method(wanted.compressor) == wanted
+    wanted = stenograd.method("sign:feedback=ef21")
+    assert stenograd.method(wanted.compressor) == wanted
+    wanted = stenograd.method("lowbit:feedback=loco")
+    assert stenograd.method(wanted.compressor) == wanted
+    assert stenograd.Method(compressor=topk, text="mine").compressor is topk
 
 
 def test_all_promised_names_exist():
@@ -131,4 +203,4 @@ def test_what_acts_around_a_compressor_is_a_field_of_the_method():
     assert stenograd.method("sign").dense_below == 1024
     assert stenograd.method("sign:dense_below=0").dense_below == 0
     made = stenograd.Method(compressor=how.compressor, clip_norm=2.0)
-    assert made.text == f"{how.compressor!r},clip_norm=2.0"
+    assert made.text == "topk:clip_norm=2.0"

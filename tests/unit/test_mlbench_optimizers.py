@@ -213,7 +213,7 @@ def test_schedulers_groups_and_attributes_reach_the_inner_optimizer():
     assert model[0].weight.grad is None
     with pytest.raises(AttributeError, match="nothing_like_it"):
         _ = optimizer.nothing_like_it
-    with pytest.raises(ConfigError, match="optimizer must hold the model's parameters, got 1 not in it"):
+    with pytest.raises(ConfigError, match="optimizer must hold the model's parameters, got 1 of"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
@@ -261,7 +261,7 @@ HALF = nn.Linear(2, 1).half()
         ),
         (
             lambda: CustomCentralizedOptimizer(MODEL, 1, _sgd(HALF), average_world=True),
-            "optimizer must hold the model's parameters, got 2 not in it",
+            "optimizer must hold the model's parameters, got 2 of 2 not in it",
         ),
         (lambda: CustomCentralizedOptimizer(MODEL, 1, "sgd", average_world=True), "must be a torch.optim"),
         (

@@ -106,7 +106,7 @@ def test_plateaus_count_once_warm(per_batch):
     [
         (lambda o: s.MultiStepLRLinearWarmUp(o, 0.5, [3, 2], 10), "milestones must be ascending"),
         (lambda o: s.MultiStepLRLinearWarmUp(o, 0.5, [5, 6], 10, 0, 5), "milestones must be after step 5"),
-        (lambda o: s.LRLinearWarmUp(o, 0, 1, -1), "warmup_duration must be >= 0"),
+        (lambda o: s.LRLinearWarmUp(o, 0, 1, -1), "warmup_duration must be at least 0"),
         (lambda o: s.TimeDecayLR(o, 0), "beta must be above 0"),
         (lambda o: s.SparsifiedSGDLR(o, 1, 0, 1), "l2_coef must be above 0"),
         (lambda o: s.SQRTTimeDecayLRWithWarmup(o, 1, 0, 0), "warmup_steps must be at least 1"),

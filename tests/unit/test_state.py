@@ -118,7 +118,7 @@ def test_sparse_gradients_that_no_module_announces_are_refused(alone):
     with (
         stenograd.distribute(model, optimizer),
         pytest.raises(
-            stenograd.TensorTypeError, match=r"must be dense.*nn\.Embedding\(\.\.\., sparse=True\)"
+            stenograd.errors.TensorTypeError, match=r"must be dense.*nn\.Embedding\(\.\.\., sparse=True\)"
         ),
     ):
         nn.functional.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()

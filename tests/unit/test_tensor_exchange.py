@@ -1,6 +1,7 @@
 """Averages of named tensors among simulated ranks: clipping, warm-up, small tensors, bad numbers, state."""
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -211,3 +212,37 @@ def test_a_rank_that_stays_away_or_fails_is_named():
 
     with pytest.raises(ValueError, match="mine"):
         ranks(2, failing, timeout_s=30)
+
+
+class Stream:
+    """Stands for a CUDA stream: each thread has its own current one, and notes what it waits for."""
+
+    mine = threading.local()
+
+    def __init__(self, device=None):
+        self.waited = []
+
+    @classmethod
+    def current(cls, _):
+        cls.mine.stream = getattr(cls.mine, "stream", None) or cls()
+        return cls.mine.stream
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_callers_stream_waits_for_averages_that_another_thread_made(waits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream.current)
+
+    def rank_of(driver):
+        exchange = TensorExchange("topk:ratio=0.5", driver, waits=waits)
+        mine = Stream.current(None)
+        averages = exchange.start({"x": torch.ones(4)})
+        exchange._streams._of[torch.device("cuda:0")] = side = Stream()
+        before = list(mine.waited)
+        averages.result()
+        exchange.close()
+        return before, mine.waited == [side]
+
+    assert ranks(2, rank_of) == [([], True)] * 2

@@ -1,7 +1,5 @@
 """Names of torch that are private or young: each exists, and what to do where one goes is said here."""
 
-import inspect
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,16 +34,6 @@ def test_one_of_two_gathers_into_a_tensor_exists():
     assert hasattr(dist, "all_gather_single") or hasattr(dist, "all_gather_into_tensor")
 
 
-def test_ddp_says_whether_its_reducer_is_python():
-    source = inspect.getsource(DistributedDataParallel)
-    assert "_use_python_reducer" in source, "a Python reducer calls no hook; find its new name"
-
-
 def test_an_optimizer_keeps_its_hooks_where_we_look():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     assert "_optimizer_step_pre_hooks" in vars(optimizer)  # by which wrapped optimizers are told from bare
-
-
-def test_fsdp_calls_gradient_hooks_of_sharded_parameters():
-    fsdp = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_collectives")
-    assert "_post_accumulate_grad_hooks" in inspect.getsource(fsdp), "FSDP2: use set_all_reduce_hook instead"

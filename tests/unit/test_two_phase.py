@@ -125,7 +125,7 @@ def test_feedback_telescopes_over_many_steps(codec):
     """Sum of averages + mean residual = mean of the sums of x, and the residual stays bounded."""
     fed, states = ErrorFeedback(inner=codec), None
     put_in, averaged, norms = torch.zeros(600), torch.zeros(600), []
-    for step in range(200):
+    for step in range(100):
         xs = ranks_of(8, 600, seed=step)
         out = exchange(fed, xs, states, step=step)
         states = [e.state for e in out]
@@ -134,7 +134,7 @@ def test_feedback_telescopes_over_many_steps(codec):
         norms.append(float(torch.stack([s["residual"] for s in states]).mean(0).norm()))
     residual = torch.stack([s["residual"] for s in states]).mean(0)
     assert torch.allclose(averaged + residual, put_in, atol=1e-3)
-    assert max(norms[100:]) < 2 * max(norms[20:100])
+    assert max(norms[50:]) < 2 * max(norms[20:50])
 
 
 def test_the_owner_keeps_what_the_second_encoding_loses():
@@ -150,9 +150,14 @@ def test_the_owner_keeps_what_the_second_encoding_loses():
 
 
 def test_two_roundings_are_unbiased():
-    """Mean of 2000 averages of four ranks' x: an error of at most 5 of its standard deviations."""
+    """Mean of 2000 averages of four ranks' x: an error of at most 5 of its standard deviations.
+
+    Each of 100 exchanges averages x 20 times, each time with other draws.
+    """
     x = torch.linspace(-1, 2, 128)
-    averages = torch.stack([exchange(QSGD(bits=2), [x] * 4, step=step)[0].average for step in range(2000)])
+    several = x.repeat(20)
+    steps = [exchange(QSGD(bits=2), [several] * 4, step=step)[0].average for step in range(100)]
+    averages = torch.stack(steps).view(2000, 128)
     deviation = averages.std(0) / 2000**0.5
     assert ((averages.mean(0) - x).abs() <= 5 * deviation + 1e-5).all()
 

@@ -43,7 +43,8 @@ def use(
     `prepare` gives them with their optimizers to `stenograd.distribute`; prepare both in one call. The loop
     stays as it is: `accelerator.accumulate(model)`, `accelerator.no_sync(model)`, `clip_grad_norm_`, mixed
     precision and schedulers work as before. `save_state` and `load_state` also keep what each rank has of its
-    own, in a folder `stenograd` inside of theirs, on as many ranks as saved it or on others.
+    own, in a folder `stenograd` inside of theirs, on as many ranks as saved it or on others. `end_training`,
+    or `close()` of what is returned, leaves the process groups and takes threads and hooks away.
 
     Args:
         accelerator: the `accelerate.Accelerator`; one process, several CPUs or several GPUs with plain DDP.
@@ -105,6 +106,8 @@ class Attachment:
         self._attached: list[_Attached] = []
         self._waiting: list[nn.Module] = []  # prepared without an optimizer so far
         self._freed: list[_Attached] = []  # by free_memory; a Trainer calls it before each training
+        self._closed: list[_Attached] = []  # which go on where their models are prepared again
+        self._earlier: list[Traffic] = []  # of what was replaced
         self._folder = ""
         self.rounds = not method.averages_gradients
         wraps = accelerator.multi_device or accelerator.distributed_type == DistributedType.MULTI_CPU
@@ -141,10 +144,21 @@ class Attachment:
     @property
     def traffic(self) -> Traffic:
         """Bytes, collectives and seconds waited of this rank; of several models, their sum until now."""
-        first, *others = (one.sync.traffic for one in self._attached) if self._attached else (Traffic(),)
+        parts: list[Traffic] = [*self._earlier, *(one.sync.traffic for one in self._attached)]
+        first, *others = parts or [Traffic()]
         for other in others:
             first = first + other
         return first
+
+    def close(self) -> None:
+        """Leave the process groups, and take threads and hooks away; `accelerator.end_training` calls it.
+
+        What was counted can still be read, and what each rank keeps can be saved. A model that is prepared
+        again goes on from there. May be called twice.
+        """
+        self._closed = list(self._attached)
+        for one in self._attached:
+            one.sync.close()
 
     def save(self, folder: str | Path) -> None:
         """Save what each rank keeps for itself into a folder; `accelerator.save_state` calls it on all ranks.
@@ -185,7 +199,7 @@ class Attachment:
         """Save before Accelerate does, and load after it, for it would overwrite what rounds have loaded."""
         accelerator = self.accelerator
         load, keep = accelerator.load_state, accelerator.register_for_checkpointing
-        free = accelerator.free_memory
+        free, end = accelerator.free_memory, accelerator.end_training
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder))
 
         def note(models: Any, folder: str) -> None:
@@ -207,23 +221,41 @@ class Attachment:
             self._freed = list(self._attached)  # until others are prepared, for a model may be trained again
             return free(*objects)
 
+        def end_all() -> None:
+            self.close()  # before Accelerate destroys the world
+            end()
+
         accelerator.register_load_state_pre_hook(note)
         accelerator.load_state, accelerator.free_memory = load_all, free_all
+        accelerator.end_training = end_all
         accelerator.register_for_checkpointing = refuse_own
 
     def _on_ddp(self, ddp_model: Any) -> None:
         """Attach to a DDP model that Accelerate has just made."""
         inner: Any = unwrapped(ddp_model).module
-        self._drop(inner)
-        self._attached.append(_Attached(inner, register(ddp_model, self.method, **self._options)))
+        before = self._drop(inner)
+        self._go_on(before, _Attached(inner, register(ddp_model, self.method, **self._options)))
 
-    def _drop(self, model: nn.Module) -> None:
-        """Close what exchanged for a model that is wrapped or attached anew, and for those freed before."""
+    def _drop(self, model: nn.Module) -> _Attached | None:
+        """Close what exchanged for a model that is wrapped or attached anew, and for those freed before.
+
+        Returns:
+            What exchanged for the model, if `close()` has ended it.
+        """
         gone = [one for one in self._attached if one.model is model or one in self._freed]
         self._attached = [one for one in self._attached if one not in gone]
         self._freed = []
         for one in gone:
             one.sync.close()
+            self._earlier.append(one.sync.traffic)
+        return next((one for one in gone if one.model is model and one in self._closed), None)
+
+    def _go_on(self, before: _Attached | None, now: _Attached) -> None:
+        """Take what was just attached, with the state of what it follows."""
+        self._attached.append(now)
+        if before is not None:
+            now.sync.load_state_dict(before.sync.state_dict())
+            getattr(now.sync, "after_load", bool)()
 
     def _replace_wrapping(self) -> None:
         """Let Accelerate prepare models without DDP, and attach them once their optimizers are prepared."""
@@ -264,7 +296,8 @@ class Attachment:
         models = {id(m): m for m in [*(one.model for one in self._attached), *self._waiting]}
         for model in models.values():
             held = optimizers_of(self.accelerator, model)
-            before = next((one.optimizers for one in self._attached if one.model is model), ())
+            runs = next((one for one in self._attached if one.model is model), None)
+            before = runs.optimizers if runs is not None and runs not in self._closed else ()
             if not held or {*map(id, held)} == {*map(id, before)}:
                 continue
             if before and any(o is old for o in held for old in before):
@@ -272,9 +305,10 @@ class Attachment:
                     f"a model of {self.method} got a further optimizer after its first: give prepare the "
                     "model and all of its optimizers in one call"
                 )
-            self._drop(model)
-            sync = distribute(model, held, self.method, **self._options)
-            self._attached.append(_Attached(model, sync, held))
+            ended = self._drop(model)
+            now = _Attached(model, distribute(model, held, self.method, **self._options), held)
+            same = ended is not None and {*map(id, held)} == {*map(id, ended.optimizers)}
+            self._go_on(ended if same else None, now)
         known = {id(one.model) for one in self._attached}
         self._waiting = [model for model in self._waiting if id(model) not in known]
 

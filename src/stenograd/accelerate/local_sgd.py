@@ -87,9 +87,9 @@ class LocalSGD:
             raise ConfigError(
                 "LocalSGD needs the model's optimizer: call accelerator.prepare(model, optimizer)"
             )
-        self.sync = distribute(bare, held, self._method)
         ddp_model: Any = unwrapped(self.model)
         self._alone = ddp_model.no_sync()  # keeps DDP from averaging gradients
+        self.sync = distribute(bare, held, self._method)
         self._alone.__enter__()
         plain = self.accelerator.no_sync
 
@@ -106,6 +106,8 @@ class LocalSGD:
             return
         del self.accelerator.no_sync
         self._alone.__exit__(None, None, None)
-        if kind is None:  # after an error the other ranks may not come
-            self.sync.refresh()  # ends the round that has begun
-        self.sync.close()
+        try:
+            if kind is None:  # after an error the other ranks may not come
+                self.sync.refresh()  # ends the round that has begun
+        finally:
+            self.sync.close()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor
 
 from stenograd.catalog.presets import PRESETS, spelled_out
-from stenograd.catalog.registry import Entry, entries, schedules
+from stenograd.catalog.registry import Entry, entries, entry_of, name_of, schedules
 from stenograd.compression.codec import message_share, one_message
 from stenograd.compression.contract import Compressor, Feedback, Site, Transport
 from stenograd.compression.ef21 import EF21
@@ -22,11 +23,12 @@ from stenograd.compression.loco import LoCo
 from stenograd.compression.small_all_reduce import small_rounds
 from stenograd.compression.transports import SmallAllReduce
 from stenograd.compressors.identity import Identity
+from stenograd.data.finite import norm_of
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.every_step import EveryStep
 from stenograd.schedules.schedule import Schedule, What
 
-__all__ = ["METHOD_KEYS", "Method", "for_any_optimizer", "method", "methods"]
+__all__ = ["METHOD_KEYS", "Method", "MethodLike", "for_any_optimizer", "method", "methods"]
 
 # Keys that every method takes, with their types.
 METHOD_KEYS: dict[str, type] = {
@@ -43,7 +45,8 @@ _FEEDBACKS: dict[str, Callable[[Compressor], Compressor]] = {
     "ef21-sgdm": lambda codec: EF21(inner=codec, eta=0.1),
     "loco": lambda codec: LoCo(inner=codec),
 }
-_EVERY_STEP = EveryStep()
+_DENSE, _EVERY_STEP = Identity(), EveryStep()
+_ITS_OWN: Any = None  # stands for the compressor's own value until a method is made
 _WORD = 1 << 63  # a seed may have 64 bits; counts have narrower bounds of their own
 _TRUTH = {
     "true": True,
@@ -57,14 +60,19 @@ _TRUTH = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Method:
-    """How tensors are averaged. Make one with `stenograd.method`; it prints as the text that makes it.
+    """How tensors are averaged: a compressor, a schedule and what acts around them.
+
+    Objects mean what their texts mean, so editors can complete what `stenograd.method` reads. A method prints
+    as the text that makes it.
 
     Args:
-        compressor: what writes them, with `ErrorFeedback` around it where that is on.
+        compressor: what writes them; left out, they travel densely. Error feedback is put around it where it
+            is on by default, unless something is around it already.
         dense_below: tensors with fewer elements travel densely, in buckets of their own: biases and scales
-            are few and sensitive, and compressing them saves nothing. 0 for none.
+            are few and sensitive, and compressing them saves nothing. 0 for none; left out, the compressor's
+            own default.
         warmup_steps: number of dense exchanges before compression starts; skipped (non-finite) ones do not
             count. State of the compressor waits untouched. 0 for none.
         clip_value: largest magnitude of an element of this rank's tensors, before they are compressed:
@@ -72,16 +80,26 @@ class Method:
         clip_norm: largest L2 norm of each tensor, after that: `x <- x * min(1, norm / ||x||)`. It is taken
             tensor by tensor, so that it does not depend on buckets. None for no limit.
         schedule: what is averaged and when; gradients in every backward pass, unless a text says otherwise.
-        text: canonical text, with every key that differs from its default; made up where it is empty.
+        text: canonical text, with every key that differs from its default; made where it is empty. Where it
+            is given, the compressor is taken as it is.
 
     Raises:
-        MethodError: a value is outside its range.
+        MethodError: a value is outside its range, or the schedule cannot use the compressor.
+
+    Example:
+        >>> from stenograd.compressors import TopK
+        >>> from stenograd.schedules import DiLoCo
+        >>> print(Method(TopK(0.05), schedule=DiLoCo(every=10)))
+        diloco:every=10/topk:ratio=0.05
+        >>> Method(TopK(0.05)) == method("topk:ratio=0.05")
+        True
 
     Reference: Lin et al., "Deep Gradient Compression", ICLR 2018 (warm-up, which there ramps up the ratio).
     """
 
-    compressor: Compressor
-    dense_below: int = 0
+    compressor: Compressor = _DENSE
+    _: KW_ONLY
+    dense_below: int = _ITS_OWN
     warmup_steps: int = 0
     clip_value: float | None = None
     clip_norm: float | None = None
@@ -89,6 +107,8 @@ class Method:
     text: str = ""
 
     def __post_init__(self) -> None:
+        if self.dense_below is _ITS_OWN:
+            object.__setattr__(self, "dense_below", self._written_by().default_dense_below)
         for key in ("dense_below", "warmup_steps"):
             if getattr(self, key) != 0:
                 check_count(key, getattr(self, key), "leave it out for none", MethodError)
@@ -99,11 +119,11 @@ class Method:
                     key, "must be positive and finite", bound, "leave it out for none", MethodError
                 )
         if not self.text:
-            keys = {f.name: getattr(self, f.name) for f in fields(self) if f.name in METHOD_KEYS}
-            shown = [f"{key}={value}" for key, value in keys.items() if value]
-            text = ",".join([repr(self.compressor), *shown])
-            before = "" if isinstance(self.schedule, EveryStep) else f"{self.schedule!r}/"
-            object.__setattr__(self, "text", before + text)
+            feeds = _feeds(self._codec(), self.schedule)
+            if feeds and not isinstance(self.compressor, ErrorFeedback):
+                object.__setattr__(self, "compressor", ErrorFeedback(inner=self.compressor))
+            object.__setattr__(self, "text", _text_of(self, feeds))
+            self.schedule.check(self.each_round())
 
     def __str__(self) -> str:
         return self.text
@@ -139,6 +159,11 @@ class Method:
         return self._codec().feedback is Feedback.NEVER and not self.lossless
 
     @property
+    def forgets(self) -> bool:
+        """Whether it has no error feedback where differences of parameters need it."""
+        return self._codec().feeds_pseudo_gradients and self.compressor is self._codec()
+
+    @property
     def accumulates(self) -> bool:
         """Whether it keeps gradients, or an estimate of them, in a way that fits gradients only."""
         return self._codec().feedback is Feedback.OWN
@@ -150,6 +175,11 @@ class Method:
 
     def _codec(self) -> Compressor:
         return self.compressor.inner if isinstance(self.compressor, ErrorFeedback) else self.compressor
+
+    def _written_by(self) -> Compressor:
+        """Return what writes the messages, without whatever is around it."""
+        codec = self._codec()
+        return codec.inner if isinstance(codec, EF21 | LoCo) else codec
 
     def each_round(self) -> Method:
         """Return what is exchanged whenever the schedule says so: the same method for every step.
@@ -184,9 +214,7 @@ class Method:
             >>> [round(method(name).share(2), 3) for name in ("dense", "natural", "topk", "powersgd")]
             [1.0, 0.25, 0.008, 0.0]
         """
-        codec = self._codec()
-        inner = codec.inner if isinstance(codec, EF21 | LoCo) else codec
-        return 1.0 if self.sends_all(world_size) else message_share(inner, device)
+        return 1.0 if self.sends_all(world_size) else message_share(self._written_by(), device)
 
     def compressors(self, dense: bool) -> tuple[Compressor, Compressor]:
         """Return what writes a bucket while the method warms up, and afterwards.
@@ -210,7 +238,7 @@ class Method:
             x.clamp_(-self.clip_value, self.clip_value)
         if self.clip_norm is not None:
             for part in x.split(list(numels)):
-                norm = torch.linalg.vector_norm(part)
+                norm = norm_of(part)
                 part.mul_(torch.where(norm > self.clip_norm, self.clip_norm / norm, 1.0))
 
 
@@ -223,6 +251,10 @@ class _SmallDense(Identity):
         nbytes = site.numel * site.dtype.itemsize
         few = small_rounds(nbytes, site.world_size, site.device) == 2
         return SmallAllReduce() if few else super().transport(site)
+
+
+# What can be made a method: text, or objects that mean what their texts mean.
+MethodLike: TypeAlias = str | Method | Compressor | Schedule
 
 
 def methods() -> list[str]:
@@ -247,7 +279,7 @@ def for_any_optimizer() -> list[str]:
     return [name for name in methods() if not method(name).compressor.own_momentum]
 
 
-def method(text: str | Method | Compressor) -> Method:
+def method(text: MethodLike) -> Method:
     r"""Make a method from text `[SCHEDULE[:KEYS]/]NAME[:KEY=VALUE[,KEY=VALUE...]]`.
 
     A schedule says what is averaged and when (`local:every=8/topk`); a schedule alone sends all of it, and
@@ -261,7 +293,8 @@ def method(text: str | Method | Compressor) -> Method:
     compression starts), `clip_value` and `clip_norm` (applied to the local gradient).
 
     Args:
-        text: the text; a Method is returned as it is, and a Compressor is taken as given, without feedback.
+        text: the text; a Method is returned as it is, and a Compressor or a Schedule means what its text
+            means, so `TopK(ratio=0.05)` has error feedback. Write `topk:ratio=0.05,feedback=false` for none.
 
     Raises:
         MethodError: unknown name or key, a value of the wrong type or outside its range.
@@ -276,10 +309,13 @@ def method(text: str | Method | Compressor) -> Method:
     if isinstance(text, Method):
         return text
     if isinstance(text, Compressor):
-        return Method(compressor=text)
+        return Method(text)
+    if isinstance(text, Schedule):
+        return Method(schedule=text)
     if not isinstance(text, str):
         raise MethodError(
-            f"a method is text, a Method or a Compressor, got {text!r}: write 'topk:ratio=0.01'"
+            "a method is text, or a Method, Compressor or Schedule made of one, "
+            f"got {text!r}: write 'topk:ratio=0.01'"
         )
     text = spelled_out(text)
     first, slash, codec_text = text.partition("/")
@@ -288,31 +324,64 @@ def method(text: str | Method | Compressor) -> Method:
         schedule, shown = _schedule(first)
         if "/" in codec_text or codec_text.partition(":")[0].strip() in {**schedules(), **PRESETS}:
             raise MethodError(f"a method has one schedule and one slash, got {text!r}: leave out the second")
-        inner = _plain(codec_text if slash else "dense", schedule.what is What.PSEUDO_GRADIENTS)
+        inner = _plain(codec_text if slash else "dense", schedule)
         schedule.check(inner)
         shown = shown if inner.text == "dense" else f"{shown}/{inner.text}"
         return replace(inner, schedule=schedule, text=shown)
-    return _plain(text, False)
+    return _plain(text, _EVERY_STEP)
 
 
-def _plain(text: str, pseudo: bool) -> Method:
-    """Make a method without a schedule; pseudo-gradients need error feedback less often than gradients."""
+def _plain(text: str, schedule: Schedule) -> Method:
+    """Make the method for what stands after a schedule and a slash."""
     name, _, rest = (part.strip() for part in text.partition(":"))
     table = entries()
     if name not in table:
         known = sorted([*table, *schedules(), *PRESETS])
-        raise MethodError(f"unknown method {name!r}{_hint(name, known)} methods: {', '.join(known)}")
+        raise _unknown("method", text, name, known)
     entry = table[name]
     given = _parse(entry.name, entry.compressor, entry.preset, rest, METHOD_KEYS)
     own = {k: v for k, v in given.items() if k not in METHOD_KEYS}
     codec = entry.compressor(**{**entry.preset, **own})
-    feeds = codec.feeds_pseudo_gradients if pseudo else codec.feedback is Feedback.ON
+    feeds = _feeds(codec, schedule)
     fed = _with_feedback(codec, given, feeds)
     if "warmup_steps" in given:  # dense_below=0 has a meaning, this has none
         check_count("warmup_steps", given["warmup_steps"], "leave it out for none", MethodError)
     around = {"dense_below": codec.default_dense_below, **given}
     kept = {key: around[key] for key in METHOD_KEYS if key in around and not key.startswith("feedback")}
     return Method(compressor=fed, text=_canonical(entry, codec, given, feeds), **kept)
+
+
+def _feeds(codec: Compressor, schedule: Schedule) -> bool:
+    """Tell whether error feedback is on by default; pseudo-gradients need it less often than gradients."""
+    pseudo = schedule.what is What.PSEUDO_GRADIENTS
+    return codec.feeds_pseudo_gradients if pseudo else codec.feedback is Feedback.ON
+
+
+def _text_of(made: Method, feeds: bool) -> str:
+    """Return the text that makes a method which was made of objects, as far as they have names."""
+    codec = made.compressor
+    keys: dict[str, Any] = {key: getattr(made, key) for key in METHOD_KEYS if hasattr(made, key)}
+    if isinstance(codec, ErrorFeedback):
+        keys |= {"feedback": True, "feedback_decay": codec.decay}
+        codec = codec.inner
+    elif isinstance(codec, EF21 | LoCo):
+        words = (word for word, put_around in _FEEDBACKS.items() if put_around(codec.inner) == codec)
+        codec, keys = codec.inner, {**keys, "feedback": next(words, None)}
+    else:
+        keys["feedback"] = False
+    entry = entry_of(codec)
+    given = {k: v if k == "feedback" else METHOD_KEYS[k](v) for k, v in keys.items() if v is not None}
+    if not made.warmup_steps:
+        del given["warmup_steps"]
+    if entry is None or keys["feedback"] is None:
+        shown = [f"{key}={value}" for key, value in given.items() if value and not key.startswith("feedback")]
+        text = ",".join([repr(made.compressor), *shown])
+    else:
+        text = _canonical(entry, codec, given, feeds)
+    if isinstance(made.schedule, EveryStep):
+        return text
+    before = _schedule_text(made.schedule)
+    return before if text == "dense" else f"{before}/{text}"
 
 
 def _with_feedback(codec: Compressor, given: Mapping[str, Any], feeds: bool) -> Compressor:
@@ -331,14 +400,20 @@ def _schedule(text: str) -> tuple[Schedule, str]:
     name, _, rest = (part.strip() for part in text.partition(":"))
     table = schedules()
     if name not in table:
-        raise MethodError(
-            f"unknown schedule {name!r}{_hint(name, table)} schedules: {', '.join(sorted(table))}"
-        )
+        raise _unknown("schedule", text, name, sorted(table))
     cls, preset = table[name]
     given = _parse(name, cls, preset, rest, {})
     schedule = cls(**{**preset, **given})
-    own = {f.name: getattr(schedule, f.name) for f in fields(schedule) if f.name not in preset}
-    return schedule, _written(name, own, {f.name: f.default for f in fields(schedule)}, given)
+    return schedule, _schedule_text(schedule, given)
+
+
+def _schedule_text(schedule: Schedule, given: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Write a schedule, with the keys that are not what they usually are, or were given."""
+    found = name_of(schedule, schedules())
+    if found is None:
+        return repr(schedule)
+    name, own = found
+    return _written(name, own, {f.name: f.default for f in fields(schedule)}, given)
 
 
 def _parse(
@@ -347,6 +422,7 @@ def _parse(
     hints = get_type_hints(cls)
     kinds = {f.name: hints[f.name] for f in fields(cls) if f.name not in preset} | dict(more)
     given: dict[str, Any] = {}
+    defaults = {f.name: f.default for f in fields(cls)}
     for item in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if key not in kinds:
@@ -356,21 +432,23 @@ def _parse(
             raise MethodError(f"{entry}: key {key!r} has no value: write {key}=VALUE")
         if key in given:
             raise MethodError(f"{entry}: key {key!r} is given twice: keep one")
-        given[key] = _value(entry, key, kinds[key], value)
+        given[key] = _value(entry, key, kinds[key], value, defaults.get(key))
     return given
 
 
-def _value(name: str, key: str, kind: type, value: str) -> Any:
+def _value(name: str, key: str, kind: type, value: str, default: Any) -> Any:
     if key == "feedback" and value in _FEEDBACKS:
         return value
     try:
         parsed = _TRUTH[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError) as cause:
         words = f"true or false, or {' or '.join(_FEEDBACKS)}" if key == "feedback" else "true or false"
-        wanted = words if kind is bool else f"of type {kind.__name__}"
-        raise MethodError(f"{name}: {key} must be {wanted}, got {value!r}: correct the value") from cause
+        wanted, right = {bool: (words, "true"), int: ("a whole number", default or 1)}.get(
+            kind, ("a number", _without_percent(value) or default or 1)
+        )
+        raise MethodError(f"{name}: {key} must be {wanted}, got {value!r}: write {key}={right}") from cause
     if kind is int and not -_WORD <= parsed < _WORD:
-        raise MethodError(f"{name}: {key} must be from -2^63 to 2^63 - 1, got {value}: correct the value")
+        raise MethodError(f"{name}: {key} must be from -2^63 to 2^63 - 1, got {value}: take a smaller one")
     return parsed
 
 
@@ -390,9 +468,38 @@ def _written(
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Write a name with the keys that are not what they usually are, or were given."""
-    shown = {k: v for k, v in own.items() if v != defaults[k] or k in given} | dict(more)
+    # As if it had been read: an object may hold 1 where a key is 1.0.
+    typed = {k: float(v) if isinstance(defaults[k], float) else v for k, v in own.items()}
+    shown = {k: v for k, v in typed.items() if v != defaults[k] or k in given} | dict(more)
     items = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in shown.items())
     return f"{name}:{items}" if items else name
+
+
+def _unknown(what: str, text: str, name: str, known: Sequence[str]) -> MethodError:
+    """Return the error for a name that is not in a list; where a known one begins it, with the syntax."""
+    found = re.match(r"[\w-]*", name)
+    word = found[0] if found else ""
+    rest = text.strip()[len(word) :].strip(" =:,()[]")
+    if word in known and word != name:
+        entry = entries().get(word)
+        cls: Any = entry.compressor if entry else schedules().get(word, (None,))[0]
+        key = fields(cls)[0].name if cls and fields(cls) else None
+        keys = rest if "=" in rest else f"{key}={rest}" if key and rest else ""
+        right = f"{word}:{keys}" if keys else word
+        return MethodError(f"a {what} is written NAME:KEY=VALUE,KEY=VALUE, got {text!r}: write {right}")
+    syntax = "write NAME:KEY=VALUE, such as " + ("topk:ratio=0.05" if what == "method" else "local:every=8")
+    return MethodError(f"unknown {what} {name!r}{_hint(name, known)} {syntax}; {what}s: {', '.join(known)}")
+
+
+def _without_percent(value: str) -> float | None:
+    """Return a share that was written as a percentage.
+
+    Example:
+        >>> _without_percent("5%"), _without_percent("five")
+        (0.05, None)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value)
+    return float(match[1]) / 100 if match else None
 
 
 def _hint(word: str, known: Iterable[str]) -> str:

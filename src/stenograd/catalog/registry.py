@@ -1,22 +1,32 @@
-"""Finds compressors and schedules by walking their packages: a new one is a new file and no other edit."""
+"""Finds compressors and schedules: a new one is a new file in their packages and no other edit.
+
+Other packages add theirs by entry points, each a class, in the groups `stenograd.compressors` and
+`stenograd.schedules`:
+
+    [project.entry-points."stenograd.compressors"]
+    mine = "my_package.compressors:Mine"
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import pkgutil
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, TypeVar
 
 import stenograd.compressors
 import stenograd.schedules
 from stenograd.compression.contract import Compressor
-from stenograd.errors import ConfigError
+from stenograd.errors import ConfigError, first_line
 from stenograd.schedules.schedule import Schedule
 
-__all__ = ["Entry", "compressors", "entries", "schedules"]
+__all__ = ["Entry", "compressors", "entries", "entry_of", "name_of", "schedules"]
 
 T = TypeVar("T")
 
@@ -31,7 +41,7 @@ class Entry:
 
 
 def compressors() -> list[type[Compressor]]:
-    """Return every public compressor class of the package, sorted by module and name."""
+    """Return every public compressor class, sorted by module and name; last those of other packages."""
     return _walk(stenograd.compressors, Compressor)  # type: ignore[type-abstract]
 
 
@@ -59,6 +69,29 @@ def schedules() -> dict[str, tuple[type[Schedule], Mapping[str, Any]]]:
     return _named(_walk(stenograd.schedules, Schedule))
 
 
+def entry_of(compressor: Compressor) -> Entry | None:
+    """Return the method name that makes a compressor, with some keys; None where none does.
+
+    Example:
+        >>> from stenograd.compressors.cast import Cast
+        >>> entry_of(Cast(dtype="bfloat16")).name
+        'bf16'
+    """
+    table = entries()
+    found = name_of(compressor, {name: (entry.compressor, entry.preset) for name, entry in table.items()})
+    return None if found is None else table[found[0]]
+
+
+def name_of(
+    made: Compressor | Schedule, table: Mapping[str, tuple[type, Mapping[str, Any]]]
+) -> tuple[str, dict[str, Any]] | None:
+    """Return the name in a table that makes a dataclass's instance, and the fields that it leaves open."""
+    for name, (cls, preset) in table.items():
+        if cls is type(made) and all(getattr(made, key) == value for key, value in preset.items()):
+            return name, {f.name: getattr(made, f.name) for f in fields(made) if f.name not in preset}
+    return None
+
+
 def _walk(package: ModuleType, base: type[T]) -> list[type[T]]:
     found: list[type[T]] = []
     for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
@@ -67,7 +100,26 @@ def _walk(package: ModuleType, base: type[T]) -> list[type[T]]:
             mine = inspect.isclass(member) and member.__module__ == module.__name__
             if mine and issubclass(member, base) and not inspect.isabstract(member) and name[0] != "_":
                 found.append(member)
-    return found
+    return found + [cls for cls in _plugged_in(package.__name__) if issubclass(cls, base)]
+
+
+@cache  # looking through what is installed takes milliseconds
+def _plugged_in(group: str) -> tuple[type, ...]:
+    found = []
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        try:
+            cls = point.load()
+        except Exception as reason:  # whatever a stranger's module raises
+            warnings.warn(
+                f"{point.value} of the entry points {group!r} cannot be imported ({first_line(reason)}): "
+                "install or remove its package",
+                stacklevel=2,
+            )
+            continue
+        if not inspect.isclass(cls) or inspect.isabstract(cls):
+            raise ConfigError(f"the entry points {group!r} must be classes, got {point.value}: {cls!r}")
+        found.append(cls)
+    return tuple(found)
 
 
 def _named(classes: Sequence[type[T]]) -> dict[str, tuple[type[T], Mapping[str, Any]]]:

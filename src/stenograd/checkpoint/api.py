@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ from torch import nn
 
 from stenograd.checkpoint.collective import read_set, write_set
 from stenograd.checkpoint.reshard import reshard_rank
-from stenograd.checkpoint.restoring import Stateful, load_parts, share_of
+from stenograd.checkpoint.restoring import Stateful, after_load, held, load_parts, share_of
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
+from stenograd.devices import random_state
 from stenograd.errors import CheckpointError, ConfigError, bad_value
 from stenograd.launch.process_group import join
 
@@ -119,12 +121,12 @@ def save_checkpoint(
     agree(driver, lambda: make_folder(path))
 
     def content() -> dict[str, Any]:
-        cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return {
             "model": model.state_dict(),
             "optimizer": [optimizer.state_dict() for optimizer in as_list(optimizer)],
+            "held": held(model, as_list(optimizer)),
             **{name: part.state_dict() for name, part in _parts(sync, scheduler, sampler).items()},
-            "random": {"cpu": torch.get_rng_state(), "cuda": cuda_states},
+            "random": random_state(),
             "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
             "extra": extra,
         }
@@ -199,9 +201,10 @@ def load_checkpoint(
         return content
 
     content = agree(driver, take)
+    after_load(sync)
     return Loaded(
         step=found.manifest.step,
-        extra=content["extra"],
+        extra=content.get("extra"),
         world_size=found.manifest.world_size,
         resharded=resharded,
         path=Path(folder),
@@ -235,27 +238,36 @@ class PerRank:
         self.sync, self.saved_by = sync, saved_by
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state under its key; to load from `saved_by` ranks, one state for each."""
-        state = self.sync.state_dict()
-        if self.saved_by in (None, state["world_size"]):
-            return {self._key(state["rank"]): state}
-        # DCP fills the tensors that it is given, so each saving rank needs tensors of its own.
-        saved = ({"rank": rank, "world_size": self.saved_by} for rank in range(self.saved_by or 0))
-        return {self._key(keys["rank"]): {**self.sync.state_dict(), **keys} for keys in saved}
+        """Return this rank's state under its key; to load from `saved_by` ranks, a key for each.
+
+        A state is one value of bytes: DCP loads only what it is given a place for, and what a state holds
+        (a share that is under way, the parameters of a round) differs from step to step.
+        """
+        mine = self.sync.state_dict()
+        if self.saved_by in (None, mine["world_size"]):
+            written = io.BytesIO()
+            torch.save(mine, written)
+            return {self._key(mine["rank"]): written.getvalue()}
+        return {self._key(rank): b"" for rank in range(self.saved_by or 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what DCP has read."""
         mine = self.sync.state_dict()
         rank, world_size = mine["rank"], mine["world_size"]
         if self.saved_by in (None, world_size):
-            self.sync.load_state_dict(state[self._key(rank)])
+            self.sync.load_state_dict(_read(state[self._key(rank)]))
             return
-        states = [state[self._key(number)] for number in range(self.saved_by or 0)]
+        states = (_read(state[self._key(number)]) for number in range(self.saved_by or 0))
         self.sync.load_state_dict(reshard_rank(states, rank, world_size))
 
     def _key(self, rank: int) -> str:
         """Return the name of a rank's state; ranks that hold other shards of a model have other names."""
         return f"rank{rank}{suffix_of(self.sync)}"
+
+
+def _read(written: bytes) -> Any:
+    """Return a rank's state; tensors and plain values only, so that reading it runs no code."""
+    return torch.load(io.BytesIO(written), weights_only=True)
 
 
 def connected(group: Any, timeout_s: float) -> Driver:

@@ -11,7 +11,7 @@ from torch import nn
 
 from stenograd.checkpoint.api import as_list, connected, hold_due, make_folder, suffix_of
 from stenograd.checkpoint.collective import read_set, write_set
-from stenograd.checkpoint.restoring import load_parts, share_of
+from stenograd.checkpoint.restoring import after_load, held, load_parts, share_of
 from stenograd.comm.agreement import agree
 from stenograd.errors import CheckpointError, ConfigError
 
@@ -82,6 +82,7 @@ def save_state(
         return {
             "model": None if model is None else model.state_dict(),
             "optimizer": [o.state_dict() for o in as_list(optimizer)],
+            "held": [] if model is None else held(model, as_list(optimizer)),
             "sync": sync.state_dict(),
             "random": None,
             "generators": {},
@@ -133,6 +134,7 @@ def load_state(
         load_parts(content, model, as_list(optimizer), {"sync": sync}, {})
 
     agree(driver, take)
+    after_load(sync)
 
 
 def _place(folder: str | Path, name: str, sync: Any) -> Path:

@@ -134,7 +134,8 @@ def read_set(
         CheckpointError: no checkpoint is whole, or the one of `step` is not, naming the files and what is
             wrong with them; or what `check` raised. The same on every rank.
     """
-    found = [set(json.loads(text)) for text in everyone(driver, json.dumps(saved_steps(folder)))]
+    mine = agree(driver, lambda: saved_steps(folder))  # which may fail on one rank alone
+    found = [set(json.loads(text)) for text in everyone(driver, json.dumps(mine))]
     steps = sorted(set.union(*found), reverse=True)
     if step is not None:
         if step not in steps:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["Digest", "replacing", "write_atomically"]
+__all__ = ["Digest", "finite", "replacing", "strict_json", "write_atomically", "write_json"]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -89,3 +91,32 @@ class Digest:
 
     def flush(self) -> None:
         """Do nothing: `torch.save` calls this at the end, and the caller flushes the file itself."""
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write a JSON file in one step; what is not finite becomes null."""
+    write_atomically(path, (strict_json(values) + "\n").encode())
+
+
+def strict_json(values: Any, indent: int | None = 2) -> str:
+    """Return values as JSON, which has neither NaN nor infinities: they become null.
+
+    Example:
+        >>> strict_json({"loss": float("nan"), "steps": (1, 2)}, indent=None)
+        '{"loss": null, "steps": [1, 2]}'
+    """
+    return json.dumps(finite(values), indent=indent, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """Return a JSON-able value with None for NaN and infinities.
+
+    Example:
+        >>> finite({"seconds": [1.0, float("inf")]})
+        {'seconds': [1.0, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

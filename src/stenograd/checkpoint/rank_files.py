@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 
 from stenograd.checkpoint.contents import check_readable, unsavable
 from stenograd.checkpoint.files import Digest, replacing, write_atomically
 from stenograd.errors import CheckpointError
+from stenograd.reading import open_regular, read_regular
 from stenograd.version import __version__
 
 __all__ = [
@@ -38,8 +39,9 @@ __all__ = [
 
 _FORMAT = 2  # of the files; a reader refuses others
 _PIECE_BYTES = 1 << 20  # read at once to hash a file, so that checking needs no memory of the file's size
-_MANIFEST = re.compile(r"checkpoint-step(\d+)\.json")
-_RANK_FILE = re.compile(r"checkpoint-step(\d+)-([0-9a-f]+)-rank(\d+)\.pt")
+_MANIFEST = re.compile(r"checkpoint-step(0|[1-9][0-9]*)\.json")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_RANK_FILE = re.compile(r"checkpoint-step([0-9]+)-([0-9a-f]+)-rank([0-9]+)\.pt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +104,18 @@ def rank_path(folder: Path, step: int, set_id: str, rank: int) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps for which the folder holds a manifest, ascending."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    """Return the steps for which the folder holds a manifest, ascending; none where there is no folder.
+
+    Raises:
+        CheckpointError: it is no folder, or cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as cause:
+        reason = cause.strerror or str(cause)
+        raise CheckpointError(f"{folder}: cannot be read ({reason}): give the folder of a run") from cause
     return sorted(int(match[1]) for match in map(_MANIFEST.fullmatch, names) if match is not None)
 
 
@@ -150,23 +162,22 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """Read a manifest.
+    """Read a manifest; it can name no files but those that `write_rank` makes in the same folder.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
     path = manifest_path(folder, step)
     try:
-        said = json.loads(path.read_bytes())
+        said = json.loads(read_regular(path))
         version = said.pop("format", None) if isinstance(said, dict) else "no object"
         if version != _FORMAT:
-            reason = f"its format must be {_FORMAT}, got {version}"
+            reason = f"its format must be {_FORMAT}, got {str(version)[:40]}"
             raise CheckpointError(f"{path}: cannot be read ({reason}): another version of stenograd wrote it")
         manifest = Manifest(**{**said, "files": tuple(RankFile(**file) for file in said["files"])})
-    except (OSError, ValueError, KeyError, TypeError) as cause:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
         raise _unreadable(path, cause) from cause
-    if manifest.step != step or len(manifest.files) != manifest.world_size:
-        reason = f"it names step {manifest.step} and {len(manifest.files)} files of {manifest.world_size}"
+    if reason := _malformed(manifest, step):
         raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
     return manifest
 
@@ -179,8 +190,8 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, truncated, altered, of another save or another rank.
     """
-    path = _check_bytes(folder, manifest, rank, whole=True)
-    return _content(path, manifest, rank, map_location="cpu")
+    with _checked(folder, manifest, rank, whole=True) as file:
+        return _content(file, manifest, rank)
 
 
 def check_rank(folder: Path, manifest: Manifest, rank: int, *, whole: bool = True) -> None:
@@ -195,9 +206,9 @@ def check_rank(folder: Path, manifest: Manifest, rank: int, *, whole: bool = Tru
     Raises:
         CheckpointError: as in `read_rank`.
     """
-    path = _check_bytes(folder, manifest, rank, whole=whole)
-    if whole:
-        _content(path, manifest, rank, map_location="meta")
+    with _checked(folder, manifest, rank, whole=whole) as file:
+        if whole:
+            _content(file, manifest, rank, "meta")
 
 
 def map_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
@@ -206,9 +217,10 @@ def map_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     The tensors are parts of the file, mapped into memory: copy what you keep.
 
     Raises:
-        CheckpointError: the file is missing, or of another save or another rank.
+        CheckpointError: the file is missing, of another length, of another save or another rank.
     """
-    return _content(folder / manifest.files[rank].name, manifest, rank, map_location="cpu", mmap=True)
+    with _checked(folder, manifest, rank, whole=False) as file:
+        return _content(file, manifest, rank, mmap=True)
 
 
 def check_identity(
@@ -262,11 +274,11 @@ def drop_others(folder: Path, step: int, rank: int, keep: int) -> None:
     names = {file.name for manifest in kept for file in manifest.files}
     names |= {manifest_path(folder, manifest.step).name for manifest in kept}
     world_size = kept[0].world_size if kept else 0
-    with contextlib.suppress(OSError):
-        # Manifests first: one without its files would be refused with a warning.
-        for path in sorted(folder.iterdir(), key=lambda path: path.suffix != ".json"):
-            if path.name not in names and _is_ours(path.name, rank, world_size):
-                path.unlink(missing_ok=True)
+    # Manifests first: one without its files would be refused with a warning.
+    for name in sorted(os.listdir(folder), key=lambda name: not name.endswith(".json")):
+        if name not in names and _is_ours(name, rank, world_size):
+            with contextlib.suppress(OSError):  # each for itself: a folder of such a name hides no other
+                (folder / name).unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str]:
@@ -313,36 +325,64 @@ def _write_errors(path: Path) -> Iterator[None]:
         ) from cause
 
 
-def _check_bytes(folder: Path, manifest: Manifest, rank: int, *, whole: bool) -> Path:
-    """Compare a file's length, and if `whole` its SHA-256, with the manifest's; return its path."""
+def _malformed(manifest: Manifest, step: int) -> str:
+    """Return what is wrong with the values that a manifest holds, or nothing."""
+    numbers = [manifest.step, manifest.world_size, *(file.nbytes for file in manifest.files)]
+    texts = [manifest.set_id, manifest.method, *(text for f in manifest.files for text in (f.name, f.sha256))]
+    if not all(type(n) is int and n >= 0 for n in numbers) or not all(type(t) is str for t in texts):
+        return "a number or a text in it is of another type"
+    if not isinstance(manifest.identity, dict) or not isinstance(manifest.versions, dict):
+        return "its identity and versions must be objects"
+    count = len(manifest.files)
+    if manifest.step != step or count != manifest.world_size or not count:
+        return f"it names step {manifest.step} and {count} files of {manifest.world_size}"
+    for rank, file in enumerate(manifest.files):
+        name = f"checkpoint-step{step}-{manifest.set_id}-rank{rank}.pt"
+        if file.name != name or not _RANK_FILE.fullmatch(name) or not _SHA256.fullmatch(file.sha256):
+            return f"the name or SHA-256 of rank {rank}'s file has another form"
+    return ""
+
+
+@contextlib.contextmanager
+def _checked(folder: Path, manifest: Manifest, rank: int, *, whole: bool) -> Iterator[BinaryIO]:
+    """Open a rank's file after comparing its length, and if `whole` its SHA-256, with the manifest's."""
     listed = manifest.files[rank]
-    path = folder / listed.name
+    path, reason = folder / listed.name, ""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
-            digest = hashlib.sha256()
-            while whole and (piece := file.read(_PIECE_BYTES)):
-                digest.update(piece)
+            if nbytes != listed.nbytes:
+                reason = f"it has {nbytes} bytes and the manifest says {listed.nbytes}"
+            elif whole and _sha256(file, nbytes) != listed.sha256:
+                reason = "its SHA-256 is not the manifest's"
+            if reason:
+                raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
+            file.seek(0)
+            yield file
     except OSError as cause:
         raise _unreadable(path, cause) from cause
-    reason = ""
-    if nbytes != listed.nbytes:
-        reason = f"it has {nbytes} bytes and the manifest says {listed.nbytes}"
-    elif whole and digest.hexdigest() != listed.sha256:
-        reason = "its SHA-256 is not the manifest's"
-    if reason:
-        raise CheckpointError(f"{path}: cannot be read ({reason}): restore it from a copy")
-    return path
 
 
-def _content(path: Path, manifest: Manifest, rank: int, **how: Any) -> dict[str, Any]:
+def _sha256(file: BinaryIO, nbytes: int) -> str:
+    """Return the SHA-256 of so many bytes of a file, which may grow meanwhile."""
+    digest = hashlib.sha256()
+    while piece := file.read(min(_PIECE_BYTES, nbytes)):
+        digest.update(piece)
+        nbytes -= len(piece)
+    return digest.hexdigest()
+
+
+def _content(
+    file: BinaryIO, manifest: Manifest, rank: int, where: str = "cpu", *, mmap: bool = False
+) -> dict[str, Any]:
     """Load what `write_rank` wrote, and check the save and the rank that the file itself names."""
+    path = Path(file.name)
     try:
-        saved = torch.load(path, weights_only=True, **how)
+        saved = torch.load(path if mmap else file, weights_only=True, map_location=where, mmap=mmap)
     except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
         raise _unreadable(path, cause) from cause
     got = (saved.get("set_id"), saved.get("rank")) if isinstance(saved, dict) else None
-    if got != (manifest.set_id, rank):
+    if got != (manifest.set_id, rank) or not isinstance(saved.get("content"), dict):
         reason = f"it says set and rank {got}, the manifest {(manifest.set_id, rank)}"
         raise CheckpointError(f"{path}: cannot be read ({reason}): files of two checkpoints are mixed up")
     content: dict[str, Any] = saved["content"]

@@ -169,6 +169,7 @@ class Joint:
             for key in REPLACED.keys() & keys.keys():
                 parameters[name][key] = parameters[name][REPLACED[key]].clone()
         about = {**self._about, "rank": rank, "world_size": world_size, "resharded": True}
+        about["saved_by"] = self._count
         own = {_OWN: self._own[min(rank, self._count - 1)]} if self._own else {}
         return {**about, **own, "parameters": parameters}
 

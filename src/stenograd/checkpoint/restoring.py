@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from stenograd.checkpoint.collective import Found
 from stenograd.checkpoint.reshard import Joint, alike
 from stenograd.comm.drivers import AnyDriver
+from stenograd.devices import restore_random_state
 from stenograd.errors import CheckpointError
 
-__all__ = ["Stateful", "load_parts", "share_of"]
+__all__ = ["Stateful", "after_load", "held", "load_parts", "share_of"]
 
 _CUDA_STATE_BYTES = 16  # a CUDA generator's state: its seed and its offset, 8 bytes each
 
@@ -29,6 +30,19 @@ class Stateful(Protocol):
         """Continue from a saved state."""
 
 
+def held(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[list[str]]:
+    """Return the names of each optimizer's parameters in its order, by which its state is numbered.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> held(layer, [torch.optim.SGD([layer.bias, layer.weight])])
+        [['bias', 'weight']]
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+    return [[names.get(id(p), "?") for p in params] for params in groups]
+
+
 def load_parts(
     content: Mapping[str, Any],
     model: nn.Module | None,
@@ -37,6 +51,8 @@ def load_parts(
     generators: Mapping[str, torch.Generator],
 ) -> None:
     """Load every part; sync first, because it checks before it changes anything.
+
+    It sends nothing, since it may fail on one rank alone. When all have done it, call `after_load(sync)`.
 
     Args:
         content: what was saved; a model of None and random states of None were not.
@@ -48,6 +64,10 @@ def load_parts(
     Raises:
         CheckpointError: the content does not fit what is given.
     """
+    if missing := sorted({"model", "optimizer", "random", "generators"} - content.keys()):
+        raise CheckpointError(
+            f"the checkpoint does not fit: it lacks {', '.join(missing)}: load what save_checkpoint wrote"
+        )
     saved = {name for name in ("sync", "scheduler", "sampler") if name in content}
     for name in sorted(saved ^ parts.keys()):
         what = "was saved but is not given now" if name in saved else "is given now but was not saved"
@@ -62,6 +82,8 @@ def load_parts(
     if (model is None) != (content["model"] is None):
         what = "saved but is not given now" if model is None else "given now but was not saved"
         raise CheckpointError(f"the checkpoint does not fit: the model was {what}: give what was saved")
+    if model is not None:
+        _check_order(content.get("held", []), held(model, optimizers))
     try:
         if "sync" in parts:
             parts["sync"].load_state_dict(content["sync"])
@@ -69,21 +91,35 @@ def load_parts(
             model.load_state_dict(content["model"])
         for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
             optimizer.load_state_dict(state)
-        if "sync" in parts:
-            getattr(parts["sync"], "after_load", bool)()
         for name in parts.keys() - {"sync"}:
             parts[name].load_state_dict(content[name])
-        random = content["random"]
-        if random is not None:
-            torch.set_rng_state(random["cpu"])
-            # With another number of devices their states have no owner; the generators stay as they are then.
-            if random["cuda"] and torch.cuda.device_count() == len(random["cuda"]):
-                torch.cuda.set_rng_state_all(random["cuda"])
+        if content["random"] is not None:
+            restore_random_state(content["random"])
         for name, generator in generators.items():
             generator.set_state(content["generators"][name])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as cause:
         reason = " ".join(str(cause).split())[:200]
         raise CheckpointError(f"the checkpoint does not fit: {reason}: give what was saved") from cause
+
+
+def after_load(sync: Any) -> None:
+    """Do what loading left over, which may need all ranks."""
+    getattr(sync, "after_load", bool)()
+
+
+def _check_order(saved: Sequence[Sequence[str]], given: Sequence[Sequence[str]]) -> None:
+    """Refuse to give a parameter another one's state: torch's optimizers number what they keep.
+
+    Raises:
+        CheckpointError: an optimizer holds its parameters in another order than when it was saved.
+    """
+    for number, (theirs, mine) in enumerate(zip(saved, given, strict=False)):
+        if theirs != mine and sorted(theirs) == sorted(mine):  # of other models `load_state_dict` says more
+            at = next(i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b)
+            raise CheckpointError(
+                f"the checkpoint does not fit: optimizer {number} holds its parameters in another order than "
+                f"when it was saved, {mine[at]} in the place of {theirs[at]}: create it from the same order"
+            )
 
 
 def share_of(found: Found, driver: AnyDriver) -> dict[str, Any]:
@@ -127,6 +163,6 @@ def _derived(state: Tensor, rank: int) -> Tensor:
         return state
     digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
     if state.numel() == _CUDA_STATE_BYTES:
-        return torch.tensor([*digest[:8], *bytes(8)], dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.tensor([*digest[:8], *bytes(8)], dtype=torch.uint8, device="cpu")
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return generator.get_state()

@@ -1,4 +1,4 @@
-"""The command line: `stenograd demo`, `train`, `compare`, `plan`, `link`, `simulate`, `emulate`, ...
+"""The command line: `stenograd demo`, `train`, `compare`, `plan`, `link`, `emulate`, ...
 
 Commands import what they need when they run, so that help and bad options answer at once.
 """
@@ -6,6 +6,7 @@ Commands import what they need when they run, so that help and bad options answe
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Any
 
@@ -17,6 +18,14 @@ from stenograd.errors import ConfigError, StenogradError
 
 __all__ = ["main"]
 
+# What earlier versions had, and what to use instead.
+_GONE = {
+    "simulate": "use stenograd plan --plan PLAN --workers 2,64,1024",
+    **{
+        f"--learn{rest}": "use stenograd compare, which trains real workers"
+        for rest in ("", "-steps", "-seeds", "-workers", "-from")
+    },
+}
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer brings its own click in some versions
 
 
@@ -29,8 +38,7 @@ def main() -> int:
     try:
         return int(commands.app(prog_name="stenograd", standalone_mode=False) or 0)
     except _UsageError as error:
-        wrong = ConfigError(f"{error.format_message().rstrip('.')}: see stenograd --help")
-        return _failed(wrong)
+        return _failed(ConfigError(_told(error)))
     except BrokenPipeError:  # `stenograd methods | head`: nobody reads any more, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -38,6 +46,19 @@ def main() -> int:
         return _failed(error)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+
+
+def _told(error: Any) -> str:
+    """Say what is wrong with the words of a command line, and where its help is."""
+    text, context = error.format_message().rstrip("."), error.ctx
+    unknown = re.match(r"No such (?:option: |command ')([\w-]+)", text)
+    if unknown is not None and unknown[1] in _GONE:
+        return f"{unknown[1]} is no more: {_GONE[unknown[1]]}"
+    if context is None:
+        return f"{text}: see stenograd --help"
+    if "unexpected extra argument" in text and any(p.name == "methods" for p in context.command.params):
+        text += ". Several methods are separated by commas: --methods dense,topk"
+    return f"{text}: see {context.command_path} --help"
 
 
 def _failed(error: Exception) -> int:

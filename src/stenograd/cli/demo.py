@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from stenograd import tasks
 from stenograd.cli import compare
-from stenograd.cli.options import Options
+from stenograd.cli.options import Options, Task
 from stenograd.cli.report import megabytes, percent
 from stenograd.errors import StenogradError
 from stenograd.launch.detect import detect
@@ -60,9 +60,10 @@ def _sent(result: compare.Result) -> float:
     return float(result.moved_bytes_per_step or 0)
 
 
-def _task() -> str:
+def _task() -> Task:
     """Return the real digits if scikit-learn, which holds them, is installed, else the drawn ones."""
     try:
-        return tasks.load(tasks.Digits.name).name
+        tasks.load(Task.DIGITS.value)
     except StenogradError:
-        return tasks.Glyphs.name
+        return Task.GLYPHS
+    return Task.DIGITS

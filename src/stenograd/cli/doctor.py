@@ -20,9 +20,11 @@ import stenograd
 from stenograd.cli.table import show
 from stenograd.comm.driver import Driver
 from stenograd.data.requests import mean
+from stenograd.devices import name_all
 from stenograd.errors import StenogradError, first_line
 from stenograd.launch.barrier import gather_ranks, tell_all
 from stenograd.launch.interfaces import Reach, best, time_interfaces
+from stenograd.launch.local_workers import python
 from stenograd.launch.network import GLOO_INTERFACE
 from stenograd.launch.process_group import backends, detect, init, meet, shutdown
 
@@ -31,10 +33,9 @@ __all__ = ["run", "try_all_reduce"]
 _LIMIT_S = 60.0
 _ELEMENTS = 1000
 _START_TWO = """
-import sys
-from stenograd.launch.local_workers import run_local
+from stenograd.launch.local_workers import python, run_local
 child = "from stenograd.cli.doctor import try_all_reduce; try_all_reduce()"
-sys.exit(run_local([sys.executable, "-c", child], 2, timeout_s=30))
+sys.exit(run_local(python(child), 2, timeout_s=30))
 """
 
 
@@ -62,7 +63,7 @@ def try_all_reduce() -> None:
         StenogradError: the average is not what it should be.
     """
     world = init(timeout_s=30)
-    average = Driver(timeout_s=30).run(mean(torch.full((_ELEMENTS,), float(world.rank))))
+    average = Driver(timeout_s=30).run(mean(torch.full((_ELEMENTS,), float(world.rank), device="cpu")))
     expected = (world.world_size - 1) / 2  # the mean of 0 .. N-1
     shutdown()
     if not bool((average == expected).all()):
@@ -128,7 +129,7 @@ def _advice(found: Sequence[Reach], chosen: Reach | None) -> str:
 def _all_reduce_problem() -> str | None:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _START_TWO], capture_output=True, text=True, timeout=_LIMIT_S, check=False
+            python(_START_TWO), capture_output=True, text=True, timeout=_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return f"did not end within {_LIMIT_S:g} s"
@@ -151,11 +152,10 @@ def _versions() -> dict[str, str]:
 
 def _machine() -> dict[str, str]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cores": f"{usable} of {os.cpu_count()} usable, {torch.get_num_threads()} torch threads",
-        "CUDA devices": ", ".join(devices) or "none",
+        "CUDA devices": ", ".join(name_all()) or "none",
         **{name: _yes(available) for name, available in backends().items()},
     }
 

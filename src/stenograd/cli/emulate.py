@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 
-from stenograd.emulate.hosts import Hosts
+from stenograd.emulate.hosts import MAX_HOSTS, Hosts
 from stenograd.emulate.namespaces import HostsError
-from stenograd.errors import ConfigError, LaunchError
+from stenograd.errors import ConfigError, LaunchError, bad_value, check_count
 
 __all__ = ["run"]
 
@@ -39,6 +40,10 @@ def run(
         ConfigError: a number, the rate or the delay is out of range.
         LaunchError: hosts cannot be emulated here, or a rank failed.
     """
+    check_count("--hosts", hosts, "use 2", most=MAX_HOSTS)
+    check_count("--ranks-per-host", ranks_per_host, "use 1")
+    if not 0 < timeout_s < math.inf:
+        raise bad_value("--timeout-s", "must be above 0 and finite", timeout_s, "leave it at 3600")
     try:
         with Hosts(hosts, rate, delay=delay, cores_per_host=cores_per_host) as emulated:
             emulated.run(command, ranks_per_host, timeout_s=timeout_s, echo=True)

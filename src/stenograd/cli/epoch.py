@@ -79,10 +79,10 @@ class Progress:
 
 def _pool(setup: Setup, epoch: int, legs: Sequence[Sequence[int]]) -> Tensor:
     """Return the samples that were left when the last leg began."""
-    pool, before = torch.arange(setup.task.train_size), 0
+    pool, before = torch.arange(setup.task.train_size, device="cpu"), 0
     for world_size, taken in legs[:-1]:
         steps = _steps(setup, len(pool), before, world_size)
-        seen = torch.zeros(setup.task.train_size, dtype=torch.bool)
+        seen = torch.zeros(setup.task.train_size, dtype=torch.bool, device="cpu")
         for rank in range(world_size if steps else 0):
             for batch in islice(_cut(setup, pool, epoch, steps, rank, world_size), taken):
                 seen[batch] = True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,13 +15,14 @@ import torch
 
 import stenograd
 from stenograd.checkpoint.api import Loaded, load_checkpoint, save_checkpoint
-from stenograd.checkpoint.files import write_atomically
+from stenograd.checkpoint.files import strict_json, write_atomically, write_json
 from stenograd.checkpoint.rank_files import check_identity, manifest_path, saved_steps
 from stenograd.cli.loop import Trainer
 from stenograd.cli.rows import Row
 from stenograd.errors import CheckpointError, ConfigError
+from stenograd.reading import read_regular
 
-__all__ = ["RunFolder", "make_folder", "versions", "write_json"]
+__all__ = ["RunFolder", "check_file", "make_folder", "saved_options", "versions"]
 
 
 class RunFolder:
@@ -114,13 +115,36 @@ class RunFolder:
         return identity
 
     def _saved_identity(self) -> Mapping[str, Any]:
-        try:
-            identity: Mapping[str, Any] = json.loads(self._file("run").read_text())["identity"]
-        except (OSError, ValueError, KeyError, TypeError) as cause:
-            raise CheckpointError(
-                f"{self._file('run')}: cannot be read ({cause}): remove it, or restore it from a copy"
-            ) from cause
+        identity: Mapping[str, Any] = _read_run(self._file("run"))["identity"]
         return identity
+
+
+def saved_options(path: Path) -> Mapping[str, Any]:
+    """Return the options that the run in a folder was started with; none where it is older than they are.
+
+    Raises:
+        ConfigError: there is no run.
+        CheckpointError: its run.json is damaged.
+    """
+    if not (path / "run.json").exists():
+        if any(path.glob("checkpoint-step*")):  # another host's disk has run.json, or the run is an old one
+            return {}
+        advice = "look at its spelling, or leave out --resume to begin a run there"
+        raise ConfigError(f"--resume needs a run in --out, and {path} holds none: {advice}")
+    options: Mapping[str, Any] = _read_run(path / "run.json").get("options", {})
+    return options
+
+
+def _read_run(path: Path) -> Mapping[str, Any]:
+    try:
+        told: Mapping[str, Any] = json.loads(read_regular(path))
+        if not isinstance(told["identity"], dict) or not isinstance(told.get("options", {}), dict):
+            raise TypeError("identity and options must be objects")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+        raise CheckpointError(
+            f"{path}: cannot be read ({cause}): remove it, or restore it from a copy"
+        ) from cause
+    return told
 
 
 def make_folder(path: Path) -> None:
@@ -137,6 +161,23 @@ def make_folder(path: Path) -> None:
         ) from cause
 
 
+def check_file(name: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to hold.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{name} must be a file, got the folder {path}: give a name in it")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as cause:
+        raise ConfigError(
+            f"{name} must be a file that can be written, got {path} ({cause.strerror}): give another"
+        ) from cause
+
+
 def versions() -> dict[str, str]:
     """Return the versions that decide a run's numbers."""
     return {
@@ -146,19 +187,5 @@ def versions() -> dict[str, str]:
     }
 
 
-def write_json(path: Path, values: Any) -> None:
-    """Write a JSON file in one step; what is not finite becomes null."""
-    write_atomically(path, (json.dumps(_finite(values), indent=2, allow_nan=False) + "\n").encode())
-
-
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(row), allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return strict_json(row, indent=None) + "\n"

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-from pathlib import Path
-
-from stenograd.cli.folder import write_json
-from stenograd.cli.options import Options
+from stenograd.checkpoint.files import write_json
+from stenograd.cli.folder import check_file
+from stenograd.cli.options import LinkOptions
 from stenograd.cli.ranks import in_ranks
-from stenograd.cli.report import megabytes
-from stenograd.cli.table import console, show
+from stenograd.cli.report import counted, megabytes
+from stenograd.cli.setup import check_options
+from stenograd.cli.table import note, say, show, show_json
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
 from stenograd.errors import bad_value
-from stenograd.planning.link import Cost, Link
-from stenograd.planning.measure_link import measure_link
+from stenograd.planning.link import Link
+from stenograd.planning.measure_link import check_seconds, measure_link
 from stenograd.planning.units import rate_text, time_text
 
 __all__ = ["run"]
 
 
-def run(options: Options, seconds: float, out: Path | None, as_json: bool) -> int:
+def run(asked: LinkOptions) -> int:
     """Measure on all ranks, and let rank 0 print and write."""
+    out = asked.out
 
     def prepare(world_size: int) -> int:
+        check_options(asked)
+        check_seconds(asked.seconds)
+        if out is not None:
+            check_file("--out", out)
         if world_size < 2:
             raise bad_value(
                 "--workers", "must be at least 2 to measure a link", world_size, "or start it under torchrun"
@@ -32,42 +35,25 @@ def run(options: Options, seconds: float, out: Path | None, as_json: bool) -> in
         return world_size
 
     def body(_: int, driver: Driver) -> int:
-        found = measure_link(Driver.own(timeout_s=options.timeout_s), seconds)
+        found = measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds)
         if out is not None:
             agree(driver, lambda: write_json(out, found.as_json()) if driver.rank == 0 else None)
         if driver.rank == 0:
-            console().print_json(json.dumps(found.as_json())) if as_json else _show(found)
+            show_json(found.as_json()) if asked.as_json else _show(found)
+            if out is not None:
+                note(f"wrote {out}", asked.as_json)
         return 0
 
-    return in_ranks(options, prepare, body)
+    return in_ranks(asked, prepare, body)
 
 
 def _show(link: Link) -> None:
     ranks, hosts = len(link.hosts), max(link.hosts) + 1
-    where = f"{ranks} workers on {hosts} hosts" if hosts > 1 else f"{ranks} workers on one host"
     rows = [
-        (host, link.hosts.count(host), rate_text(up), rate_text(down))
-        for host, (up, down) in enumerate(zip(link.up_bps, link.down_bps, strict=True))
+        (host, link.hosts.count(host), rate_text(alone), rate_text(together))
+        for host, (alone, together) in enumerate(zip(link.alone_bps, link.together_bps, strict=True))
     ]
-    show(("host", "workers", "sends", "receives"), rows, f"Link of {where}, packet headers counted")
-    costs = [
-        (op, time_text(c.hop_s), time_text(c.busy_hop_s), rate_text(8 * c.bytes_per_s), _taken(c))
-        for op, c in link.costs.items()
-    ]
-    heads = ("collective", "latency", "while computing", "rate", "takes from computing")
-    show(heads, costs, "Through gloo, per message")
-    samples = [
-        (s.op, f"{s.nbytes:,}", s.at_once, time_text(statistics.median(s.seconds)))
-        for s in link.samples
-        if not s.busy
-    ]
-    show(("collective", "bytes per worker", "at once", "median"), samples, "Collectives by size")
-    cold = ", ".join(f"{name} {time_text(value)}" for name, value in link.cold_s.items())
-    screen = console()
-    screen.print(f"latency: {time_text(link.latency_s)} one way, half a ping", soft_wrap=True)
-    screen.print(f"all-reduce after silence: {cold}", soft_wrap=True)
-    screen.print(f"measured in {link.seconds:.1f} s, {megabytes(link.sent_bytes)} sent by each worker")
-
-
-def _taken(cost: Cost) -> str:
-    return f"{time_text(cost.issue_s + cost.cpu_s)} + {1e9 * cost.cpu_s_per_byte:.2f} ns/byte"
+    title = f"Link of {ranks} workers on {counted(hosts, 'host')}, packet headers counted"
+    show(("host", "workers", "sends alone", "while all send"), rows, title)
+    say(f"latency: {time_text(link.latency_s)} one way, half a ping; {time_text(link.hop_s)} in a collective")
+    say(f"measured in {link.seconds:.1f} s, {megabytes(link.sent_bytes)} sent by each worker")

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import torch
@@ -112,14 +113,27 @@ class Trainer:
             skipped=now.skipped,
         )
 
+    def warm_up(self, steps: int) -> None:
+        """Do some of everything once, so that what is made or loaded at first use is there; keeps no account.
+
+        Args:
+            steps: to take, at most an epoch.
+        """
+        self.begin_epoch(1)
+        for indices in islice(self.progress.batches(self.setup, self.driver.rank), steps):
+            self._step(indices)
+        with self.sync.consensus():
+            self.evaluate(most=1)
+            self.check_equal()
+
     @torch.no_grad()
-    def evaluate(self) -> Score:
-        """Judge the model by every evaluation sample, each on one rank."""
+    def evaluate(self, most: int | None = None) -> Score:
+        """Judge the model by every evaluation sample, each on one rank; or by so many batches on each."""
         task, device = self.setup.task, self.setup.device
         self.model.eval()
         sums = [0.0, 0.0, 0.0]
         pieces = tasks.eval_batches(task.eval_size, self.driver.rank, self.driver.world_size, _EVAL_BATCH)
-        for indices in pieces:
+        for indices in islice(pieces, most):
             inputs, targets = task.eval_batch(indices)
             loss, correct, count = task.loss(self.model, inputs.to(device), targets.to(device))
             sums = [sums[0] + loss.item() * count, sums[1] + correct, sums[2] + count]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ import torch
 from stenograd.catalog.method import METHOD_KEYS, Method, method
 from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import Entry, entries, schedules
+from stenograd.cli.report import counted
 from stenograd.cli.setup import check_option
-from stenograd.cli.table import show
+from stenograd.cli.table import show, show_json
 from stenograd.comm.simulate import exchange
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.contract import Feedback
 from stenograd.data.buckets import assign
 from stenograd.data.requests import Op
 from stenograd.errors import bad_value
@@ -45,37 +45,36 @@ class Cost:
     compression: float
 
 
-def run(size: int, workers: int) -> int:
+def run(size: int, workers: int, as_json: bool = False) -> int:
     """Print the methods, and return the exit status."""
     check_option("--size", size)
     check_option("--workers", workers, _MOST_WORKERS)
     if size * workers > _MOST_ELEMENTS:
         rule = f"times --workers must be at most {_MOST_ELEMENTS}, for each is simulated with its numbers"
         raise bad_value("--size", rule, size, f"use {_MOST_ELEMENTS // workers} or less")
-    rows = _nearly_square(size)[0]
-    title = (
-        f"one float32 tensor of {size:,} elements ({rows} rows), {workers} workers; bytes per step and worker"
-    )
-    head = (
-        "method",
-        "feedback",
-        "payload bytes",
-        "moved bytes",
-        "bits/element",
-        "compression",
-        "what it sends",
-    )
+    rows, ranks = counted(_nearly_square(size)[0], "row"), counted(workers, "worker")
+    title = f"one float32 tensor of {size:,} elements ({rows}), {ranks}; bytes per step and worker"
+    head = ("method", "payload bytes", "moved bytes", "bits per element", "compression")
     found = sorted(entries().items())
+    if as_json:
+        show_json({name: _told(name, entry, size, workers) for name, entry in found})
+        return 0
     show(head, [_cells(name, entry, size, workers) for name, entry in found], title)
-    keys = [(name, own_keys(entry) or "none of its own") for name, entry in found]
+    keys = [_about(name, entry) for name, entry in found]
     plans = [
-        (f"{name}: before a slash", ", ".join(f"{f.name}={_text(f.default)}" for f in fields(cls)))
+        (
+            name,
+            "",
+            "a schedule, before a slash",
+            ", ".join(f"{f.name}={_text(f.default)}" for f in fields(cls)),
+        )
         for name, (cls, _) in sorted(schedules().items())
     ]
-    plans += [(f"{name}: stands for", text) for name, text in sorted(PRESETS.items())]
+    plans += [(name, "", "stands for", text.replace(",", ", ")) for name, text in sorted(PRESETS.items())]
     shared = ", ".join(f"{key} ({kind.__name__})" for key, kind in METHOD_KEYS.items())
     title = "keys, as in topk:ratio=0.05,warmup_steps=100"
-    show(("method", "key=default"), [*keys, ("all of them", shared), *plans], title)
+    rest = [("all of them", "", "", shared), *plans]
+    show(("method", "feedback", "what it sends", "key=default"), [*keys, *rest], title)
     return 0
 
 
@@ -87,8 +86,8 @@ def cost(how: Method, size: int, workers: int) -> Cost:
         16.0
     """
     sent = Traffic()
-    generator = torch.Generator().manual_seed(0)
-    ranks = [torch.randn(size, generator=generator) for _ in range(workers)]
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    ranks = [torch.randn(size, generator=generator, device="cpu") for _ in range(workers)]
     tensors = {str(i): torch.empty(shape, device="meta") for i, shape in enumerate(_shapes(size))}
     start = 0
     for bucket in assign(tensors, _DENSE_BYTES * size, tail=False, dense_below=how.dense_below):
@@ -117,16 +116,34 @@ def own_keys(entry: Entry) -> str:
 def _cells(name: str, entry: Entry, size: int, workers: int) -> list[str]:
     how = method(name)
     spent = cost(how, size, workers)
-    codec = entry.compressor(**entry.preset)
     return [
         name,
-        "on" if codec.feedback is Feedback.ON else "off",
         f"{spent.payload_bytes:,}",
         f"{spent.moved_bytes:,}",
         f"{spent.bits_per_element:.3g}",
         f"{spent.compression:.1f}x",
-        entry.compressor.summary,
     ]
+
+
+def _about(name: str, entry: Entry) -> tuple[str, ...]:
+    return (
+        name,
+        "on" if _feeds(entry) else "off",
+        entry.compressor.summary,
+        own_keys(entry) or "none of its own",
+    )
+
+
+def _feeds(entry: Entry) -> bool:
+    """Whether a method has error feedback unless told otherwise."""
+    return entry.compressor(**entry.preset).feedback.value == "on"
+
+
+def _told(name: str, entry: Entry, size: int, workers: int) -> dict[str, Any]:
+    how = method(name)
+    keys = {f.name: f.default for f in fields(entry.compressor) if f.name not in entry.preset}
+    about = {"feedback": _feeds(entry), "keys": keys, "what_it_sends": entry.compressor.summary}
+    return {**asdict(cost(how, size, workers)), **about}
 
 
 def _nearly_square(size: int) -> tuple[int, int]:

@@ -2,250 +2,298 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from stenograd.checkpoint.files import write_atomically
-from stenograd.cli.compare import split_methods
+from stenograd.cli.compare import chosen_methods, split_methods
 from stenograd.cli.folder import make_folder
-from stenograd.cli.options import Options
-from stenograd.cli.plan_check import check_run
-from stenograd.cli.plan_learn import load_weights, show_learning, tried
+from stenograd.cli.options import PlanOptions
+from stenograd.cli.plan_check import Run, check_run, read_run
 from stenograd.cli.ranks import in_ranks
-from stenograd.cli.setup import make_setup
-from stenograd.cli.table import console, show
+from stenograd.cli.report import counted
+from stenograd.cli.setup import check_options, make_setup
+from stenograd.cli.table import note, say, show, show_json
 from stenograd.comm.agreement import agree, everyone
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError, bad_value, check_count
 from stenograd.launch.process_group import detect
-from stenograd.planning.advice import check_accuracy
+from stenograd.planning.advice import DENSE
 from stenograd.planning.link import Link, load_link
 from stenograd.planning.measure_link import measure_link
-from stenograd.planning.plan import Plan, default_cores, load_plan, plan, predicted, with_ranks
-from stenograd.planning.report import page
+from stenograd.planning.picture import draw
+from stenograd.planning.plan import (
+    VALIDATED,
+    Plan,
+    default_cores,
+    default_methods,
+    load_plan,
+    plan,
+    predicted,
+    with_ranks,
+)
 from stenograd.planning.trial import Trial, first_batches, load_trial
-from stenograd.planning.units import rate_text, time_text
+from stenograd.planning.units import parse_link, rate_text, time_text
 
-__all__ = ["Asked", "run", "show_plan"]
+__all__ = ["run", "show_plan"]
 
 # Shares of the time: for the link, and for training together on all ranks; methods are rehearsed in the rest.
 _LINK, _TOGETHER = 1 / 3, 0.1
 _LEAST_S = 2.0  # to measure a link
+_OF_A_TASK = ("task", "data", "batch_size", "lr", "momentum", "weight_decay", "seed", "device")
+_MOST_WORKERS = 1 << 20
+_MOST_RECORDED = 64  # workers: a gather among them takes their messages' memory; beyond it is arithmetic
+_COLUMNS = 6  # methods beside dense in the table of sizes, the fastest at the largest; all are in --json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What `stenograd plan` was asked for.
+class _Job:
+    """A plan to make, after everything that can be wrong with it was looked at.
 
     Attributes:
-        options: the training's, where no trial is given.
-        trial: FILE.py:FUNCTION; None for the task of the options.
-        methods: to look at; None for all.
-        link: text or a file; None to measure it between the ranks of a launcher.
-        accuracy: what a recommended method may do to gradients.
-        ranks_per_host: None for those of the launcher, or 1.
-        cores: of each worker; None for a share of this machine's.
-        seconds: about how long to measure and rehearse.
-        out: folder for plan.json and report.html.
-        as_json: whether to print JSON.
-        check: a run's folder to compare with, instead of a recommendation alone.
-        plan: a plan's file to check, instead of a new one.
-        tolerance: by how much a checked run's step may differ, as a share.
-        learn: whether to train virtual workers, too, under the recommended method or those named.
-        learn_steps, learn_seeds, learn_workers: how long, how often, and the most workers.
-        learn_from: weights to begin with: a file of torch.save(model.state_dict()), or a run's folder.
+        name: of the training.
+        trial: the training, with the few batches that are used.
+        link: text or what was measured; None to measure it between the ranks.
+        workers: number of ranks.
+        methods: texts as they were written; dense among them or not.
+        run: to compare with; None for none.
     """
 
-    options: Options
-    trial: str | None = None
-    methods: Sequence[str] | None = None
-    link: str | None = None
-    accuracy: str | None = None
-    ranks_per_host: int | None = None
-    cores: float | None = None
-    seconds: float = 30.0
-    out: Path | None = None
-    as_json: bool = False
-    check: Path | None = None
-    plan: Path | None = None
-    tolerance: float = 0.25
-    learn: bool = False
-    learn_steps: int = 300
-    learn_seeds: int = 3
-    learn_workers: int = 8
-    learn_from: Path | None = None
+    name: str
+    trial: Trial
+    link: str | Link | None
+    workers: int
+    methods: list[str]
+    run: Run | None
 
 
-def run(asked: Asked) -> int:
+def run(asked: PlanOptions) -> int:
     """Plan, and return the exit status: 1 where a checked run is not as predicted."""
-    _check(asked)
-    alone = detect(os.environ).launcher == "alone"
-    if asked.learn and (not alone or (asked.link is None and asked.plan is None)):
-        raise ConfigError(
-            "--learn trains virtual workers on one machine, so it needs --link or --plan and no launcher: "
-            "measure the link first, by stenograd link --out"
-        )
+    sizes, link = _check(asked), _link(asked)
     if asked.plan is not None:
-        return _told(asked, _saved(asked, asked.plan))
-    if asked.link is not None and alone:
-        workers = 2 if asked.options.workers is None else asked.options.workers
-        return _told(asked, _made(asked, _link(asked.link), workers, None)[0])
-    return in_ranks(asked.options, lambda world_size: world_size, lambda _, driver: _measured(asked, driver))
+        found = load_plan(asked.plan)
+        if asked.accuracy is not None:
+            found = predicted(replace(found, accuracy=str(asked.accuracy)))
+        if link is not None:
+            found = found.at(link)
+        run = None if asked.check is None else read_run(asked.check)
+        if run is not None:
+            run.require(found.world_size, found.work["bucket_bytes"], [p.method for p in found.predictions])
+        return _told(asked, found, run, [found.sized(size) for size in sizes])
+    if detect(os.environ).launcher != "alone":
+        if len(sizes) > 1:
+            raise ConfigError("several --workers are planned by one process: leave them out under a launcher")
+        options = replace(asked, workers=next(iter(sizes), None))
+        return in_ranks(options, partial(_job, asked, link), partial(_measured, asked))
+    asked.refuse(["timeout_s"], "where one process plans alone")
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
+    if link is None:
+        raise ConfigError(
+            "a plan needs the network between your hosts: give --link 1gbit,0.2ms and --workers, or start it "
+            "under torchrun on the machines that will train, where it measures"
+        )
+    if not sizes and isinstance(link, Link):
+        sizes = [len(link.hosts)]
+    if not sizes:
+        raise ConfigError("--link needs --workers: say how many will train, such as --workers 4")
+    first, *others = sizes
+    for size in sizes:
+        _check_hosts(size, _per_host(asked, link, first))
+    job = _job(asked, link, first)
+    plans = [_made(asked, job, link, None, len(sizes))]
+    for size in others:
+        exact = size <= _MOST_RECORDED
+        other = replace(job, workers=size)
+        plans.append(_made(asked, other, link, None, len(sizes)) if exact else plans[-1].sized(size))
+    return _told(asked, plans[0], job.run, plans[1:])
 
 
-def _check(asked: Asked) -> None:
-    """Refuse what would be found out only after measuring."""
-    if asked.accuracy is not None:
-        check_accuracy(asked.accuracy)
-    counts = {"--workers": asked.options.workers, "--ranks-per-host": asked.ranks_per_host}
-    for name, count in (counts | {"--learn-workers": asked.learn_workers}).items():
-        if count is not None:
-            check_count(name, count, "leave it out")
-    for name, value in {"--cores": asked.cores, "--seconds": asked.seconds}.items():
+def _check(asked: PlanOptions) -> list[int]:
+    """Refuse what would be found out only after measuring, and what would do nothing; return the sizes."""
+    check_options(asked)
+    sizes = _sizes(asked.sizes) if asked.sizes is not None else []
+    if asked.ranks_per_host is not None:
+        check_count("--ranks-per-host", asked.ranks_per_host, "leave it out")
+    numbers = {"--cores": asked.cores, "--seconds": asked.seconds, "--tolerance": asked.tolerance}
+    for name, value in numbers.items():
         if value is not None and not 0 < value < math.inf:
             raise bad_value(name, "must be above 0 and finite", value, "leave it out")
-    if asked.learn_from is not None and not asked.learn:
-        raise ConfigError("--learn-from needs --learn: it says what virtual workers begin with")
+    if asked.check is None:
+        asked.refuse(["tolerance"], "without --check")
+    if asked.trial is not None:
+        asked.refuse(_OF_A_TASK, "with --trial, which brings its own training")
+    if asked.plan is not None:
+        fixed = ["ranks_per_host", "cores", "seconds", "bucket_bytes", "timeout_s", "threads"]
+        asked.refuse(
+            [*fixed, "trial", "methods", *_OF_A_TASK], "with --plan, where it is settled: plan anew, or"
+        )
     if asked.out is not None:
         make_folder(asked.out)
+    return sizes
 
 
-def _saved(asked: Asked, path: Path) -> Plan:
-    """Return the plan in a file, for the link and the accuracy that are asked for now."""
-    given = {
-        "--workers": asked.options.workers,
-        "--ranks-per-host": asked.ranks_per_host,
-        "--cores": asked.cores,
-        "--trial": asked.trial,
-        "--methods": None if asked.learn else asked.methods,
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise bad_value(
-                name, "must be left out with --plan", value, "plan anew, or use stenograd simulate"
-            )
-    found = load_plan(path)
-    if asked.accuracy is not None:
-        found = predicted(replace(found, accuracy=asked.accuracy))
-    return found if asked.link is None else found.at(_link(asked.link))
+def _sizes(text: str) -> list[int]:
+    """Return numbers of workers in order, each once."""
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise bad_value(
+            "--workers", "must be numbers separated by commas", text, "write 8 or 2,64,1024"
+        ) from None
+    for size in found:
+        check_count("--workers", size, "write 8 or 2,64,1024", most=_MOST_WORKERS)
+    return found
 
 
-def _measured(asked: Asked, driver: Driver) -> int:
+def _job(asked: PlanOptions, link: str | Link | None, workers: int) -> _Job:
+    """Load and check everything before a rank is asked or a step is measured."""
+    if link is None and workers < 2:
+        raise ConfigError("a link is measured between two ranks or more: give --link 1gbit,0.2ms")
+    if link is None and asked.seconds * _LINK < _LEAST_S:
+        wanted = f"must be at least {_LEAST_S / _LINK:g} to measure a link, too"
+        raise bad_value("--seconds", wanted, asked.seconds, "leave it at 30, or give --link")
+    known = chosen_methods(asked.methods) if asked.methods else default_methods()
+    _check_hosts(workers, _per_host(asked, link, workers))
+    run = None if asked.check is None else read_run(asked.check)
+    if run is not None:
+        run.require(workers, asked.bucket_bytes, list(dict.fromkeys([DENSE, *known])))
+    name, trial = _trial(asked, workers)
+    trial = replace(trial, batches=first_batches(trial))  # once: an iterator would give others every time
+    methods = split_methods(asked.methods) if asked.methods else known
+    return _Job(name=name, trial=trial, link=link, workers=workers, methods=methods, run=run)
+
+
+def _per_host(asked: PlanOptions, link: str | Link | None, workers: int) -> int:
+    if asked.ranks_per_host is not None:
+        return asked.ranks_per_host
+    return link.hosts.count(0) if isinstance(link, Link) and len(link.hosts) == workers else 1
+
+
+def _check_hosts(workers: int, per_host: int) -> None:
+    if workers % per_host:
+        raise bad_value("--ranks-per-host", f"must divide the {workers} workers", per_host, "leave it at 1")
+
+
+def _measured(asked: PlanOptions, job: _Job, driver: Driver) -> int:
     """Measure the link between these ranks if none is given, rehearse on all at once, and tell on rank 0."""
-    if driver.world_size < 2:
-        raise ConfigError(
-            "a plan needs a link: give --link 1gbit,0.2ms and --workers, or start it under torchrun on the "
-            "machines that will train"
-        )
-    if asked.link is None:
-        if asked.seconds * _LINK < _LEAST_S:
-            wanted = f"must be at least {_LEAST_S / _LINK:g} to measure a link, too"
-            raise bad_value("--seconds", wanted, asked.seconds, "leave it at 30, or give --link")
-        link: str | Link = measure_link(Driver.own(timeout_s=asked.options.timeout_s), asked.seconds * _LINK)
-    else:
-        link = _link(asked.link)
-    found, trial = agree(driver, lambda: _made(asked, link, driver.world_size, driver))
-    found = with_ranks(found, trial, driver, asked.seconds * _TOGETHER)
-    status = _told(asked, found) if driver.rank == 0 else 0
+    link = job.link
+    if link is None:
+        link = measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
+    found = agree(driver, lambda: _made(asked, job, link, driver))
+    found = with_ranks(found, job.trial, driver, asked.seconds * _TOGETHER)
+    tell = partial(_told, asked, found, job.run, []) if driver.rank == 0 else lambda: 0
+    status = agree(driver, tell)
     return max(int(text) for text in everyone(driver, str(status)))
 
 
-def _link(text: str) -> str | Link:
-    path = Path(text)
-    return load_link(path) if path.suffix == ".json" or path.is_file() else text
+def _link(asked: PlanOptions) -> str | Link | None:
+    """Return the link as text that can be read, or as it was measured; None where none is given."""
+    if asked.link is None:
+        return None
+    path = Path(asked.link)
+    if path.suffix == ".json" or path.is_file():
+        return load_link(path)
+    parse_link(asked.link)
+    return asked.link
 
 
-def _made(asked: Asked, link: str | Link, workers: int, driver: Driver | None) -> tuple[Plan, Trial]:
-    """Return a plan, and the trial that it is of."""
-    name, trial = _trial(asked, workers)
-    trial = replace(trial, batches=first_batches(trial))  # once: an iterator would give others every time
-    per_host = asked.ranks_per_host
-    if per_host is None:
-        per_host = link.hosts.count(0) if isinstance(link, Link) and len(link.hosts) == workers else 1
+def _made(asked: PlanOptions, job: _Job, link: str | Link, driver: Driver | None, shares: int = 1) -> Plan:
+    workers, per_host = job.workers, _per_host(asked, link, job.workers)
     here = detect(os.environ).local_world_size if driver is not None else per_host
-    found = plan(
-        trial,
+    return plan(
+        job.trial,
         workers=workers,
         link=link,
-        methods=split_methods(asked.methods) if asked.methods else None,
-        accuracy=asked.accuracy or "lossy",
+        methods=job.methods,
+        accuracy=str(asked.accuracy or "lossy"),
         ranks_per_host=per_host,
         cores=default_cores() / here if asked.cores is None else asked.cores,
-        seconds=asked.seconds * (1 - _LINK - _TOGETHER),
-        bucket_bytes=asked.options.bucket_bytes,
-        name=name,
+        seconds=asked.seconds * (1 - _LINK - _TOGETHER) / shares,
+        bucket_bytes=asked.bucket_bytes,
+        name=job.name,
     )
-    return found, trial
 
 
-def _trial(asked: Asked, workers: int) -> tuple[str, Trial]:
-    """Return the user's trial, or a task's as one, with the weights to begin with."""
-    name, trial = _unloaded(asked, workers)
-    if asked.learn_from is not None:
-        load_weights(trial.model, asked.learn_from)
-    return name, trial
-
-
-def _unloaded(asked: Asked, workers: int) -> tuple[str, Trial]:
+def _trial(asked: PlanOptions, workers: int) -> tuple[str, Trial]:
+    """Return the user's trial, or a task's as one."""
     if asked.trial is not None:
         return asked.trial, load_trial(asked.trial)
-    setup = make_setup(asked.options, workers)
-    model = setup.task.model(asked.options.seed).to(setup.device)
+    setup = make_setup(asked, workers)
+    model = setup.task.model(asked.seed).to(setup.device)
     size, count = setup.recipe.batch_size, setup.task.train_size
     starts = range(0, max(count - size, 0) + 1, size)
-    batches = (setup.task.train_batch(torch.arange(at, min(at + size, count))) for at in starts)
+    batches = (setup.task.train_batch(torch.arange(at, min(at + size, count), device="cpu")) for at in starts)
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         inputs, targets = (part.to(setup.device) for part in batch)
         return setup.task.loss(model, inputs, targets)[0]
 
-    return asked.options.task, Trial(model, setup.recipe.make_optimizer(model), batches, loss)
+    return str(asked.task), Trial(model, setup.recipe.make_optimizer(model), batches, loss)
 
 
-def _told(asked: Asked, found: Plan) -> int:
-    learning = None
-    if not asked.as_json:
+def _told(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Plan]) -> int:
+    """Print and write the plan, what it is with other numbers of workers, and how a run compares."""
+    quiet, out = asked.as_json, asked.out
+    told = found.as_json()
+    shown = {key: told[key] for key in ("method", "reason", "notes", "predictions")}
+    if not quiet:
         show_plan(found)
-    if asked.learn:
-        name, trial = _trial(asked, found.world_size)
-        if name != found.work["name"]:
-            raise ConfigError(
-                f"the plan is for {found.work['name'] or 'a training without a name'}, --learn would train "
-                f"{name}: give the --trial or --task that the plan was made with"
-            )
-        learning = tried(found, trial, asked)
-        if not asked.as_json:
-            show_learning(found, learning)
-    if asked.out is not None:
-        found.save(asked.out / "plan.json")
-        write_atomically(asked.out / "report.html", page(found, learning).encode())
-        if learning is not None:
-            write_atomically(asked.out / "learned.json", json.dumps(learning.as_json(), indent=1).encode())
-    if asked.as_json:
-        told = found.as_json()
-        kept = {k: told[k] for k in ("method", "reason", "notes", "predictions")}
-        console().print_json(
-            json.dumps(kept | ({} if learning is None else {"learning": learning.as_json()}))
-        )
-    return 0 if asked.check is None else check_run(found, asked.check, asked.tolerance)
+    if others:
+        plans = sorted({p.world_size: p for p in [found, *others]}.values(), key=lambda p: p.world_size)
+        shown["sizes"] = [
+            {
+                "workers": p.world_size,
+                "method": p.method,
+                "seconds": {one.method: one.seconds[1] for one in p.predictions},
+            }
+            for p in plans
+        ]
+        if not quiet:
+            _show_sizes(shown["sizes"])
+    if out is not None:
+        found.save(out / "plan.json")
+        note(f"wrote {out / 'plan.json'}", quiet)
+        note(draw(found, out / "plan.png"), quiet)
+    checked = None if run is None else check_run(found, run, asked.tolerance, quiet)
+    if checked is not None:
+        shown["check"] = checked
+    if quiet:
+        show_json(shown)
+    return 0 if checked is None or checked["as_predicted"] else 1
+
+
+def _show_sizes(sizes: Sequence[dict[str, Any]]) -> None:
+    """Print ms per step by number of workers and method, as far as methods are the same at all of them."""
+    last = sizes[-1]["seconds"]
+    common = [text for text in last if all(text in one["seconds"] for one in sizes)]
+    columns = [DENSE, *sorted((t for t in common if t != DENSE), key=lambda t: last[t])[:_COLUMNS]]
+    rows = [
+        (one["workers"], *(f"{1e3 * one['seconds'][text]:.3g}" for text in columns), one["method"])
+        for one in sizes
+    ]
+    show(("workers", *columns, "recommended"), rows, "ms per step by number of workers")
+    say(
+        f"- on paper: beyond {VALIDATED} workers nothing was compared with real runs, and beyond "
+        f"{_MOST_RECORDED} methods are taken to do what they do with fewer"
+    )
 
 
 def show_plan(found: Plan) -> None:
     """Print predictions, the recommendation and its reason, and what was assumed."""
     hosts = found.world_size // found.ranks_per_host
+    where = f"{counted(found.world_size, 'worker')} on {counted(hosts, 'host')}"
     link = "measured" if found.link.measured else "assumed"
-    hop = time_text(found.link.costs["all-reduce"].hop_s)
     title = (
         f"{found.work['name'] or 'training'}: {found.work['parameters']:,} parameters, "
-        f"{found.world_size} workers on {hosts} hosts, {link} link {rate_text(found.link.bps)}, {hop} a hop; "
+        f"{where}, {link} link {rate_text(found.link.bps)}, {time_text(found.link.hop_s)} a hop; "
         f"a step without exchange takes {time_text(found.profile.floor_s)}"
     )
     rows = [
@@ -256,14 +304,13 @@ def show_plan(found: Plan) -> None:
             f"{p.moved_bytes / 1e6:.3g}",
             f"{p.collectives:.3g}",
             p.limit,
-            "-" if p.method == "dense" else p.pays_text,
+            "-" if p.method == DENSE else p.pays_text,
             "recommended" if p.method == found.method else "",
         )
         for p in sorted(found.predictions, key=lambda p: p.seconds[1])
     ]
     head = ("method", "ms/step", "80 %", "MB/step", "messages", "limit", "faster than dense", "")
     show(head, rows, title)
-    screen = console()
-    screen.print(found.reason, soft_wrap=True)
-    for note in found.notes:
-        screen.print(f"- {note}", soft_wrap=True)
+    say(found.reason)
+    for line in found.notes:
+        say(f"- {line}")

@@ -7,6 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from stenograd.cli.rows import Row
+from stenograd.planning.picture import new_figure, write_figure
 
 __all__ = ["plot"]
 
@@ -22,15 +23,11 @@ def plot(path: Path, title: str, curves: Mapping[str, Sequence[Row]]) -> str:
     Returns:
         One line that says what was written, or why nothing was.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return f"no {path}: pictures need matplotlib, install it with `pip install stenograd[plots]`"
+    figure = new_figure(11, 4.2)
+    if figure is None:
+        return write_figure(None, path)
     if not curves:
         return f"no {path}: no method finished an epoch"
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     by_time, by_bytes = figure.subplots(1, 2, sharey=True)
     for place, (method, rows) in enumerate(curves.items()):
         accuracy = [100 * row.eval_accuracy for row in rows]
@@ -43,5 +40,4 @@ def plot(path: Path, title: str, curves: Mapping[str, Sequence[Row]]) -> str:
     for axes in (by_time, by_bytes):
         axes.grid(alpha=0.3)
     figure.legend(*by_time.get_legend_handles_labels(), loc="outside right center")
-    figure.savefig(path, dpi=130)
-    return f"wrote {path}"
+    return write_figure(figure, path)

@@ -14,7 +14,8 @@ from stenograd.cli.setup import check_option
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
-from stenograd.launch.process_group import World, detect, init, run_local
+from stenograd.launch.local_workers import python, run_local
+from stenograd.launch.process_group import World, detect, init
 
 __all__ = ["in_ranks"]
 
@@ -42,7 +43,7 @@ def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, D
     if world.launcher == "alone" and options.workers is not None and options.workers > 1:
         check_option("--workers", options.workers, _MOST_WORKERS)
         prepare(options.workers)
-        argv = [sys.executable, "-m", "stenograd", *sys.argv[1:]]
+        argv = [*python("from stenograd.cli import main; sys.exit(main())"), *sys.argv[1:]]
         return run_local(argv, options.workers, timeout_s=options.timeout_s)
     if options.workers not in (None, world.world_size):
         raise ConfigError(

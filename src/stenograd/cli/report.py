@@ -11,10 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stenograd.catalog.method import Method
 from stenograd.cli.rows import Row
 from stenograd.cli.setup import Setup
-from stenograd.cli.table import console
+from stenograd.cli.table import console, say
 from stenograd.errors import bad_value
 
-__all__ = ["Display", "headline", "megabytes", "percent", "row_line"]
+__all__ = ["Display", "counted", "headline", "megabytes", "percent", "row_line"]
 
 
 def percent(share: float) -> str:
@@ -25,6 +25,16 @@ def percent(share: float) -> str:
         '98.06 %'
     """
     return f"{100 * share:.2f} %"
+
+
+def counted(count: int, what: str) -> str:
+    """Write a number of things.
+
+    Example:
+        >>> counted(1, "host"), counted(2, "host")
+        ('1 host', '2 hosts')
+    """
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def megabytes(nbytes: float) -> str:
@@ -40,14 +50,14 @@ def megabytes(nbytes: float) -> str:
 
 def headline(setup: Setup, method: Method, parameters: int) -> str:
     """Say in one line what is trained."""
-    workers = "1 worker" if setup.world_size == 1 else f"{setup.world_size} workers"
+    workers = counted(setup.world_size, "worker")
     sizes = f"{setup.task.train_size:,} training and {setup.task.eval_size:,} evaluation samples"
     return f"{setup.task.name}: {sizes}, {parameters:,} parameters, {workers}, method {method.text}"
 
 
 def row_line(row: Row, epochs: int) -> str:
     """Format one epoch."""
-    skipped = f"  {row.skipped} steps skipped (not finite)" if row.skipped else ""
+    skipped = f"  {counted(row.skipped, 'step')} skipped (not finite)" if row.skipped else ""
     return (
         f"epoch {row.epoch:>{len(str(epochs))}}/{epochs}"
         f"  train loss {row.train_loss:.4f} accuracy {percent(row.train_accuracy)}"
@@ -77,7 +87,7 @@ class Display:
         """Print a line, above the bar if there is one."""
         if self._speaks:
             screen = self._progress.console if self._progress is not None else self.screen
-            screen.print(text, soft_wrap=True)
+            say(text, screen)
             screen.file.flush()
 
     @contextmanager

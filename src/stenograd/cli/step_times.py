@@ -77,8 +77,10 @@ class StepTimes:
         """Return the quantiles of each phase in seconds; empty before the first step."""
         if not self.steps:
             return {}
-        levels = torch.tensor(QUANTILES, dtype=torch.float64)
-        found = {part: torch.tensor(kept, dtype=torch.float64) for part, kept in self._kept.items()}
+        levels = torch.tensor(QUANTILES, dtype=torch.float64, device="cpu")
+        found = {
+            part: torch.tensor(kept, dtype=torch.float64, device="cpu") for part, kept in self._kept.items()
+        }
         return {
             part: dict(zip(map(str, QUANTILES), values.quantile(levels).tolist(), strict=True))
             for part, values in found.items()

@@ -1,38 +1,118 @@
-"""Tables on the terminal, for commands and drills alike."""
+"""What commands and drills print: tables and lines that never break inside a word or a number, and JSON."""
 
 from __future__ import annotations
 
+import os
+import sys
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "show"]
+from stenograd.checkpoint.files import strict_json
 
-_PLAIN_WIDTH = 160  # columns for tables that go to a file or a pipe
+__all__ = ["console", "note", "say", "show", "show_json"]
+
+_PLAIN_WIDTH = 120  # columns where the output is a file or a pipe and COLUMNS is not set
 _NUMBERS = tuple("+-0123456789")
+_PROSE = 16  # columns that text has at least: sentences in narrower ones are hard to read
+_GAP = 2  # columns between those of a table without a frame
 
 
 def console() -> Console:
-    """Return the standard output, wide enough for tables where it is not a terminal."""
+    """Return the standard output."""
     screen = Console(highlight=False, markup=False)
-    return screen if screen.is_terminal else Console(highlight=False, markup=False, width=_PLAIN_WIDTH)
+    if screen.is_terminal or "COLUMNS" in os.environ:
+        return screen
+    return Console(highlight=False, markup=False, width=_PLAIN_WIDTH)
+
+
+def say(text: str, screen: Console | None = None) -> None:
+    """Print a line; a terminal gets it wrapped between words, a file or a pipe as it is."""
+    screen = console() if screen is None else screen
+    if screen.is_terminal:
+        text = _wrapped(text, screen.width, "")
+    screen.print(text, soft_wrap=True)
+
+
+def show_json(value: Any) -> None:
+    """Print a value as JSON; what is not finite becomes null."""
+    print(strict_json(value))
+
+
+def note(text: str, quiet: bool) -> None:
+    """Print a line, such as which file was written; on standard error where the output is JSON."""
+    if quiet:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        say(text)
 
 
 def show(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
     """Print a table; a column of numbers, also with units behind them, is aligned to the right.
+
+    Where the lines are too short for a frame it goes, and where they are too short for the columns, each row
+    becomes a block of lines, its first cell above the others.
 
     Args:
         head: names of the columns.
         rows: cells, printed as `str` does; a short row leaves its last columns empty.
         title: stands above the table.
     """
-    texts = [[str(cell) for cell in row] for row in rows]
-    table = Table(title=title)
-    for index, name in enumerate(head):
-        cells = [row[index] for row in texts if row[index:] and row[index]]
-        numbers = bool(cells) and all(cell.startswith(_NUMBERS) for cell in cells)
-        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
-    for row in texts:
-        table.add_row(*row)
-    console().print(table)
+    screen = console()
+    texts = [[str(cell) for cell in row] + [""] * (len(head) - len(row)) for row in rows]
+    columns = [[row[index] for row in texts if row[index]] for index in range(len(head))]
+    numbers = [bool(cells) and all(cell.startswith(_NUMBERS) for cell in cells) for cells in columns]
+    if title is not None:
+        say(title, screen)
+    for box, taken in ((HEAVY_HEAD, 3 * len(head) + 1), (None, _GAP * (len(head) - 1))):
+        widths = _widths(head, columns, numbers, screen.width - taken)
+        if widths is None:
+            continue
+        padding = (0, 1) if box else (0, _GAP, 0, 0)
+        table = Table(box=box, padding=padding, pad_edge=box is not None)
+        for name, number, width in zip(head, numbers, widths, strict=True):
+            table.add_column(name, justify="right" if number else "left", width=width)
+        for row in texts:
+            table.add_row(*row)
+        screen.print(table)
+        return
+    for first, *others in texts:
+        print(first)
+        for name, cell in zip(head[1:], others, strict=True):
+            if cell:
+                print(_wrapped(f"{name}: {cell}" if name else cell, screen.width, "  "))
+
+
+def _widths(
+    head: Sequence[str], columns: Sequence[Sequence[str]], numbers: Sequence[bool], room: int
+) -> list[int] | None:
+    """Return the columns' widths, or None where words and numbers do not fit whole."""
+    least, most = [], []
+    for name, cells, number in zip(head, columns, numbers, strict=True):
+        words = [*name.split(), *(cells if number else (word for cell in cells for word in cell.split()))]
+        most.append(max(map(len, [name, *cells])))
+        least.append(max([0 if number else min(most[-1], _PROSE), *map(len, words)]))
+    spare = room - sum(least)
+    if spare < 0:
+        return None
+    widths = list(least)
+    for index in sorted(range(len(head)), key=lambda index: most[index] - least[index]):
+        more = min(most[index] - least[index], spare)
+        widths[index] += more
+        spare -= more
+    return widths
+
+
+def _wrapped(text: str, width: int, indent: str) -> str:
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -5,75 +5,57 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from stenograd.catalog.method import Method, method
 from stenograd.checkpoint.api import Loaded
-from stenograd.cli.folder import RunFolder, make_folder
+from stenograd.cli.folder import RunFolder, make_folder, saved_options
 from stenograd.cli.loop import Trainer
-from stenograd.cli.options import Options
+from stenograd.cli.options import Options, TrainOptions
 from stenograd.cli.ranks import in_ranks
-from stenograd.cli.report import Display, headline, megabytes, percent, row_line
+from stenograd.cli.report import Display, counted, headline, megabytes, percent, row_line
 from stenograd.cli.rows import Row
 from stenograd.cli.setup import Setup, check_option, make_setup
 from stenograd.cli.step_times import report
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
+from stenograd.launch.detect import detect
 
-__all__ = ["Job", "run"]
+__all__ = ["run"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What `stenograd train` was asked for.
-
-    Attributes:
-        options: those that are shared with other commands.
-        method: text of the method.
-        out: folder for results and checkpoints; None keeps nothing.
-        resume: whether to continue from the checkpoint in `out`. Under `torchrun --max-restarts` that is so
-            by itself where `out` holds a run.
-        save_every: epochs per checkpoint, at least 1; the last epoch is always saved.
-        save_steps: steps per checkpoint besides, at least 1; None for none in mid-epoch.
-        trace: file for what happened when on all ranks; None for none.
-    """
-
-    options: Options
-    method: str
-    out: Path | None
-    resume: bool
-    save_every: int
-    save_steps: int | None = None
-    trace: Path | None = None
+_REMEMBERED = ("method", "save_every", "save_steps")  # of a job, besides the shared options
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ready:
     """A job that was checked."""
 
-    job: Job
+    job: TrainOptions
     setup: Setup
     method: Method
     folder: RunFolder | None
     resume: bool
 
 
-def run(job: Job) -> int:
+def run(job: TrainOptions) -> int:
     """Train, and return the exit status."""
-    return in_ranks(job.options, lambda world_size: _prepare(job, world_size), _body)
+    if job.resume:
+        job = _remembered(job)
+    return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
 
 
-def _prepare(job: Job, world_size: int) -> _Ready:
+def _prepare(job: TrainOptions, world_size: int) -> _Ready:
     how = method(job.method)
     check_option("--save-every", job.save_every)
     check_option("--save-steps", job.save_steps)
-    for name, given in (("--resume", job.resume), ("--save-steps", job.save_steps is not None)):
-        if given and job.out is None:
-            raise ConfigError(f"{name} needs --out: give the folder of the run")
-    setup = make_setup(job.options, world_size)
+    if job.out is None and (job.save_every is not None or job.save_steps is not None):
+        name = "--save-every" if job.save_steps is None else "--save-steps"
+        raise ConfigError(f"{name} needs --out: give the folder of the run")
+    setup = make_setup(job, world_size)
     folder = RunFolder(job.out, setup.identity(how)) if job.out is not None else None
     resume = job.resume
     if folder is not None:
@@ -81,6 +63,30 @@ def _prepare(job: Job, world_size: int) -> _Ready:
         folder.check(resume)
         make_folder(folder.path)
     return _Ready(job=job, setup=setup, method=how, folder=folder, resume=resume)
+
+
+def _remembered(job: TrainOptions) -> TrainOptions:
+    """Fill in what the command line leaves open with what the run in the folder was started with.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    if job.out is None:
+        raise ConfigError("--resume needs --out: give the folder of the run")
+    before = {name: value for name, value in saved_options(job.out).items() if name not in job.given}
+    world = detect(os.environ)
+    if world.launcher != "alone" and before.get("workers") != world.world_size:
+        before.pop("workers", None)  # the launcher says how many there are
+    if before.get("data") is not None:
+        before["data"] = Path(before["data"])
+    return replace(job, **before)
+
+
+def _told_again(job: TrainOptions) -> dict[str, Any]:
+    """Return what `_remembered` needs, JSON-able."""
+    names = [*(f.name for f in fields(Options) if f.name != "given"), *_REMEMBERED]
+    told = {name: getattr(job, name) for name in names}
+    return told if job.data is None else told | {"data": str(job.data.resolve())}
 
 
 def _restarts() -> bool:
@@ -99,6 +105,8 @@ def _body(ready: _Ready, driver: Driver) -> int:
         with trainer.sync.trace(str(trace)) if trace is not None else nullcontext():
             rows = _train(ready, trainer, rows, display)
         _finish(ready, trainer, rows, display)
+        if trace is not None:
+            display.line(f"wrote {trace}")
     finally:
         trainer.sync.close()
     return 0
@@ -116,7 +124,8 @@ def _resumed(ready: _Ready, trainer: Trainer, display: Display) -> list[Row]:
     elif ready.resume:
         display.line(f"no checkpoint in {ready.job.out} yet: starting from the beginning")
     if (folder := ready.folder) is not None:
-        about = {"epochs": ready.setup.epochs, "steps_per_epoch": ready.setup.steps}
+        about: dict[str, Any] = {"epochs": ready.setup.epochs, "steps_per_epoch": ready.setup.steps}
+        about["options"] = _told_again(ready.job)
         _on_rank_0(trainer, lambda: folder.begin([asdict(row) for row in rows], about))
     return rows
 
@@ -129,19 +138,16 @@ def _on_rank_0(trainer: Trainer, write: Callable[[], None]) -> None:
 def _whence(trainer: Trainer, saved: Loaded, epochs: int) -> str:
     """Say where a resumed run goes on."""
     before, now = saved.world_size, trainer.driver.world_size
+    those, these = counted(before, "worker"), counted(now, "worker")
     place = f"after epoch {epochs}"
     if trainer.progress.epoch > epochs:
-        place += f" and {trainer.progress.steps} steps"
+        place += f" and {counted(trainer.progress.steps, 'step')}"
     if before == now:
         return f"resumed {place} (step {trainer.taken})"
     return (
-        f"resumed at step {trainer.taken} of {_workers(before)} with {_workers(now)}, {place}: "
+        f"resumed at step {trainer.taken} of {those} with {these}, {place}: "
         "residuals re-sharded, their sum kept; the samples left are shared out anew"
     )
-
-
-def _workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -> list[Row]:
@@ -154,7 +160,7 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
         if ready.folder is None:
             continue
         _on_rank_0(trainer, partial(ready.folder.append, row))
-        if epoch % ready.job.save_every == 0 or epoch == epochs:
+        if epoch % (ready.job.save_every or 1) == 0 or epoch == epochs:
             ready.folder.save(trainer, rows)
     return rows
 
@@ -191,7 +197,10 @@ def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) 
     if ready.folder is not None:
         _on_rank_0(trainer, partial(ready.folder.finish, result, steps))
     display.line(
-        f"after {len(rows)} epochs: eval accuracy {percent(score.accuracy)}, loss {score.loss:.4f}, "
-        f"{result['seconds']:.1f} s, {megabytes(result['moved_bytes'])} sent per worker, "
-        f"fingerprint {result['fingerprint']}"
+        f"after {counted(len(rows), 'epoch')}: eval accuracy {percent(score.accuracy)}, "
+        f"loss {score.loss:.4f}, {result['seconds']:.1f} s, "
+        f"{megabytes(result['moved_bytes'])} sent per worker, fingerprint {result['fingerprint']}"
     )
+    if ready.folder is not None:
+        files = "run.json, metrics.jsonl, steps.json, result.json and checkpoints"
+        display.line(f"wrote {ready.folder.path} ({files})")

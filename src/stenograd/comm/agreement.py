@@ -16,7 +16,6 @@ from stenograd.errors import PeerLost, StenogradError
 __all__ = ["agree", "everyone", "sum_over_ranks"]
 
 T = TypeVar("T")
-_CPU = torch.device("cpu")
 
 
 def sum_over_ranks(driver: AnyDriver, values: Sequence[float]) -> list[float]:
@@ -34,7 +33,7 @@ def sum_over_ranks(driver: AnyDriver, values: Sequence[float]) -> list[float]:
         [0.1, 2.0]
         >>> shutdown()
     """
-    mine = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    mine = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
     totals = torch.zeros_like(mine)
     for (theirs,) in driver.run(gather(mine)):
         totals += theirs
@@ -43,7 +42,7 @@ def sum_over_ranks(driver: AnyDriver, values: Sequence[float]) -> list[float]:
 
 def everyone(driver: AnyDriver, text: str) -> list[str]:
     """Bring every rank's text to every rank, in rank order."""
-    return [message.decode() for message in driver.gather_bytes(text.encode(), _CPU)]
+    return [message.decode() for message in driver.gather_bytes(text.encode())]
 
 
 def agree(driver: AnyDriver, action: Callable[[], T]) -> T:

@@ -88,7 +88,8 @@ class Slots:
         known = {name: self._homeless.pop(name) for name in bucket.names if name in self._homeless}
         state = fresh
         if known and fresh:  # a dense bucket keeps none
-            state = join_state(fresh, bucket, {**split_state(fresh, bucket), **known})
+            mine = {name: {**new, **known.get(name, {})} for name, new in split_state(fresh, bucket).items()}
+            state = join_state(fresh, bucket, mine)
         self._slots.append(Slot(bucket, (first, later), state))
         return True
 
@@ -97,6 +98,19 @@ class Slots:
         for slot in self._slots[index:]:
             self._homeless |= split_state(slot.state, slot.bucket)
         del self._slots[index:]
+
+    def follow(self, names: Mapping[str, str], buckets: Sequence[Bucket]) -> list[str]:
+        """Let state follow parameters to other names, before `buckets` are placed; see `arrange`."""
+        now = {name: shape for b in buckets for name, shape in zip(b.names, b.shapes, strict=True)}
+        before = {name: shape for b in self.buckets for name, shape in zip(b.names, b.shapes, strict=True)}
+        gone = {name for name, shape in before.items() if now.get(names[name]) != shape}
+        if not gone and all(names[name] == name for name in before):
+            return []
+        self.drop_from(0)
+        known, self._homeless = self._homeless, {}
+        for name in before.keys() - gone:
+            self._homeless[names[name]] = known[name]
+        return [name for name in gone if any(bool(t.any()) for t in known[name].values())]
 
     def forget(self) -> None:
         """Drop the state of parameters that are in no bucket."""
@@ -159,7 +173,8 @@ class Slots:
 
     def _lane(self, compressor: Compressor, site: Site) -> Lane:
         transport = compressor.transport(site)
-        if not self._waits or self._want_errors:
+        looked_at = site.dtype is torch.float16  # before the step counts; see `step_end.read_end`
+        if not self._waits or self._want_errors or looked_at:
             transport = transport.keeping()
         sums = self._waits and transport.linear and not self._method.clips
         guarded = not (transport.linear or transport.reports_finite) or self._method.clip_value is not None

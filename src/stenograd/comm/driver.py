@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,14 +16,15 @@ from torch import Tensor
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.groups import as_group, ranks_of
 from stenograd.comm.messages import messages, swap, trade
-from stenograd.comm.packing import flattened, pack, pack_rows
-from stenograd.comm.pending import Arrival, Pending, Several
+from stenograd.comm.packing import as_bytes, flattened, pack, pack_rows
+from stenograd.comm.pending import Arrival, Pending, Queued, Several
 from stenograd.comm.pipeline import Pipeline
 from stenograd.comm.routes import Route, route, spreads, swaps
 from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged
-from stenograd.errors import PeerLost, StenogradError, WireError, bad_value, first_line
+from stenograd.devices import Carriers
+from stenograd.errors import ConfigError, PeerLost, StenogradError, WireError, bad_value, first_line
 from stenograd.launch.failure_detector import Presence
 from stenograd.launch.process_group import came, go_on_without, roll_call
 from stenograd.launch.subgroups import leave, make_group
@@ -30,7 +32,12 @@ from stenograd.launch.subgroups import leave, make_group
 __all__ = ["Driver", "Pending", "Pipeline"]
 
 T = TypeVar("T")
-_ROLL_CALL_S = 2.0  # how long survivors wait for each other to name the lost
+# What torch.distributed says where a connection broke or somebody stayed silent. It raises RuntimeError for
+# everything, out of memory and unknown types included.
+_LOSS = re.compile(r"gloo/transport|connect|peer|timed? ?out|socket|broken pipe|closed|reset", re.IGNORECASE)
+# What NCCL, whose errors are all of one class, says of what this rank did by itself.
+_OWN = re.compile(r"invalid usage|invalid argument|unhandled cuda error|duplicate gpu", re.IGNORECASE)
+_DeviceError: type[Exception] = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # torch 2.8
 
 
 class Driver:
@@ -57,11 +64,21 @@ class Driver:
         self._groupless = group is None and not dist.is_initialized()
         self.rank: int = 0 if self._groupless else dist.get_rank(group)
         self.world_size: int = 1 if self._groupless else dist.get_world_size(group)
+        # Kept, because a group that was left knows its ranks no more, and a state may be saved after that.
+        self._ranks = None if group is None else dist.get_process_group_ranks(group)
         self.traffic = Traffic(self.rank)
         self.tracer: Tracer | None = None
         self.presence: Presence | None = None
         self._leave: weakref.finalize[[Any], Driver] | None = None
         self._name = "world" if group is None else str(group.group_name)
+        self._carriers = self._find_carriers()
+        self._introduced = False  # all ranks have met in a collective on their devices
+
+    def _find_carriers(self) -> Carriers:
+        if self._groupless:
+            return Carriers(None)
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        return Carriers(dist.get_backend_config(self.group), bound)
 
     @classmethod
     def own(cls, group: Any = None, *, timeout_s: float = 300.0) -> Driver:
@@ -121,17 +138,20 @@ class Driver:
         """Overwrite a tensor with that of rank `source`; `counted` tells that it is a part of training."""
         if self.world_size == 1 or not tensor.numel():
             return
-        dense = tensor.contiguous()
+        raw = as_bytes(tensor.detach())  # backends know few types, and copying needs none
+        handed = self._carriers.aboard(raw)
         what = f"broadcast of {tensor.numel()} elements"
         label = PLAIN if counted else Label(ATTACH)
         place = (self.rank - source) % self.world_size
-        nbytes = dense.numel() * dense.element_size()
-        self.traffic.count_broadcast(nbytes, place, self.world_size, label=label)
+        self.traffic.count_broadcast(raw.numel(), place, self.world_size, label=label)
         start = time.perf_counter()
-        self.await_work(self._issue(lambda: self._transmit_from(source, dense), what), what, start)
+        work = self._issue(lambda: self._transmit_from(source, handed), what, handed)
+        self.await_work(work, what, start)
         self.traffic.tally(label, "broadcast").wait_s += time.perf_counter() - start
-        if dense is not tensor:
-            tensor.copy_(dense)
+        if handed is not raw:
+            raw.copy_(handed)
+        if raw.data_ptr() != tensor.data_ptr():
+            tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
 
     def split(self, parts: Sequence[Sequence[int]], what: str = "part") -> list[Driver | None]:
         """Make a driver for each of several parts of this group; all ranks call it with the same parts.
@@ -172,10 +192,18 @@ class Driver:
         driver._leave.atexit = False  # shutting down is up to whoever made the world
         return driver
 
-    def words_device(self) -> torch.device:
-        """Return where a message that is no part of training must live: NCCL takes CUDA tensors only."""
-        nccl = self.world_size > 1 and dist.get_backend(self.group) == "nccl"
-        return torch.device("cuda" if nccl else "cpu")
+    def stay_in_memory(self) -> None:
+        """Let all messages travel from the CPU's memory from now on, where a lost rank is an error in time.
+
+        Raises:
+            ConfigError: the group has no backend for that.
+        """
+        if not self._carriers.reach_memory:
+            raise ConfigError(
+                "lost must be raise in a group without a backend for CPU tensors, got drop: NCCL ends the "
+                'process where a rank is lost; use "cpu:gloo,cuda:nccl", as stenograd.init does'
+            )
+        self._carriers = self._carriers.in_memory()
 
     def name_of(self, rank: int) -> int:
         """Return the number in the whole world, as in `PeerLost.ranks`, of a rank of this group."""
@@ -196,7 +224,7 @@ class Driver:
         kept = [rank for rank in ranks_of(self.group) if rank not in lost]
         start = time.perf_counter()
         try:
-            group = make_group(self.group, kept, "without", 2 * self.timeout_s + 2 * _ROLL_CALL_S)
+            group = make_group(self.group, kept, "without", 2 * (self.timeout_s + 2 * self._roll_call_s))
         except RuntimeError as cause:
             self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause, start)
         go_on_without(lost)  # all survivors have met, so none tells of this loss any more
@@ -204,6 +232,7 @@ class Driver:
             self.presence.go_on_without(lost)
         driver = self._in_own(group)
         driver.traffic, driver.tracer, driver.presence = self.traffic, self.tracer, self.presence
+        driver._carriers = self._carriers
         driver.traffic.keep([rank for rank in range(self.world_size) if self.name_of(rank) in kept])
         return driver
 
@@ -224,11 +253,12 @@ class Driver:
                 "so nothing would be exchanged: call init_process_group, or stenograd.init, first"
             )
 
-    def gather_bytes(self, message: bytes, device: torch.device) -> list[bytes]:
+    def gather_bytes(self, message: bytes) -> list[bytes]:
         """Bring every rank's message of any length to every rank; not counted as training."""
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+        # frombuffer refuses an empty buffer, and only this rank might have one
+        mine = torch.frombuffer(bytearray(message + b"."), dtype=torch.uint8)[:-1]
         told = self.run(gather_ragged(mine), Label(ATTACH))
-        return [bytes(theirs.cpu().numpy()) for (theirs,) in told]
+        return [bytes(theirs.numpy()) for (theirs,) in told]
 
     def spent(self, on: str, tally: Tally, start: float, label: Label, end: float | None = None) -> None:
         """Count seconds of computing, "encode" or "decode", since `start` by `time.perf_counter`."""
@@ -243,14 +273,11 @@ class Driver:
     def await_work(self, work: Any, what: str, start: float) -> None:
         """Wait within the timeout for a torch.distributed work object, asked for at `start`."""
         try:
-            if dist.get_backend(self.group) == "nccl":
-                work.wait()  # makes the current stream wait; the group's own timeout watches
-            else:
-                work.wait(timedelta(seconds=self.timeout_s))
+            work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as cause:
             self._lost(what, cause, start)
 
-    def _issue(self, call: Callable[[], Any], what: str) -> Any:
+    def _issue(self, call: Callable[[], Any], what: str, handed: Tensor) -> Any:
         came(self._name)
         if self.presence is not None:
             self.presence.came[self._name] += 1
@@ -259,28 +286,30 @@ class Driver:
             work = call()
         except RuntimeError as cause:
             self._lost(what, cause, start)
-        followed = self.tracer is not None and dist.get_backend(self.group) != "nccl"
-        return Arrival(work) if followed else work
+        if handed.device.type != "cpu":
+            return Queued(work)
+        return work if self.tracer is None else Arrival(work)
 
     def _start_reduction(self, op: Op, tensors: tuple[Tensor, ...], label: Label) -> Pending:
         flat, split = flattened(tensors)
         if self.world_size > 1 and op is Op.MEAN:
             flat.mul_(1.0 / self.world_size)  # before summing, as DDP does: the sum cannot overflow
         what = f"all-reduce of {flat.numel()} {flat.dtype} elements"
-        added = spreads(op, flat.nbytes, self.world_size, on_gloo=flat.device.type == "cpu")
-        received = torch.empty_like(flat) if added else flat
-        work = self._collective(Op.MEAN, flat, received, what, label)
+        handed = self._aboard(flat)
+        added = spreads(op, flat.nbytes, self.world_size, on_gloo=handed.device.type == "cpu")
+        received = torch.empty_like(handed) if added else handed
+        work = self._collective(Op.MEAN, handed, received, what, label)
 
         def finish() -> Reply:
             if added:  # in the order of the two ranks, so that both get the same bits
-                torch.add(*((flat, received) if self.rank == 0 else (received, flat)), out=flat)
-            return split(flat)
+                torch.add(*((handed, received) if self.rank == 0 else (received, handed)), out=handed)
+            return split(flat if handed is flat else flat.copy_(handed))
 
         return Pending(self, work, finish, what, label, Op.MEAN)
 
     def _start_gather(self, tensors: tuple[Tensor, ...], label: Label) -> Pending:
-        mine, unpack = pack(tensors)
-        size = self.world_size
+        packed, unpack = pack(tensors)
+        mine, size = self._aboard(packed), self.world_size
         everyone = mine.new_empty(size * mine.numel())
         what = f"all-gather of {mine.numel()} bytes a rank"
         if size == 1:
@@ -288,17 +317,22 @@ class Driver:
         work = self._collective(Op.GATHER, mine, everyone, what, label)
 
         def finish() -> Reply:
-            return [unpack(row) for row in everyone.view(self.world_size, mine.numel())]
+            return [unpack(row) for row in everyone.to(packed.device).view(size, mine.numel())]
 
         return Pending(self, work, finish, what, label, Op.GATHER)
 
     def _start_scatter(self, request: Request, label: Label) -> Pending:
         request.check_rows(self.world_size)
-        mine, unpack = pack_rows(request.tensors)  # (world size, bytes a row)
+        packed, unpack = pack_rows(request.tensors)  # (world size, bytes a row)
+        mine = self._aboard(packed)
         theirs = mine.clone() if self.world_size == 1 else torch.empty_like(mine)
         what = f"all-to-all of {mine.numel()} bytes a rank"
         work = self._collective(Op.SCATTER, mine, theirs, what, label)
-        return Pending(self, work, lambda: [unpack(row) for row in theirs], what, label, Op.SCATTER)
+
+        def finish() -> Reply:
+            return [unpack(row) for row in theirs.to(packed.device)]
+
+        return Pending(self, work, finish, what, label, Op.SCATTER)
 
     def _start_exchange(self, request: Request, label: Label) -> Pending:
         peers, sources = request.peers, request.senders
@@ -306,23 +340,43 @@ class Driver:
         for peer in everyone:
             if not 0 <= peer < self.world_size or peer == self.rank:
                 raise WireError(f"rank {self.rank} of {self.world_size} cannot exchange with rank {peer}")
-        mine, unpack = pack(request.tensors)
+        packed, unpack = pack(request.tensors)
+        mine = self._aboard(packed)
         theirs = mine.new_empty((len(sources), mine.numel()))
 
         def finish() -> Reply:
-            return {source: unpack(row) for source, row in zip(sources, theirs, strict=True)}
+            rows = theirs.to(packed.device)
+            return {source: unpack(row) for source, row in zip(sources, rows, strict=True)}
 
+        self._introduce(mine)
         if not (everyone and mine.numel()):
             return Pending(self, None, finish, "", label, Op.EXCHANGE)
         of = self._global_rank
         nbytes, framed = mine.numel(), mine.device.type == "cpu"
         what = f"exchange of {nbytes} bytes with rank(s) {', '.join(str(of(peer)) for peer in everyone)}"
         self.traffic.count(Op.EXCHANGE, nbytes, self.world_size, peers, sources, label=label, framed=framed)
-        work = self._issue(lambda: self._transmit_to(peers, sources, mine, theirs), what)
+        work = self._issue(lambda: self._transmit_to(peers, sources, mine, theirs), what, mine)
         return Pending(self, work, finish, what, label, Op.EXCHANGE)
 
+    def _aboard(self, t: Tensor) -> Tensor:
+        """Return a tensor as it travels: itself, or a copy where the group has no backend for its device."""
+        return t if self.world_size == 1 else self._carriers.aboard(t)
+
+    def _introduce(self, handed: Tensor) -> None:
+        """Hold a collective of all ranks before the first messages between some, which NCCL asks for.
+
+        All ranks come here at the same place: one without neighbours exchanges with nobody, too.
+        """
+        if self._introduced or self.world_size == 1 or handed.device.type == "cpu":
+            return
+        self._introduced = True
+        start, what = time.perf_counter(), "first all-reduce on the ranks' devices"
+        one = torch.zeros(1, dtype=torch.float32, device=handed.device)
+        work = self._issue(lambda: self._transmit(Op.SUM, one, one), what, one)
+        self.await_work(work, what, start)
+
     def _global_rank(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        return rank if self._ranks is None else self._ranks[rank]
 
     def _collective(self, op: Op, handed: Tensor, received: Tensor, what: str, label: Label) -> Any:
         itemsize = handed.element_size()
@@ -333,7 +387,7 @@ class Driver:
         self.traffic.count(op, nbytes, self.world_size, label=label, itemsize=itemsize, framed=framed)
         if self.world_size == 1:
             return None
-        return self._issue(lambda: self._transmit(op, handed, received), what)
+        return self._issue(lambda: self._transmit(op, handed, received), what, handed)
 
     # These three alone hand tensors to torch.distributed; a rehearsal replaces them.
 
@@ -369,12 +423,16 @@ class Driver:
         return dist.broadcast(tensor, self._global_rank(source), self.group, True)
 
     def _lost(self, what: str, cause: RuntimeError, start: float) -> NoReturn:
+        """Say who is lost; where nobody is, this rank failed by itself, and its error keeps its name."""
+        own = isinstance(cause, (torch.OutOfMemoryError, _DeviceError)) or _OWN.search(str(cause))
+        if own or not (isinstance(cause, dist.DistError) or _LOSS.search(str(cause))):
+            raise cause
         waited_s = time.perf_counter() - start
         ranks = ranks_of(self.group)
         if self.presence is not None:
-            absent = self.presence.absent(self._name, _ROLL_CALL_S)
+            absent = self.presence.absent(self._name, self._roll_call_s)
         else:
-            absent = roll_call(_ROLL_CALL_S, self._name)
+            absent = roll_call(self._roll_call_s, self._name)
         lost, late = set(ranks).intersection(absent.lost), set(ranks).intersection(absent.late)
         who = "a peer did not answer"
         if lost or late:  # of a lost rank others may wait in vain, which makes them late
@@ -382,13 +440,22 @@ class Driver:
             who = f"rank(s) {', '.join(map(str, sorted(lost or late)))} {verb}"
         elif lost := set(absent.lost):  # a peer here gave up because of a loss in another group of its own
             who = f"rank(s) {', '.join(map(str, sorted(lost)))} of another group did not answer"
+        # A connection that broke before is not to be blamed on the timeout.
+        limit = f" (timeout_s is {self.timeout_s:g})" if waited_s >= self.timeout_s else ""
         error = PeerLost(
-            f"{self._in_the_world(ranks)}: {what} failed after {waited_s:.1f} s (timeout_s is "
-            f"{self.timeout_s:g}), {who} ({first_line(cause)}): look at that rank's log, and restart from "
-            "the last checkpoint"
+            f"{self._in_the_world(ranks)}: {what} failed after {waited_s:.1f} s{limit}, {who} "
+            f"({first_line(cause)}): look at that rank's log, and restart from the last checkpoint"
         )
         error.ranks = tuple(sorted(lost))
         raise error from cause
+
+    @property
+    def _roll_call_s(self) -> float:
+        """Seconds that ranks have to answer in a roll call: only where one is silent does it take as long.
+
+        A living rank's answer took 14 to 20 s behind a router of 1 Mbit/s that was full of data, in 6 tries.
+        """
+        return min(max(2.0, self.timeout_s / 2), 30.0)
 
     def _in_the_world(self, ranks: Sequence[int]) -> str:
         """Name this rank by its number in the whole world, like all others in a message."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from stenograd.comm.trace_events import Tracer
@@ -62,7 +61,7 @@ class AnyDriver(Protocol):
     def broadcast(self, tensor: Tensor, source: int = 0, *, counted: bool = False) -> None:
         """Overwrite a tensor with that of rank `source`."""
 
-    def gather_bytes(self, message: bytes, device: torch.device) -> list[bytes]:
+    def gather_bytes(self, message: bytes) -> list[bytes]:
         """Bring every rank's message of any length to every rank."""
 
     def private(self) -> AnyDriver:
@@ -71,14 +70,14 @@ class AnyDriver(Protocol):
     def split(self, parts: Sequence[Sequence[int]], what: str = ...) -> Sequence[Any]:
         """Make a driver for each of several parts of this group, None where this rank is not in it."""
 
-    def words_device(self) -> torch.device:
-        """Return where a message that is no part of training must live."""
-
     def name_of(self, rank: int) -> int:
         """Return the number in the whole world of a rank of this group."""
 
     def check_groupless(self) -> None:
         """Refuse to go on alone once the program has joined other ranks."""
+
+    def stay_in_memory(self) -> None:
+        """Let all messages travel from the CPU's memory, where a lost rank is an error in time."""
 
     def close(self) -> None:
         """Leave the group, if it is the driver's own."""

@@ -74,7 +74,7 @@ def _call_all(whole: Compressor, shapes: Sequence[torch.Size], dtype: torch.dtyp
         return
     noise = torch.randn(
         sum(shape.numel() for shape in shapes),
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator(device="cpu").manual_seed(0),
         dtype=torch.float32,
         device="cpu",
     ).to(dtype)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stenograd.arguments import whole
 from stenograd.comm.agreement import everyone
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError, LaunchError, bad_value
@@ -83,8 +84,7 @@ def find_layout(
 
 
 def _even(node_size: int, world_size: int) -> Layout:
-    if not isinstance(node_size, int) or isinstance(node_size, bool) or node_size < 1:
-        raise bad_value("node_size", "must be a whole number of at least 1", node_size, _ADVICE)
+    whole("node_size", node_size, _ADVICE)
     if world_size % node_size:
         raise ConfigError(
             f"node_size must divide the number of ranks, got {node_size} for {world_size}: {_ADVICE}"

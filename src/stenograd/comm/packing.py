@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stenograd.errors import WireError
 
-__all__ = ["flattened", "pack", "pack_rows"]
+__all__ = ["as_bytes", "flattened", "pack", "pack_rows"]
 
 
 def flattened(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
@@ -73,7 +73,7 @@ def pack_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], t
     """
     rows = len(tensors[0])
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-    raw = [_bytes(tensors[i]).view(rows, -1) if tensors[i].numel() else None for i in order]
+    raw = [as_bytes(tensors[i]).view(rows, -1) if tensors[i].numel() else None for i in order]
     sizes = [0 if part is None else part.shape[1] for part in raw]
     parts = [part for part in raw if part is not None]
     padding = -sum(sizes) % max(t.element_size() for t in tensors)
@@ -100,8 +100,14 @@ def pack_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], t
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), unpack
 
 
-def _bytes(t: Tensor) -> Tensor:
-    flat = t.contiguous().reshape(-1)
+def as_bytes(t: Tensor) -> Tensor:
+    """Return a tensor's bytes in logical order, in its own memory where that is contiguous.
+
+    Example:
+        >>> as_bytes(torch.tensor([[1, -1]], dtype=torch.int16))
+        tensor([  1,   0, 255, 255], dtype=torch.uint8)
+    """
+    flat = t.resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # one element can have any stride
         flat = flat.new_empty(flat.shape).copy_(flat)
     return flat.view(torch.uint8)

@@ -15,7 +15,7 @@ from stenograd.data.requests import Op, Reply
 if TYPE_CHECKING:
     from stenograd.comm.driver import Driver
 
-__all__ = ["All", "Arrival", "Pending", "Several"]
+__all__ = ["All", "Arrival", "Pending", "Queued", "Several"]
 
 
 class Pending:
@@ -77,6 +77,20 @@ class All:
                 work.wait()
             else:  # below a millisecond gloo would wait for ever
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+
+class Queued:
+    """A torch.distributed work object that a stream of the device waits for, and not the host.
+
+    With a timeout, NCCL's would make the host wait, too. What watches instead is the group's own timeout.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Let the current stream of this thread wait until it is done."""
+        self._work.wait()
 
 
 class Arrival:

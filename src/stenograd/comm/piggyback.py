@@ -26,23 +26,24 @@ class Flags:
         >>> from stenograd.data.requests import gather
         >>> ranks = [Flags(torch.tensor([1.0, 0.0])), Flags(torch.tensor([0.0, 0.0]))]
         >>> told = run([flags.carried_by(gather(torch.tensor([7]))) for flags in ranks])
-        >>> told[0], ranks[1].told()
-        ([(tensor([7]),), (tensor([7]),)], [True, False])
+        >>> told[0], ranks[1].any
+        ([(tensor([7]),), (tensor([7]),)], tensor([1, 0], dtype=torch.uint8))
     """
 
     def __init__(self, mine: Tensor) -> None:
         self._mine = mine
         self._any: Tensor | None = None if mine.numel() else mine
 
-    def told(self) -> list[bool]:
-        """Return, after the exchange, whether any rank set each flag.
+    @property
+    def any(self) -> Tensor:
+        """After the exchange, above 0 for each flag that any rank has set.
 
         Raises:
             RuntimeError: there was no exchange.
         """
         if self._any is None:
             raise RuntimeError("the flags were not exchanged yet")
-        return [value > 0 for value in self._any.tolist()]
+        return self._any
 
     def alone(self) -> Rounds[None]:
         """Exchange them in a collective of their own."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
+from stenograd.checks import Doubt, doubts_kept_in, refuse
 from stenograd.comm.trace_events import span
 from stenograd.comm.traffic import PLAIN, Label
-from stenograd.data.finite import Finite
+from stenograd.data.finite import Finite, read
 from stenograd.data.requests import Op, Reply, Rounds
 from stenograd.errors import WireError
 
@@ -41,6 +42,7 @@ class Pipeline(Generic[T]):
         self._running: dict[int, tuple[Rounds[T], AnyPending, Label]] = {}
         self._waiting: dict[int, tuple[Rounds[T], AnyPending | None, Label]] = {}
         self._finite: list[Tensor] = []
+        self._doubts: list[Doubt] = []
         self._results: dict[int, T] = {}
         self.committed = False
         self._count = 0
@@ -63,21 +65,40 @@ class Pipeline(Generic[T]):
                 self._advance(index)
         return dict(self._results)
 
-    def finish(self, sound: bool = True) -> list[T]:
+    @property
+    def asked(self) -> list[Tensor]:
+        """What coroutines have asked by `Op.COMMIT`, each a `Finite`."""
+        return self._finite
+
+    @property
+    def doubts(self) -> list[Doubt]:
+        """What coroutines have found in messages, and nobody has read yet."""
+        return self._doubts
+
+    def finish(self, sound: bool | None = None) -> list[T]:
         """Drive all to their ends and return what they returned, in the order in which they were added.
 
         Args:
-            sound: False where the step will be taken back, whatever those that wait have found.
+            sound: whether the step counts, which those that wait are told; None if that is for them to say.
         """
         self.receive()
-        self.committed = sound and bool(self._finite) and all(int(f) == Finite.BOUNDED for f in self._finite)
+        if sound is None:
+            sound = all(code == Finite.BOUNDED for (code,) in read(self._finite))
+        self._look()
+        self.committed = sound and bool(self._finite)
         for index in sorted(self._waiting):
-            rounds, last, label = self._waiting[index]
+            rounds, last, label = self._waiting.pop(index)
             with span("decode"):
                 self._send(index, rounds, last, label, self.committed)
-        if self._running:
+        if self._running and self.committed:
             raise WireError("a coroutine asked for a collective after Op.COMMIT, which ends communication")
+        self.receive()  # where a step does not count, some ask the other ranks why
+        self._look()
         return [self._results[i] for i in range(self._count)]
+
+    def _look(self) -> None:
+        if self._doubts:
+            refuse(self._doubts, [good for (good,) in read([good for good, _ in self._doubts])])
 
     def _advance(self, index: int) -> None:
         rounds, pending, label = self._running.pop(index)
@@ -93,10 +114,9 @@ class Pipeline(Generic[T]):
         self, index: int, rounds: Rounds[T], last: AnyPending | None, label: Label, reply: Reply
     ) -> None:
         start = time.perf_counter()
-        if self._driver.tracer is not None:
-            self._driver.tracer.coding_begins()
         try:
-            request = rounds.send(reply)
+            with doubts_kept_in(self._doubts):
+                request = rounds.send(reply)
         except StopIteration as stop:
             self._results[index] = stop.value
             if last is not None:

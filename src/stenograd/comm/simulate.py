@@ -102,10 +102,7 @@ def exchange(
         tensor([2., 1.])
     """
     cut = tuple(torch.Size(s) for s in (shapes if shapes is not None else [xs[0].shape]))
-    sites = [
-        Site(shapes=cut, rank=r, world_size=len(xs), step=step, key=key, dtype=x.dtype)
-        for r, x in enumerate(xs)
-    ]
+    sites = [Site(cut, r, len(xs), step, key, x.dtype, x.device) for r, x in enumerate(xs)]
     flats = [x.reshape(-1).clone() for x in xs]
     if states is None:
         states = [compressor.init(x, site) for x, site in zip(flats, sites, strict=True)]

@@ -16,6 +16,7 @@ from stenograd.comm.simulate import answers
 from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from stenograd.data.requests import Op, Reply, Request, Rounds, gather, gather_ragged
+from stenograd.devices import settle
 from stenograd.errors import PeerLost, bad_value
 
 __all__ = ["SimulatedDriver", "ranks"]
@@ -97,6 +98,7 @@ class _Hub:
                 return
             del self._asked[number]
             found = answers([asked[r] for r in range(self.size)])
+            settle(t for part in (request, *request.parts) for t in part.tensors)
             self._answers[number] = dict(enumerate(found))
             self._changed.notify_all()
 
@@ -156,6 +158,7 @@ class SimulatedDriver:
         """Issue a request without waiting for it; it is counted under the label."""
         pending = _SimulatedPending(self, self._asked, label, request)
         self._asked += 1
+        settle(t for part in (request, *request.parts) for t in part.tensors)
         self.hub.ask(self._asked - 1, self.rank, request)
         return pending
 
@@ -189,9 +192,9 @@ class SimulatedDriver:
         if self.rank != source:
             tensor.copy_(everyone[source][0])
 
-    def gather_bytes(self, message: bytes, device: torch.device) -> list[bytes]:
+    def gather_bytes(self, message: bytes) -> list[bytes]:
         """Bring every rank's message of any length to every rank."""
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(message + b"."), dtype=torch.uint8)[:-1]
         told = self.run(gather_ragged(mine), Label(ATTACH))
         return [bytes(theirs.numpy()) for (theirs,) in told]
 
@@ -217,16 +220,15 @@ class SimulatedDriver:
             found.append(SimulatedDriver(hub, place, timeout_s=self.timeout_s, names=names))
         return found
 
-    def words_device(self) -> torch.device:
-        """Return where a message that is no part of training must live."""
-        return torch.device("cpu")
-
     def name_of(self, rank: int) -> int:
         """Return the number in the whole world of a rank of this group."""
         return self._names[rank]
 
     def check_groupless(self) -> None:
         """Do nothing: a simulated world is complete."""
+
+    def stay_in_memory(self) -> None:
+        """Do nothing: simulated ranks share one memory."""
 
     def close(self) -> None:
         """Do nothing: there are no connections."""

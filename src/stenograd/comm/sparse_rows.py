@@ -83,7 +83,12 @@ def write_rows(parameter: Tensor, average: Rows) -> None:
     """Make a parameter's gradient an average; sparse, unless this rank's own was dense."""
     dense = parameter.grad is not None and parameter.grad.layout is torch.strided
     grad = torch.sparse_coo_tensor(
-        average.indices[None], average.values, parameter.shape, is_coalesced=True, check_invariants=False
+        average.indices[None],
+        average.values,
+        parameter.shape,
+        device=average.values.device,
+        is_coalesced=True,
+        check_invariants=False,
     )
     parameter.grad = grad.to_dense() if dense else grad
 

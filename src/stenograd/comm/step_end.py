@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stenograd.checks import Doubt, refuse
 from stenograd.compression.contract import Exchange
-from stenograd.data.finite import Finite, is_finite
+from stenograd.data.finite import Finite, is_finite, read
 from stenograd.data.requests import Rounds
 
-__all__ = ["End", "Outcome", "on", "record", "shows_finite", "warn_of_overflow"]
+__all__ = ["End", "Outcome", "read_end", "warn_of_overflow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,50 @@ class End:
         return [*([self.bad] if self.extra is not None else []), *self.used, *self.flags]
 
 
-def shows_finite(exchange: Exchange) -> bool:
-    """Return whether an exchange shows, alike on all ranks, that all was finite."""
-    reported = Finite.YES if exchange.finite is None else int(exchange.finite)
-    return reported != Finite.NO and (reported == Finite.BOUNDED or is_finite(exchange.average))
+def read_end(
+    flags: Tensor, exchanges: Mapping[int, Exchange], asked: Sequence[Tensor], doubts: list[Doubt]
+) -> tuple[list[bool], dict[int, bool], bool]:
+    """Read what is known when all has come, alike on all ranks; the host waits once for a device.
+
+    Nobody looks through an average of bounded messages, unless it was written as float16: bounds are those of
+    float32, in which sums are taken.
+
+    Args:
+        flags: of all ranks, above 0 where any has set one.
+        exchanges: those that have ended.
+        asked: what the others have asked by `Op.COMMIT`.
+        doubts: about what has come.
+
+    Returns:
+        The flags; whether all was finite, new states included, in each exchange that has ended; and in those
+        that asked.
+
+    Raises:
+        WireError: a doubt was right.
+    """
+    told = {i: e.finite for i, e in exchanges.items() if e.finite is not None}
+    seen = {
+        i: _sum(e.average)
+        for i, e in exchanges.items()
+        if e.finite is None or e.average.dtype is torch.float16
+    }
+    small = [flags, *told.values(), *seen.values(), *asked, *(good for good, _ in doubts)]
+    set_flags, *rest = read(small)
+    numbers = iter([number for (number,) in rest])
+    codes, sums = ({i: next(numbers) for i in found} for found in (told, seen))
+    bounded = [next(numbers) == Finite.BOUNDED for _ in asked]
+    refuse(doubts, list(numbers))
+    fine = {
+        i: codes.get(i, Finite.BOUNDED) == Finite.BOUNDED
+        and (i not in sums or math.isfinite(sums[i]) or is_finite(e.average))
+        for i, e in exchanges.items()
+    }
+    return [flag > 0 for flag in set_flags], fine, all(bounded)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Add up all elements: NaN and infinity stay in a sum."""
+    return x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def warn_of_overflow(method: str, step: int) -> None:
@@ -68,30 +110,3 @@ def warn_of_overflow(method: str, step: int) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
-
-
-def record(device: torch.device) -> torch.cuda.Event | None:
-    """Note on a CUDA stream how far it is; nothing on CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-class on:
-    """Work on a side stream after an event; nothing on CPU."""
-
-    def __init__(self, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None) -> None:
-        self._stream, self._ready = stream, ready
-        self._context = torch.cuda.stream(stream) if stream is not None else None
-
-    def __enter__(self) -> None:
-        if self._context is not None and self._stream is not None:
-            self._context.__enter__()
-            if self._ready is not None:
-                self._stream.wait_event(self._ready)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(*exc)

@@ -6,7 +6,7 @@ New states take effect only when every rank's every bucket was finite, so one ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -14,19 +14,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from stenograd.catalog.method import Method, method
+from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.bucket_slots import Lane, Slot, Slots, same_memory
 from stenograd.comm.driver import Pipeline
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.piggyback import Flags
 from stenograd.comm.saved_state import check_state
-from stenograd.comm.step_end import End, Outcome, on, record, shows_finite, warn_of_overflow
+from stenograd.comm.step_end import End, Outcome, read_end, warn_of_overflow
 from stenograd.comm.trace_events import hand_over
 from stenograd.comm.traffic import CONTROL, Label
-from stenograd.compression.contract import Compressor, Exchange, State
+from stenograd.compression.contract import Exchange, State
 from stenograd.data.buckets import Bucket, assign
-from stenograd.data.finite import Finite, not_finite
+from stenograd.data.finite import Finite, not_bounded
 from stenograd.data.requests import Rounds
+from stenograd.devices import Streams, put, record
 from stenograd.errors import StenogradError, first_line
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "TensorExchange"]
@@ -36,7 +37,21 @@ _FORMAT = 1  # of state_dict(); a reader refuses others
 # Flags on a dense bucket cost one more copy of it; above this size a collective of their own is cheaper.
 _PIGGYBACK_BYTES = 1 << 20
 
-_Filled: TypeAlias = tuple[int, Tensor, torch.cuda.Event | None]
+_Filled: TypeAlias = tuple[int, Tensor, Any]  # bucket, and what tells when it is filled
+
+
+class _Joined(Future[dict[str, Tensor]]):
+    """Averages that come from another thread, whose streams are not those of the caller."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def result(self, timeout: float | None = None) -> dict[str, Tensor]:
+        """Wait for the averages, and let the caller's streams wait for them."""
+        averages = super().result(timeout)
+        self._streams.join(averages.values())
+        return averages
 
 
 class TensorExchange:
@@ -69,7 +84,7 @@ class TensorExchange:
 
     def __init__(
         self,
-        how: str | Method | Compressor,
+        how: MethodLike,
         driver: AnyDriver,
         *,
         want_errors: bool = False,
@@ -87,7 +102,7 @@ class TensorExchange:
         self._want_errors, self._waits = want_errors, waits
         self._bucket_bytes = bucket_bytes
         self._slots = Slots(self.method, driver, waits=waits, want_errors=want_errors)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = Streams()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stenograd")
         self._jobs: list[Future[None]] = []
         self._held: _Filled | None = None
@@ -111,7 +126,8 @@ class TensorExchange:
 
         Returns:
             The averages, by name; NaN where some rank's tensors were not finite (`finite` is False then).
-            They may lie in memory that the next step fills.
+            They may lie in memory that the next step fills. On CUDA, the stream on which `result()` is called
+            waits for them.
         """
         buckets = assign(values, self._bucket_bytes, tail=False, dense_below=self.method.dense_below)
         if buckets != self.buckets:
@@ -121,14 +137,13 @@ class TensorExchange:
             for name, view in zip(bucket.names, bucket.views(flat), strict=True):
                 torch.mul(values[name], scale, out=view)
             self.submit(index)
-        averages: Future[dict[str, Tensor]] = Future()
+        averages = _Joined(self._streams)
 
         def hand_on(done: Future[Outcome]) -> None:
             failure = done.exception()
             if failure is not None:
                 averages.set_exception(failure)
                 return
-            self.join_streams()
             found = zip(buckets, done.result().averages, strict=True)
             parts = [zip(b.names, b.views(flat), strict=True) for b, flat in found]
             averages.set_result({name: view for part in parts for name, view in part})
@@ -136,26 +151,41 @@ class TensorExchange:
         self.finish().add_done_callback(hand_on)
         return averages
 
-    def arrange(self, buckets: Sequence[Bucket], device: torch.device | None = None) -> None:
+    def arrange(
+        self,
+        buckets: Sequence[Bucket],
+        device: torch.device | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> list[str]:
         """Use these buckets from the next step on; state follows its parameters.
 
         Args:
             buckets: in the order in which they will be submitted; may be empty.
             device: where what travels besides them lives, if there are none.
+            names: which name each parameter has now, by the name that it had; "" for one that is gone. State
+                stays with its parameter. None where names stay.
+
+        Returns:
+            Names whose state is dropped, because their parameter is gone or has another shape.
         """
+        lost = [] if names is None else self._slots.follow(names, buckets)
         self._device = device or self._device
         for index, bucket in enumerate(buckets):
             self.place(index, bucket)
         self._slots.drop_from(len(buckets))
         self._slots.forget()
+        return lost
 
     def place(self, index: int, bucket: Bucket) -> None:
         """Let bucket `index` be `bucket`, before it is submitted; state follows its parameters."""
         if not self._slots.place(index, bucket):
             return
         self._device = bucket.device if index == 0 else self._device
-        if bucket.device.type == "cuda" and bucket.device not in self._streams:
-            self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
+        self._streams.add(bucket.device)
+
+    def end_at(self, count: int) -> None:
+        """Let a step have this many buckets; the state of other parameters waits for its bucket."""
+        self._slots.drop_from(count)
 
     def scale(self, index: int) -> float:
         """Return what to multiply by when a bucket is filled for this step: 1 unless the exchange sums."""
@@ -219,10 +249,9 @@ class TensorExchange:
         done.set_result(self._collect(jobs, held, end))
         return done
 
-    def join_streams(self) -> None:
-        """Make the current CUDA streams wait for the exchange; nothing to do on CPU."""
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+    def join_streams(self, handed: Iterable[Tensor] = ()) -> None:
+        """Make the current CUDA streams wait for the exchange; see `Streams.join`."""
+        self._streams.join(handed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the next exchange on this rank, keyed by parameter name."""
@@ -235,6 +264,8 @@ class TensorExchange:
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
+        if state.get("method") == repr(self.method.compressor):  # as methods made of objects were once called
+            state = {**state, "method": self.method.text}
         check_state(state, self.identity, self._slots.by_name())
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
         self._slots.load(state["parameters"])
@@ -291,17 +322,15 @@ class TensorExchange:
         self._held = None
 
     @torch.no_grad()
-    def _launch(
-        self, index: int, x: Tensor, ready: torch.cuda.Event | None, flags: Sequence[bool] | None = None
-    ) -> None:
+    def _launch(self, index: int, x: Tensor, ready: Any, flags: Sequence[bool] | None = None) -> None:
         """Begin a bucket's exchange, with flags that it shall carry; nothing once another one has failed."""
         if self._failure is not None:
             return
         slot, lane = self._slots[index], self._lane(index)
         try:
-            with on(self._streams.get(x.device), ready):
+            with self._streams.working(x.device, ready):
                 if lane.guarded:
-                    self._bad[index] = not_finite(x)
+                    self._bad[index] = not_bounded(x)
                     if x.device.type == "cpu" and bool(self._bad[index]):
                         x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
                 self.method.clip(x, slot.bucket.numels)
@@ -325,7 +354,7 @@ class TensorExchange:
 
     def _control(self, flags: Sequence[bool], device: torch.device) -> Flags:
         """Return what all ranks must know: which of their buckets are not finite, and the caller's flags."""
-        mine = torch.tensor([float(f) for f in flags], dtype=torch.float32, device=device)
+        mine = put([float(f) for f in flags], torch.float32, device)
         bad = [self._bad[i].to(device) for i in sorted(self._bad)]
         return Flags(torch.cat([torch.stack(bad), mine]) if bad else mine)
 
@@ -340,7 +369,7 @@ class TensorExchange:
                 dense = self._lane(held[0]).transport.linear
                 carries = not dense or held[1].nbytes <= _PIGGYBACK_BYTES
                 self._launch(*held, end.told if carries else None)
-            with on(self._streams.get(self._device), None):
+            with self._streams.working(self._device):
                 if not carries:
                     self._flags = self._control(end.told, self._device)
                     pipeline.add(self._flags.alone(), Label(CONTROL, method=self.method.text))
@@ -351,26 +380,27 @@ class TensorExchange:
             self._failure = error
             raise
         finally:
-            self._slots.forget()
             self._begin()
 
     def _concluded(self, pipeline: Pipeline[Any], end: End) -> Outcome:
         """Receive all, decide alike on all ranks whether the step counts, and take new states if so."""
-        ended = pipeline.receive()
-        told, guarded = self._flags.told(), sorted(self._bad)
+        ended = {i: e for i, e in pipeline.receive().items() if isinstance(e, Exchange)}
+        told, fine, bounded = read_end(self._flags.any, ended, pipeline.asked, pipeline.doubts)
+        guarded = sorted(self._bad)
         entered, told = dict(zip(guarded, told, strict=False)), told[len(guarded) :]
         elsewhere = end.extra is not None and told.pop(0)
         any_used, any_flags = told[: len(end.used)], told[len(end.used) :]
         sound = not (elsewhere or any(entered.values()))
         # Before anything is committed, because an average may then take the memory of the old residual.
         kept = self._slots.kept(any_used) if sound and not all(any_used) else {}
-        fine = {i: shows_finite(e) for i, e in ended.items() if isinstance(e, Exchange)}
-        done = pipeline.finish(sound and all(fine.values()))
+        done = pipeline.finish(sound and bounded and all(fine.values()))
         extra = done.pop() if end.extra is not None else None
         exchanges: list[Exchange] = [exchange for exchange in done if isinstance(exchange, Exchange)]
-        for i, exchange in enumerate(exchanges):
-            if i not in fine:
-                fine[i] = pipeline.committed or shows_finite(exchange)
+        late = {i: e for i, e in enumerate(exchanges) if i not in fine}
+        if pipeline.committed:
+            fine |= dict.fromkeys(late, True)
+        elif late:
+            fine |= read_end(self._flags.any, late, [], [])[1]
         self.finite = sound and all(fine.values())
         if self.finite:
             self._slots.take(exchanges, kept)

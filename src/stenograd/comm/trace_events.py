@@ -75,9 +75,6 @@ class Tracer:
         now = time.perf_counter()
         self.add("full", now, now, bucket=bucket)
 
-    def coding_begins(self) -> None:
-        """Hear that a method computes from now on; a recorder of programs notes when."""
-
     def hand_over(self, thread: Executor, job: Callable[..., T], *args: Any) -> Future[T]:
         """Let a thread do a job; a recorder of programs notes here what waits for what."""
         return thread.submit(job, *args)

@@ -84,6 +84,11 @@ class Site:
             return torch.empty_like(like)
         return buffer
 
+    def wide(self) -> Site:
+        """Return the site of x as float32, unless it is wider: what a residual is added to becomes that."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self if wide == self.dtype else replace(self, dtype=wide)
+
     def generator(self, seed: int, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh generator for this step: equal on all ranks if shared, else private to the rank."""
         words = (seed, self.step, self.key, -1 if shared else self.rank)
@@ -119,7 +124,7 @@ class Exchange(NamedTuple):
             the world size. It may live in x's memory, and so may a state made of it: whoever owns x must not
             fill it again before copying or replacing it.
         finite: what the messages told (`Finite`, a 0-d uint8 tensor equal on every rank), or None if they
-            tell nothing.
+            tell nothing. Where it is not BOUNDED the step does not count.
     """
 
     average: Tensor
@@ -231,6 +236,10 @@ class Compressor(ABC):
         """Whether what is delivered has momentum in it, so that the optimizer must have none."""
         return False
 
+    def moves(self, shape: torch.Size) -> bool:
+        """Whether what is delivered of a tensor of this shape has momentum in it; see `own_momentum`."""
+        return self.own_momentum
+
     @property
     def lossless(self) -> bool:
         """Whether the average is exact, so that there is no error to feed back."""
@@ -259,18 +268,24 @@ class Compressor(ABC):
 def average_of(tensors: Iterable[Tensor]) -> Tensor:
     """Return the mean of one or more tensors, summed in order so that every rank gets the same bits.
 
+    Types of 16 bits are summed in float32, where a sum of finite numbers is finite.
+
     Example:
         >>> import torch
         >>> average_of([torch.tensor([1.0]), torch.tensor([2.0])])
         tensor([1.5000])
     """
-    total, count = None, 0
+    total, dtype, count = None, torch.float32, 0
     for t in tensors:
-        total = t.clone() if total is None else total.add_(t)
+        if total is None:
+            dtype = t.dtype
+            total = t.to(torch.promote_types(dtype, torch.float32), copy=True)
+        else:
+            total.add_(t)
         count += 1
     if total is None:
         raise ValueError("the mean of no tensors is not defined: give at least one")
-    return total.div_(count)
+    return total.div_(count).to(dtype)
 
 
 def require_floating(x: Tensor) -> None:

@@ -95,11 +95,12 @@ class EF21(Compressor):
         state = {**self.inner.init(like, site), "ef21_known": still, "ef21_mean": still.clone()}
         if self.eta < 1:
             state["ef21_momentum"] = still.clone()
-        return state | {f"ef21_begun/{i}": still.new_zeros(()) for i in range(len(site.shapes))}
+        begun = torch.zeros((), dtype=still.dtype, device="cpu")  # where reading it makes nobody wait
+        return state | {f"ef21_begun/{i}": begun.clone() for i in range(len(site.shapes))}
 
     def transport(self, site: Site) -> Transport:
         """Take the inner compressor's, for differences."""
-        inner = self.inner.transport(site).keeping()
+        inner = self.inner.transport(site.wide()).keeping()
         return _Differences(inner=inner, rounds=inner.rounds)
 
 
@@ -116,7 +117,8 @@ class _Differences(Transport):
         known, total = state["ef21_known"], state["ef21_mean"]
         v = x.to(known.dtype, copy=True)
         v = v if residual is None else v.add_(residual)
-        begun = [bool(state[f"ef21_begun/{i}"]) for i in range(len(site.shapes))]
+        names = [f"ef21_begun/{i}" for i in range(len(site.shapes))]
+        begun = [one > 0 for one in torch.stack([state[name] for name in names]).tolist()]
         if codec.eta < 1:
             before = state["ef21_momentum"].split(site.numels)
             for part, old, runs in zip(v.split(site.numels), before, begun, strict=True):
@@ -125,7 +127,7 @@ class _Differences(Transport):
         # A tensor that nobody used keeps its state, and must not keep its neighbours from being compressed:
         # where others have begun it starts from h = 0.
         if any(begun):
-            inside = replace(site, dtype=known.dtype, buffer=None)
+            inside = replace(site.wide(), buffer=None)
             done = yield from self.inner.run(codec.inner, v - known, None, state, inside, True)
             assert done.error is not None  # asked for
             new |= done.state
@@ -135,7 +137,7 @@ class _Differences(Transport):
             for piece in v.tensor_split(self.rounds):  # as many collectives as at every other step
                 pieces.append((yield from mean(piece.clone())))
             new["ef21_known"], new["ef21_mean"] = v, torch.cat(pieces)
-        new |= {f"ef21_begun/{i}": total.new_ones(()) for i in range(len(begun))}
+        new |= {name: torch.ones_like(state[name]) for name in names}
         if codec.eta < 1:
             new["ef21_momentum"] = v.clone() if new["ef21_known"] is v else v
         average = site.out(x).copy_(new["ef21_mean"])  # the caller may change it, so it is no state

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
-from stenograd.data.finite import Finite
 from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value
 
 __all__ = ["ErrorFeedback"]
+
+_HALF = torch.finfo(torch.float16).max / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,9 @@ class ErrorFeedback(Compressor):
 
     So over any number of steps the sum of what was sent plus the residual is the sum of all x, on every
     rank. The residual is float32 (float64 for float64 tensors), flat like x, kept per parameter.
+
+    An average must fit in x's own type. What of a residual is beyond half of float16's range is held back
+    for later steps, `v = x + clamp(r)`: else it would make every later step overflow.
 
     With a decay beta below 1, `v = x + beta r`: what was lost t steps ago is owed beta^t times. Then the sum
     above does not hold, and neither exactly does the rule by which `checkpoint.reshard` shares residuals.
@@ -88,7 +92,7 @@ class ErrorFeedback(Compressor):
 
     def transport(self, site: Site) -> Transport:
         """Take the inner compressor's; a residual in another type than x keeps its memory to itself."""
-        inner = self.inner.transport(site)
+        inner = self.inner.transport(site.wide())
         in_place = site.dtype in (torch.float32, torch.float64) and self.decay == 1
         inner = inner if in_place else inner.keeping()
         return _Corrected(
@@ -116,20 +120,21 @@ class _Corrected(Transport):
         want_error: bool,
     ) -> Rounds[Exchange]:
         """Correct, exchange, keep the error; see `Transport.run`."""
-        mine = state["residual"]
+        mine, site = state["residual"], site.wide()
         # Whoever asks for what was lost besides what was owed needs the old residual after the exchange.
         inner = self.inner if self.frees_residual and not want_error else self.inner.keeping()
+        narrow = x.dtype is torch.float16
+        owed = mine.clamp(-_HALF, _HALF) if narrow else mine
         if codec.decay != 1:  # not the kernels' way, which adds whole residuals while it selects or rounds
-            v = x.add_(mine, alpha=codec.decay) if x.dtype == mine.dtype else x + codec.decay * mine
+            v = x.add_(mine, alpha=codec.decay) if x.dtype == mine.dtype else x + codec.decay * owed
             done = yield from inner.run(codec.inner, v, None, state, site, True)
         elif x.dtype == mine.dtype:
             done = yield from inner.run(codec.inner, x, mine, state, site, True)
         else:
-            done = yield from inner.run(codec.inner, mine + x, None, state, site, True)
-        error, finite = done.error, done.finite
+            done = yield from inner.run(codec.inner, owed + x, None, state, site, True)
+        error = done.error
         assert error is not None  # asked for
-        average = done.average.to(x.dtype)
-        if finite is not None and average.dtype != done.average.dtype:
-            finite = finite.clamp(max=Finite.YES)  # what is bounded in float32 may be infinite in x's type
+        if narrow:
+            error = error.add(nn.functional.softshrink(mine, _HALF), alpha=codec.decay)  # what was held back
         lost = (error - codec.decay * mine).to(x.dtype) if want_error else None
-        return Exchange(average, {**done.state, "residual": error}, lost, finite)
+        return Exchange(done.average.to(x.dtype), {**done.state, "residual": error}, lost, done.finite)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -71,11 +72,17 @@ def unpack_binned(packed: tuple[Tensor, Tensor], places: Tensor, numels: Sequenc
 
 def _owners(places: Tensor, numels: Sequence[int]) -> tuple[Tensor, int]:
     """Return for each place the tensor that it is in, counting only tensors that are not empty."""
-    ends = torch.tensor([n for n in numels if n], dtype=torch.int64, device=places.device).cumsum(0)
+    ends = _ends(tuple(numels), places.device)
     return torch.searchsorted(ends, places.to(torch.int64), right=True), ends.numel()
+
+
+@lru_cache(maxsize=256)
+def _ends(numels: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([n for n in numels if n], dtype=torch.int64, device=device).cumsum(0)
 
 
 def _means(values: Tensor, group: Tensor, groups: int) -> Tensor:
     """Return the mean of the values of each group, 0 where there are none."""
     total = torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, group, values)
-    return total / group.bincount(minlength=groups).clamp_(min=1)
+    count = torch.zeros_like(total).index_add_(0, group, torch.ones_like(values))
+    return total / count.clamp_(min=1)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
 from stenograd.compression.ef21 import require_contraction
-from stenograd.data.finite import Finite
 from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.reference.bits import block_views
@@ -88,7 +87,7 @@ class LoCo(Compressor):
 
     def transport(self, site: Site) -> Transport:
         """Take the inner compressor's, for x with what is fed back."""
-        inner = self.inner.transport(site).keeping()
+        inner = self.inner.transport(site.wide()).keeping()
         return _Averaged(inner=inner, rounds=inner.rounds, reports_finite=inner.reports_finite)
 
 
@@ -105,7 +104,7 @@ class _Averaged(Transport):
         wide = torch.promote_types(x.dtype, torch.float32)
         lost = _read(state, site).to(wide)
         v = x.to(wide) + lost
-        inside = replace(site, dtype=wide, buffer=None)
+        inside = replace(site.wide(), buffer=None)
         done = yield from self.inner.run(
             codec.inner, v if residual is None else v.add_(residual), None, state, inside, True
         )
@@ -117,16 +116,14 @@ class _Averaged(Transport):
         for i, (age, part) in enumerate(zip(ages, moved.split(site.numels), strict=True)):
             part.mul_(age % codec.reset_steps != 0)
             new[f"loco_age/{i}"] = age
-        finite = done.finite
-        if finite is not None and wide != x.dtype:
-            finite = finite.clamp(max=Finite.YES)  # what is bounded in float32 may be infinite in x's type
-        return Exchange(average, {**new, **_written(moved, site)}, error, finite)
+        return Exchange(average, {**new, **_written(moved, site)}, error, done.finite)
 
 
 def _read(state: State, site: Site) -> Tensor:
     """Return the residual, in float32."""
     scales = torch.cat(
-        [state[f"loco_scales/{i}"] for i in range(len(site.shapes))] or [torch.zeros(0, dtype=torch.float32)]
+        [state[f"loco_scales/{i}"] for i in range(len(site.shapes))]
+        or [torch.zeros(0, dtype=torch.float32, device=state["loco_codes"].device)]
     )
     values, start = state["loco_codes"].to(torch.float32), 0
     for rows in block_views(values, _BLOCK, site.numels):

@@ -45,7 +45,7 @@ def orthogonalize(p: Tensor) -> Tensor:
         raise ConfigError(f"p {rule}, got {tuple(p.shape)}: lower the rank or transpose")
     *batch, n, r = p.shape
     columns = _scaled(p.reshape(math.prod(batch), n, r).mT.double().contiguous())  # (b, r, n)
-    spare = _pseudo_random(r, n).to(p.device)
+    spare = _pseudo_random(r, n, p.device)
     q = orthonormal(columns, spare, _DEGENERATE)
     return q.mT.reshape(*batch, n, r).to(p.dtype)
 
@@ -59,7 +59,8 @@ def _scaled(columns: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _pseudo_random(r: int, n: int) -> Tensor:
+def _pseudo_random(r: int, n: int, device: torch.device) -> Tensor:
     """Return r rows of n uniform numbers from a generator of its own."""
-    generator = torch.Generator().manual_seed(0x6C61636F)
-    return torch.rand(r, n, generator=generator, dtype=torch.float64) * 2 - 1
+    generator = torch.Generator(device="cpu").manual_seed(0x6C61636F)
+    rows = torch.rand(r, n, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
+    return rows.to(device)

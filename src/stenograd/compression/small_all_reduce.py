@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stenograd.data.carried import mean_of_finite
 from stenograd.data.requests import Op, Rounds, gather, means, scatter
 
 __all__ = ["added_in_order", "mean_in_order", "small_means", "small_rounds"]
@@ -61,11 +62,19 @@ def added_in_order(rows: Sequence[Tensor], share: float) -> Tensor:
     return total
 
 
-def mean_in_order(x: Tensor, world_size: int, op: Op = Op.MEAN) -> Rounds[Tensor]:
+def mean_in_order(
+    x: Tensor, world_size: int, op: Op = Op.MEAN, *, weights: Sequence[float] | None = None
+) -> Rounds[Tensor]:
     """Average a flat tensor by numbers that are added up in rank order: `sum_r (x_r / N)`, r ascending.
 
     So the result is that of a loop in one process, bit for bit; the order in which an all-reduce adds depends
     on the place in the tensor. It moves as many bytes, and needs twice as much memory besides.
+
+    Args:
+        x: floating.
+        world_size: N.
+        op: `MEAN`, or `SUM` to add up.
+        weights: of all ranks, with mean 1, for `sum_r (w_r x_r / N)` by the rule of `carried.mean_of_finite`.
 
     Example:
         >>> from stenograd.simulate import run
@@ -77,6 +86,11 @@ def mean_in_order(x: Tensor, world_size: int, op: Op = Op.MEAN) -> Rounds[Tensor
     padded = torch.nn.functional.pad(x, (0, -x.numel() % world_size))
     rows = yield from scatter(padded.view(world_size, -1))
     share = 1.0 if op is Op.SUM else 1.0 / world_size
-    mine = added_in_order([row for (row,) in rows], share)
+    found = [row for (row,) in rows]
+    if weights is None:
+        mine = added_in_order(found, share)
+    else:
+        weighted = [row if w == 1 else row * w for row, w in zip(found, weights, strict=True)]
+        mine = mean_of_finite(found, weights, added_in_order(weighted, share))
     everyone = yield from gather(mine)
     return torch.cat([part for (part,) in everyone])[: x.numel()]

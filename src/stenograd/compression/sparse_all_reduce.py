@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Exchange, Payload, Site, State, Transport
-from stenograd.compression.sparse_format import check_places
 from stenograd.data.requests import Rounds, gather, scatter
 from stenograd.kernels.dispatch import pack_places, select, unpack_places
+from stenograd.kernels.reference.scatter import inside
 
 __all__ = ["Regions", "SparseAllReduce", "regions_for"]
+
+
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +107,12 @@ class Regions:
         groups = self.numel // (self.block * self.world_size)
         numbers = torch.arange(groups + 1, device=x.device)
         blocks = numbers * self.world_size + (rank - self._turn(numbers)) % self.world_size
-        start = int(blocks[-1]) * self.block
+        # Reckoned on the host once more, which would wait for another device to read it.
+        start = (groups * self.world_size + (rank - self._turn(groups)) % self.world_size) * self.block
         whole = x[: groups * self.world_size * self.block].view(-1, self.block)
         return blocks[:-1], whole, x[start : start + self.block]
 
-    def _turn(self, group: Tensor) -> Tensor:
+    def _turn(self, group: IntOrTensor) -> IntOrTensor:
         return (group * 0x9E3779B1) >> 15  # Knuth's multiplicative hash
 
 
@@ -150,8 +154,7 @@ class _Rows:
         universe = self.length + self.count
         if self.compact:
             return unpack_places(row[0], universe, self.count).long(), row[1]
-        check_places(row[0], universe)
-        return row[0].long(), row[1]
+        return inside(row[0], universe).long(), row[1]
 
 
 def regions_for(numel: int, k: int, site: Site, *, forced: bool = False) -> Regions | None:
@@ -211,9 +214,11 @@ class SparseAllReduce(Transport):
         first = _Rows(regions.slots, regions.length, self.compact, self.halves)
         second = _Rows(regions.kept, regions.length, self.compact, self.halves)
         sums = _padded(regions.take(x, mine), first)
-        places, owner, local = _fitting(x, regions)
+        places = select(x, regions.k)[0].long()
+        owner, local = regions.divide(places)
         chosen = x.index_select(0, places)
-        payload = first.write(*_arranged(chosen, owner, local, first, world))
+        fits = _fitting(chosen, owner, regions)
+        payload = first.write(*_arranged(chosen, owner, local, fits, first, world))
         rows = yield from scatter(*payload)
         for theirs, values in (first.read(row) for rank, row in enumerate(rows) if rank != mine):
             sums.index_add_(0, theirs, values.to(sums.dtype))
@@ -223,43 +228,54 @@ class SparseAllReduce(Transport):
         average = _assembled(kept, regions, x)
         if not want_error:
             return Exchange(average, state)
-        x.index_copy_(0, places, chosen - first.rounded(chosen).to(x.dtype))
-        sent, values = kept[mine]
-        inside = sent < regions.length
-        sums.index_add_(0, sent[inside], values[inside].to(sums.dtype), alpha=-world)
+        lost = chosen - first.rounded(chosen).to(x.dtype)
+        x.index_copy_(0, places, lost if fits is None else torch.where(fits, lost, chosen))
+        sent, values = _real(*kept[mine], kept[mine][0] < regions.length)
+        sums.index_add_(0, sent, values.to(sums.dtype), alpha=-world)
         regions.put(sums[: regions.length].to(x.dtype), x, mine)
         return Exchange(average, state, x)
 
 
-def _fitting(x: Tensor, regions: Regions) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the selected places, ascending, with owners and places there, without those that do not fit."""
-    places = select(x, regions.k)[0].long()
-    owner, local = regions.divide(places)
-    if int(owner.bincount(minlength=regions.world_size).amax()) <= regions.slots:
-        return places, owner, local
-    order = x.index_select(0, places).abs().argsort(descending=True)
+def _fitting(values: Tensor, owner: Tensor, regions: Regions) -> Tensor | None:
+    """Return which of the selected entries fit into their owners' rows, the largest; None if all do.
+
+    Whether all do is looked at on the CPU only: the host would wait for another device.
+    """
+    world = regions.world_size
+    if owner.is_cpu and int(owner.bincount(minlength=world).amax()) <= regions.slots:
+        return None
+    order = values.abs().argsort(descending=True)
     order = order[owner[order].argsort(stable=True)]
-    kept = order[_numbered(owner[order], regions.world_size) < regions.slots].sort().values
-    return places[kept], owner[kept], local[kept]
+    fits = torch.empty_like(owner, dtype=torch.bool)
+    return fits.index_copy_(0, order, _numbered(owner[order], world) < regions.slots)
 
 
 def _arranged(
-    values: Tensor, owner: Tensor, local: Tensor, rows: _Rows, world_size: int
+    values: Tensor, owner: Tensor, local: Tensor, fits: Tensor | None, rows: _Rows, world_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Put entries into their owners' rows, in their order."""
+    """Put the entries that fit into their owners' rows, in their order."""
+    if fits is not None:
+        owner = torch.where(fits, owner, world_size)
     order = owner.argsort(stable=True)
     owner = owner[order]
-    slot = owner * rows.count + _numbered(owner, world_size)
-    row_places, row_values = rows.empty(world_size, values)
+    slot = owner * rows.count + _numbered(owner, world_size + 1)
+    row_places, row_values = rows.empty(world_size + 1, values)
+    if fits is not None:
+        slot.clamp_(max=world_size * rows.count)  # a row for nobody
     row_places.view(-1)[slot] = local[order]
     row_values.view(-1)[slot] = values[order]
-    return row_places, row_values
+    return row_places[:world_size], row_values[:world_size]
 
 
-def _numbered(owner: Tensor, world_size: int) -> Tensor:
+def _numbered(owner: Tensor, owners: int) -> Tensor:
     """Number the entries of each owner from 0; owners ascend."""
-    counts = owner.bincount(minlength=world_size)
-    return torch.arange(owner.numel(), device=owner.device) - (counts.cumsum(0) - counts)[owner]
+    starts = torch.searchsorted(owner, torch.arange(owners, device=owner.device))
+    return torch.arange(owner.numel(), device=owner.device) - starts[owner]
+
+
+def _real(places: Tensor, values: Tensor, are: Tensor) -> tuple[Tensor, Tensor]:
+    """Let those that are not real add nothing, at a place that there is."""
+    return torch.where(are, places, 0), torch.where(are, values, 0)
 
 
 def _padded(region: Tensor, rows: _Rows) -> Tensor:
@@ -281,10 +297,10 @@ def _assembled(received: list[tuple[Tensor, Tensor]], regions: Regions, like: Te
     """Put every owner's entries into one dense tensor; zeros may be at places that do not exist."""
     average = torch.zeros_like(like)
     for rank, (local, values) in enumerate(received):
-        inside = (local < regions.length) & (values != 0)
-        places, values = regions.join(rank, local[inside]), values[inside]
+        places = regions.join(rank, local)
         # Regions differ by a few places at the end. No owner names one that it has not, but a rehearsal does,
         # which takes its own message for every owner's.
-        real = places < regions.numel
-        average[places[real]] = values[real].to(like.dtype)
+        real = (local < regions.length) & (values != 0) & (places < regions.numel)
+        places, values = _real(places, values, real)
+        average.index_add_(0, places, values.to(like.dtype))
     return average

@@ -10,34 +10,13 @@ from torch import Tensor
 
 from stenograd.compression.float30 import pack_floats, unpack_floats
 from stenograd.compression.four_levels import pack_binned, unpack_binned
-from stenograd.errors import WireError
 from stenograd.kernels.dispatch import pack_places, pack_values, unpack_places, unpack_values
+from stenograd.kernels.reference.scatter import inside
 
-__all__ = ["VALUES", "Message", "check_places", "mean_of_sparse", "mean_over_senders"]
+__all__ = ["VALUES", "Message", "mean_over_senders"]
 
 # How float32 values may travel.
 VALUES = ("float32", "float30", "bfloat16", "int8", "int2")
-
-
-def mean_of_sparse(vectors: Sequence[tuple[Tensor, ...]], like: Tensor) -> Tensor:
-    """Return the dense mean of sparse vectors, added in rank order.
-
-    Args:
-        vectors: per rank `(places, values)`, places unique within a rank.
-        like: flat tensor whose length, dtype and device the result has.
-
-    Example:
-        >>> import torch
-        >>> a = (torch.tensor([0]), torch.tensor([2.0]))
-        >>> b = (torch.tensor([1]), torch.tensor([4.0]))
-        >>> mean_of_sparse([a, b], torch.empty(3))
-        tensor([1., 2., 0.])
-    """
-    total = torch.zeros_like(like)
-    for places, values in vectors:
-        check_places(places, like.numel())
-        total.index_add_(0, places, values.to(like.dtype))
-    return total.div_(len(vectors))
 
 
 def mean_over_senders(vectors: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> Tensor:
@@ -58,28 +37,11 @@ def mean_over_senders(vectors: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> 
     total = out.zero_() if out.dtype == wide else torch.zeros_like(out, dtype=wide)
     senders = torch.zeros_like(total)
     for places, values in vectors:
-        check_places(places, out.numel())
+        places = inside(places, out.numel())
         total.index_add_(0, places, values.to(wide))
         senders.index_add_(0, places, torch.ones_like(values, dtype=wide))
     total.div_(senders.clamp_(min=1))
     return total if total is out else out.copy_(total)
-
-
-def check_places(places: Tensor, n: int) -> None:
-    """Refuse places that lie outside a vector of n elements.
-
-    Raises:
-        WireError: naming the least and the greatest place.
-
-    Example:
-        >>> check_places(torch.tensor([0, 4]), 4)
-        Traceback (most recent call last):
-        stenograd.errors.WireError: places lie in [0, 4), got 0 to 4: the message is damaged
-    """
-    if places.numel():
-        lowest, highest = map(int, places.aminmax())
-        if lowest < 0 or highest >= n:
-            raise WireError(f"places lie in [0, {n}), got {lowest} to {highest}: the message is damaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +104,7 @@ class Message:
         if self.values is None:
             return rest[0]
         if self.values == "int2":
-            check_places(places, self.numel)
-            return unpack_binned((rest[0], rest[1]), places, self.numels)
+            return unpack_binned((rest[0], rest[1]), inside(places, self.numel), self.numels)
         if self.values == "float30":
             return unpack_floats((rest[0], rest[1], rest[2]), self.count)
         return unpack_values(rest, self.values, self.count)

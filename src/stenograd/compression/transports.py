@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stenograd.compression.contract import Exchange, Payload, Site, State, Transport
 from stenograd.compression.small_all_reduce import mean_in_order, small_means
-from stenograd.data.finite import Finite, not_finite
+from stenograd.data.finite import Finite, finite_of, is_finite
 from stenograd.data.requests import Op, Rounds, commit, gather, gather_ragged, mean, means
 
 if TYPE_CHECKING:
@@ -79,9 +79,17 @@ def _overflow(x: Tensor, averaged: Sequence[Tensor]) -> Rounds[Tensor | None]:
     Only float16 overflows where float32 does not. All ranks have the same sums, so all ask or none does.
     """
     narrow = [t for t in averaged if t.dtype is torch.float16]
-    if x.dtype is torch.float16 or not any(bool(not_finite(t)) for t in narrow):
+    if x.dtype is torch.float16 or not narrow:
         return None
-    bad = yield from mean(not_finite(x).view(1))
+    if x.is_cpu:
+        sound = all(map(is_finite, narrow))
+    else:  # looking at once would make the host wait for each bucket
+        codes = finite_of(narrow)
+        sound = (yield from commit(codes)) or int(codes) == Finite.BOUNDED
+    if sound:
+        return None
+    mine = torch.full((1,), not is_finite(x), dtype=torch.float32, device=x.device)
+    bad = yield from mean(mine)
     return torch.tensor(Finite.NO if bad.item() > 0 else Finite.YES, dtype=torch.uint8, device=x.device)
 
 

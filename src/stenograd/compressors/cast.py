@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ __all__ = ["Cast"]
 _TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cast(Codec):
     """Send x rounded to 16 bits: `average = sum_r cast(x_r) / N`, divided before summing, summed in 16 bits.
 
@@ -46,6 +46,7 @@ class Cast(Codec):
     summary: ClassVar[str] = "every element in 16 bits"
 
     dtype: str = "float16"
+    _: KW_ONLY
 
     def __post_init__(self) -> None:
         if self.dtype not in _TYPES:

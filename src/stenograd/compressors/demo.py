@@ -20,6 +20,7 @@ from stenograd.compression.contract import (
     Transport,
     require_floating,
 )
+from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds, gather
 from stenograd.errors import MethodError, bad_value, check_count
 
@@ -133,7 +134,9 @@ class DeMo(Compressor):
 
 @dataclass(frozen=True, kw_only=True)
 class _Frequencies(Transport):
-    """One all-gather of numbered coefficients."""
+    """One all-gather of numbered coefficients, the largest, which NaN and infinity are."""
+
+    reports_finite: bool = True
 
     def run(
         self, codec: DeMo, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
@@ -153,12 +156,13 @@ class _Frequencies(Transport):
             values.append(picked.reshape(-1))
             sent.append(codec.backward(torch.zeros_like(found).scatter_(1, best, picked), shape))
         if not values:
-            return Exchange(torch.zeros_like(x), {"demo_momentum": delta}, torch.zeros_like(x))
+            return Exchange(torch.zeros_like(x), {"demo_momentum": delta}, torch.zeros_like(x), finite_of([]))
         mine = torch.cat(sent)
         everyone = yield from gather(torch.cat(chosen), torch.cat(values))
         average = self._directions(codec, everyone, site, wide)
         error = (x.to(wide) - mine).to(x.dtype) if want_error else None
-        return Exchange(average.to(x.dtype), {"demo_momentum": delta - mine}, error)
+        finite = finite_of(values for _, values in everyone)
+        return Exchange(average.to(x.dtype), {"demo_momentum": delta - mine}, error, finite)
 
     def _directions(
         self, codec: DeMo, everyone: list[tuple[Tensor, ...]], site: Site, wide: torch.dtype
@@ -197,12 +201,12 @@ def cosines(size: int, like: Tensor) -> Tensor:
         >>> torch.allclose(m @ m.T, torch.eye(3), atol=1e-6)
         True
     """
-    return _cosines(size).to(like.device, like.dtype)
+    return _cosines(size, like.device, like.dtype)
 
 
 @cache
-def _cosines(size: int) -> Tensor:
-    k, i = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi / size * (i + 0.5) * k) * math.sqrt(2 / size)
+def _cosines(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    i = torch.arange(size, dtype=torch.float64, device="cpu")
+    matrix = torch.cos(math.pi / size * (i + 0.5) * i[:, None]) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
-    return matrix
+    return matrix.to(device, dtype)

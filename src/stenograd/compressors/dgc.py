@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from stenograd.compression.contract import (
 )
 from stenograd.compression.ratio_ramp import check_ramp, ramped
 from stenograd.compression.sparse_format import Message
+from stenograd.data.finite import finite_of, norm_of
 from stenograd.data.requests import Rounds, gather, mean, together
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.dispatch import scatter_mean, select
@@ -28,7 +29,7 @@ from stenograd.kernels.dispatch import scatter_mean, select
 __all__ = ["DGC"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DGC(Compressor):
     """Send the largest of a growing velocity: `u = m u + g`, `v = v + u`, `S = top_k(|v|)`, `sent = v_S`.
 
@@ -74,6 +75,7 @@ class DGC(Compressor):
     summary: ClassVar[str] = "the largest of a velocity kept on each rank; for SGD without momentum"
 
     ratio: float = 0.001
+    _: KW_ONLY
     momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True
@@ -136,7 +138,7 @@ class DGC(Compressor):
         if self.clip:
             bound = self.clip / math.sqrt(site.world_size)
             for part in x.split(site.numels):
-                norm = torch.linalg.vector_norm(part)
+                norm = norm_of(part)
                 part.mul_(torch.where(norm > bound, bound / norm, 1.0))
         return x
 
@@ -151,7 +153,12 @@ class DGC(Compressor):
 
 @dataclass(frozen=True, kw_only=True)
 class _Velocity(Transport):
-    """One round: an all-gather of what was selected and an all-reduce of small tensors."""
+    """One round: an all-gather of what was selected and an all-reduce of small tensors.
+
+    What is not finite is selected as the largest, and shows in a mean.
+    """
+
+    reports_finite: bool = True
 
     def run(
         self, codec: DGC, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
@@ -170,22 +177,24 @@ class _Velocity(Transport):
         chosen, values = select(v, count)
         asked: list[Rounds[Any]] = [gather(*message.write(chosen, values))] if count else []
         replies = yield from together(asked + ([mean(dense)] if dense.numel() else []))
+        sparse, exact = (replies[0], replies[1:]) if count else ([], replies)
+        finite = finite_of([*(theirs[1] for theirs in sparse), *exact])
         average = torch.zeros_like(g)
         if count:
-            average = scatter_mean([message.read(theirs) for theirs in replies[0]], g.numel(), out=average)
+            average = scatter_mean([message.read(theirs) for theirs in sparse], g.numel(), out=average)
         sent = torch.zeros_like(g).index_copy_(0, chosen.long(), values)
         v.index_fill_(0, chosen.long(), 0)
         if codec.masking:
             u.index_fill_(0, chosen.long(), 0)
         new = {**state, "dgc_u": u, "dgc_v": v}
-        exact = replies[-1].split([site.numels[i] for i in small]) if dense.numel() else ()
-        for i, part in zip(small, exact, strict=dense.numel() > 0):
+        parts = exact[0].split([site.numels[i] for i in small]) if dense.numel() else ()
+        for i, part in zip(small, parts, strict=dense.numel() > 0):
             momentum, delivered = codec.moved(state[f"dense_momentum/{i}"], part.view(site.shapes[i]))
             new[f"dense_momentum/{i}"] = momentum
             for whole in (average, sent):
                 whole.split(site.numels)[i].copy_(delivered.reshape(-1))
         error = (x.to(sent.dtype) - sent).to(x.dtype) if want_error else None
-        return Exchange(average.to(x.dtype), new, error)
+        return Exchange(average.to(x.dtype), new, error, finite)
 
 
 def _small(site: Site) -> list[int]:

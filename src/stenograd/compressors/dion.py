@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,14 +20,16 @@ from stenograd.compression.contract import (
     require_floating,
 )
 from stenograd.compression.orthogonalize import orthogonalize
+from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds, means
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, take_out
+from stenograd.kernels.reference.lowrank import row_sums
 
 __all__ = ["Dion"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Dion(Compressor):
     """Orthonormalised low-rank momentum: like Muon's update, from thin factors that all ranks share.
 
@@ -73,6 +75,7 @@ class Dion(Compressor):
     summary: ClassVar[str] = "the leading subspace of a momentum kept on each rank; delivers a direction"
 
     ratio: float = 0.25
+    _: KW_ONLY
     momentum: float = 0.95
     seed: int = 0
 
@@ -99,6 +102,10 @@ class Dion(Compressor):
         """The momentum is delivered, not the gradient."""
         return True
 
+    def moves(self, shape: torch.Size) -> bool:
+        """Vectors are averaged exactly."""
+        return bool(self.matrices(Site(shapes=(shape,))))
+
     def init(self, like: Tensor, site: Site) -> State:
         """Start at rest, with a random Q that is equal on all ranks."""
         require_floating(like)
@@ -106,7 +113,7 @@ class Dion(Compressor):
         generator = site.generator(self.seed, shared=True)
         state = {"dion_momentum": torch.zeros(like.numel(), dtype=wide, device=like.device)}
         for i, ((_, _, _, _, columns), rank) in self.matrices(site).items():
-            queries = torch.randn((rank, columns), generator=generator, dtype=torch.float32)
+            queries = torch.randn((rank, columns), generator=generator, dtype=torch.float32, device="cpu")
             state[f"dion_q/{i}"] = queries.to(like.device, wide)
         return state
 
@@ -129,7 +136,9 @@ class Dion(Compressor):
 
 @dataclass(frozen=True, kw_only=True)
 class _Subspace(Transport):
-    """Average B Q, make it orthonormal, average B^T P."""
+    """Average B Q, make it orthonormal, average B^T P; what is not finite shows in both."""
+
+    reports_finite: bool = True
 
     def run(
         self, codec: Dion, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
@@ -140,7 +149,7 @@ class _Subspace(Transport):
         b = b if residual is None else b.add_(residual)
         before = b.clone() if want_error else None
         exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in places]
-        average, new = torch.zeros_like(b), dict(state)
+        average, new, finite = torch.zeros_like(b), dict(state), finite_of([])
         if site.numel:
             thin = [project_rows(b, None, at, state[f"dion_q/{i}"][None]) for i, (at, _) in places.items()]
             reply = yield from means([*thin, *(piece.clone() for piece in exact)])
@@ -151,9 +160,10 @@ class _Subspace(Transport):
                 piece.zero_()  # these have no momentum
             mine = [project_columns(b, at, pt) for (at, _), pt in zip(places.values(), pts, strict=True)]
             rts = (yield from means([r.clone() for r in mine])) if places else ()  # (1, k, m)
+            finite = finite_of([*reply, *rts])
             for (i, (at, _)), pt, own, rt in zip(places.items(), pts, mine, rts, strict=True):
-                # In float64: a sum may be taken in another order elsewhere, and ranks must get the same bits.
-                length = rt.double().square().sum(2, keepdim=True).sqrt().to(rt.dtype)
+                # The same bits whatever the threads; float64 hides vectors of other widths.
+                length = row_sums(rt.double().square())[..., None].sqrt().to(rt.dtype)
                 unit = torch.where(length > 0, rt / length, 0.0)
                 scale = math.sqrt(at[3] / at[4])
                 take_out(b, at, (pt, own * (1 - codec.momentum)))
@@ -161,4 +171,4 @@ class _Subspace(Transport):
                 new[f"dion_q/{i}"] = torch.where(length > 0, unit, state[f"dion_q/{i}"])[0]
         new["dion_momentum"] = b
         error = None if before is None else (x.to(b.dtype) - (before - b)).to(x.dtype)
-        return Exchange(average.to(x.dtype), new, error)
+        return Exchange(average.to(x.dtype), new, error, finite)

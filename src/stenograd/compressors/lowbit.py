@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from stenograd.kernels.reference.lowbit import BITS, SMALLEST, top_of
 __all__ = ["LowBit"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LowBit(ScaledCodes):
     """Send the nearest level: `sent = m * argmin_l |x / m - l|`, `m = max|x|` of the block.
 
@@ -57,6 +57,7 @@ class LowBit(ScaledCodes):
     summary: ClassVar[str] = "2 or 4 bits per element, rounded to the nearest"
 
     format: str = "e3m0"
+    _: KW_ONLY
     block: int = 512
 
     def __post_init__(self) -> None:

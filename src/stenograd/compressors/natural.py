@@ -20,6 +20,7 @@ __all__ = ["Natural"]
 
 _BITS = 8
 _WHOLE = 2**31 - 1  # elements per scale: a block never spans tensors, so each tensor has one
+_PIECE = 1 << 22  # elements at a time, so that what is computed on the way stays small
 _SIGN = 128
 _ONE = 126  # the code of the scale itself; 127 is twice the scale
 
@@ -67,12 +68,10 @@ class Natural(ScaledCodes):
         for rows, draw, out in zip(*rows_of, strict=True):
             scale = _power_below(rows.abs().amax(1, keepdim=True).to(torch.float32))
             scales.append(scale.view(-1))
-            share = (rows / torch.where(scale == 0, 1.0, scale)).to(torch.float32)  # below 2
-            mantissa, exponent = torch.frexp(share.abs())  # in [0.5, 1), and of the power above
-            place = exponent + (_ONE - 1)
-            place += draw < 2 * mantissa - 1
-            place = torch.where((share == 0) | (exponent < 2 - _ONE), 0, place)
-            out.copy_(place.clamp_(0, 127) + _SIGN * (share < 0))
+            divisor = torch.where(scale == 0, 1.0, scale)
+            parts = (t.split(_PIECE, dim=1) for t in (rows, draw, out))
+            for part, uniform, codes_of in zip(*parts, strict=True):
+                codes_of.copy_(_codes((part / divisor).to(torch.float32), uniform))
         return codes, torch.cat(scales)
 
     def read(self, payload: Payload, site: Site) -> Tensor:
@@ -86,6 +85,15 @@ class Natural(ScaledCodes):
         for rows, scale in zip(block_views(values, _WHOLE, site.numels), scales, strict=True):
             rows.mul_(scale)
         return values
+
+
+def _codes(share: Tensor, draw: Tensor) -> Tensor:
+    """Return the codes of shares of the scale, which are below 2."""
+    mantissa, exponent = torch.frexp(share.abs())  # in [0.5, 1), and of the power above
+    code = exponent + (_ONE - 1)
+    code += draw < 2 * mantissa - 1
+    code = torch.where((share == 0) | (exponent < 2 - _ONE), 0, code)
+    return code.clamp_(0, 127).add_((share < 0).to(code.dtype), alpha=_SIGN)
 
 
 def _power_below(x: Tensor) -> Tensor:

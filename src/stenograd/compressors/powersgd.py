@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -23,8 +23,9 @@ from stenograd.compression.contract import (
 from stenograd.compression.half_means import half_means, half_rounds
 from stenograd.compression.orthogonalize import orthogonalize
 from stenograd.compression.small_all_reduce import small_means, small_rounds
-from stenograd.data.finite import Finite, finite_of
+from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds, commit, means
+from stenograd.devices import bring
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, take_out
 
@@ -33,7 +34,7 @@ __all__ = ["PowerSGD"]
 _VALUES = ("bfloat16", "float32")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PowerSGD(Compressor):
     """Send a rank-r approximation of each matrix: `P = orthonormal(mean(M Q))`, `Q = mean(M^T P)`, `P Q^T`.
 
@@ -84,6 +85,7 @@ class PowerSGD(Compressor):
     summary: ClassVar[str] = "low-rank factors of each matrix, by all-reduce"
 
     rank: int = 4
+    _: KW_ONLY
     warm_start: bool = True
     seed: int = 0
     alternate: bool = False
@@ -151,7 +153,10 @@ class PowerSGD(Compressor):
         if self.alternate:
             shapes |= {f"p/{i}": (b.rows, b.rank) for b in batches for i in b.tensors}
         return {
-            name: torch.randn(shapes[name], generator=generator, dtype=torch.float32).to(like.device, dtype)
+            name: bring(
+                torch.randn(shapes[name], generator=generator, dtype=torch.float32, device="cpu").to(dtype),
+                like.device,
+            )
             for name in sorted(shapes, key=_order)
         }
 
@@ -182,10 +187,10 @@ class _TwoFactors(Transport):
         pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
         mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
         qts, mine = (yield from _averages(mine, [], codec, site)) if batches else ([], [])
-        if self.frees_residual:
-            bounded = torch.minimum(finite_of([*qts, *reply[len(batches) :]]), finite)
-            if (yield from commit(bounded)):
-                site = replace(site, buffer=residual)
+        # An element that meets a zero of Q shows in M^T P, if anywhere.
+        finite = torch.minimum(finite, finite_of(qts).to(finite.device))
+        if self.frees_residual and (yield from commit(finite)):
+            site = replace(site, buffer=residual)
         average = site.out(work) if want_error else work
         _put_exact(average, work if want_error else None, dense, reply[len(batches) :], sent[len(batches) :])
         for b, pt, own, mean in zip(batches, pts, mine, qts, strict=True):
@@ -194,7 +199,7 @@ class _TwoFactors(Transport):
                 take_out(work, b.place, (pt, own))
         state = _next("q", batches, qts) if codec.warm_start else state
         error = work.to(x.dtype) if want_error else None
-        return Exchange(average.to(x.dtype), state, error, finite.clamp(max=Finite.YES))
+        return Exchange(average.to(x.dtype), state, error, finite)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +243,7 @@ class _OneFactor(Transport):
         fresh, kept = _next(new, batches, reply), {n: t for n, t in state.items() if n.startswith(known)}
         state = {**fresh, **kept} if left else {**kept, **fresh}
         error = work.to(x.dtype) if want_error else None
-        return Exchange(average.to(x.dtype), state, error, finite.clamp(max=Finite.YES))
+        return Exchange(average.to(x.dtype), state, error, finite)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from stenograd.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
 __all__ = ["QSGD"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class QSGD(Codec):
     """Send integers: `sent = m / s * floor(s x / m + u)`, `m = max|x|` of the block, u uniform in [0, 1).
 
@@ -55,6 +55,7 @@ class QSGD(Codec):
     summary: ClassVar[str] = "2 to 8 bits an element, rounded at random, unbiased"
 
     bits: int = 4
+    _: KW_ONLY
     block: int = 512
     seed: int = 0
 

@@ -51,5 +51,5 @@ class RandomBlock(RandomK):
 
     def draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
         """Return k neighbours from a random start on, wrapping around."""
-        start = int(torch.randint(max(n, 1), (), generator=generator))
-        return (torch.arange(k) + start) % max(n, 1)
+        start = int(torch.randint(max(n, 1), (), generator=generator, device="cpu"))
+        return (torch.arange(k, device="cpu") + start) % max(n, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
 from stenograd.data.requests import Rounds, mean
+from stenograd.devices import bring
 from stenograd.errors import MethodError, bad_value
 
 __all__ = ["RandomK"]
@@ -20,7 +21,7 @@ _SMALL = 4096
 _SPARSE = 32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RandomK(Compressor):
     """Send `k = ceil(ratio * n)` random elements: `S` uniform, equal on all ranks; `sent = x` on S, else 0.
 
@@ -51,6 +52,7 @@ class RandomK(Compressor):
     summary: ClassVar[str] = "the same random elements on all ranks, by all-reduce"
 
     ratio: float = 0.01
+    _: KW_ONLY
     unbiased: bool = False
     seed: int = 0
 
@@ -82,7 +84,7 @@ class RandomK(Compressor):
         small k instead of a permutation's O(n), which is only taken where n is small.
         """
         if n <= _SMALL:
-            return torch.randperm(n, generator=generator)[:k].sort().values
+            return torch.randperm(n, generator=generator, device="cpu")[:k].sort().values
         if 2 * k > n:
             return _others(n, self.draw(n, n - k, generator))
         found = _distinct(n, k, generator)
@@ -102,7 +104,7 @@ class _Drawn(Transport):
         n = x.numel()
         k = math.ceil(codec.ratio * n)
         scale = n / k if codec.unbiased and k else 1.0
-        indices = codec.draw(n, k, site.generator(codec.seed, shared=True)).to(x.device)
+        indices = bring(codec.draw(n, k, site.generator(codec.seed, shared=True)), x.device)
         values = x.index_select(0, indices)
         error = None
         if want_error:  # x - scale x, which is an exact zero without scaling
@@ -113,17 +115,21 @@ class _Drawn(Transport):
 
 def _distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
     """Return k or a few more distinct places, ascending, without preference for any."""
-    found = torch.empty(0, dtype=torch.int64)
+    found = torch.empty(0, dtype=torch.int64, device="cpu")
     while found.numel() < k:
-        draws = torch.randint(n, (k + k * k // n + 8,), generator=generator)  # k distinct: n ln(n / (n - k))
+        draws = torch.randint(
+            n, (k + k * k // n + 8,), generator=generator, device="cpu"
+        )  # k distinct: n ln(n / (n - k))
         found = torch.cat([found, draws])
         if _SPARSE * k < n:
             found = found.unique()
         else:  # marking is faster than sorting
-            found = torch.nonzero(torch.zeros(n, dtype=torch.bool).index_fill_(0, found, True)).view(-1)
+            found = torch.nonzero(
+                torch.zeros(n, dtype=torch.bool, device="cpu").index_fill_(0, found, True)
+            ).view(-1)
     return found
 
 
 def _others(n: int, places: Tensor) -> Tensor:
     """Return the places below n that are not among the given ones."""
-    return torch.nonzero(torch.ones(n, dtype=torch.bool).index_fill_(0, places, False)).view(-1)
+    return torch.nonzero(torch.ones(n, dtype=torch.bool, device="cpu").index_fill_(0, places, False)).view(-1)

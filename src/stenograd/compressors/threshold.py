@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Feedback, Payload, Site, Transport
-from stenograd.compression.sparse_format import mean_of_sparse
 from stenograd.compression.transports import AllGather
+from stenograd.data.finite import finite_of
 from stenograd.errors import MethodError, bad_value
+from stenograd.kernels.dispatch import scatter_mean
 
 __all__ = ["Threshold"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Threshold(Codec):
     """Send every element of magnitude `value` or more: `S = {i : |x_i| >= value}`, `sent = x` on S, else 0.
 
@@ -47,6 +48,7 @@ class Threshold(Codec):
     summary: ClassVar[str] = "elements of a given magnitude or more, with their places"
 
     value: float = 1e-3
+    _: KW_ONLY
 
     def __post_init__(self) -> None:
         if not (self.value > 0 and math.isfinite(self.value)):
@@ -66,11 +68,11 @@ class Threshold(Codec):
 
     def transport(self, site: Site) -> Transport:
         """Gather messages of different lengths."""
-        return AllGather(ragged=True)
+        return AllGather(ragged=True, reports_finite=True)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Select and compact."""
-        places = torch.nonzero(x.abs() >= self.value).view(-1)
+        places = torch.nonzero(~(x.abs() < self.value)).view(-1)  # NaN, too
         return places.to(torch.int32), x.index_select(0, places)
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
@@ -83,6 +85,11 @@ class Threshold(Codec):
         payload = self.encode(x, site)
         return payload, x.index_fill_(0, payload[0].long(), 0)
 
+    def finite(self, payloads: Sequence[Payload]) -> Tensor:
+        """Look at what is sent: NaN and infinity are."""
+        return finite_of(values for _, values in payloads)
+
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Add all ranks' elements into one dense tensor."""
-        return mean_of_sparse(payloads, like)
+        vectors = [(places, values) for places, values in payloads]
+        return scatter_mean(vectors, like.numel(), out=site.out(like))

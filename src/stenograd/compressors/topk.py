@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ _REDUCE = ("auto", "gather", "regions")
 _DIVIDE = ("ranks", "senders")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TopK(Codec):
     """Send the `k = ceil(ratio * n)` elements of largest magnitude: `sent = x` on `S = top_k(|x|)`, else 0.
 
@@ -80,6 +80,7 @@ class TopK(Codec):
     summary: ClassVar[str] = "the largest elements of each bucket, with their places"
 
     ratio: float = 0.01
+    _: KW_ONLY
     compact: bool = True
     values: str = "bfloat16"
     reduce: str = "auto"

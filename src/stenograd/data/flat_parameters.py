@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from stenograd.data.buckets import Bucket, assign
+from stenograd.data.carried import wide
 
-__all__ = ["Stream", "by_kind"]
+__all__ = ["Stream", "by_kind", "holds"]
+
+_FLOAT16_ROUNDS_UP = 65520.0  # to infinity: half a step above the largest number
 
 
 class Stream:
@@ -31,7 +34,7 @@ class Stream:
         first = next(iter(parameters.values()))
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.numels = [p.numel() for p in self.parameters]
-        self.dtype, self.device = torch.promote_types(first.dtype, torch.float32), first.device
+        self.dtype, self.device = wide(first.dtype), first.device
 
     def empty(self) -> Tensor:
         """Allocate a flat tensor for all parameters."""
@@ -52,6 +55,21 @@ class Stream:
         """Move every parameter by `share` of its way to the target."""
         for p, piece in self._pieces(target):
             p.copy_(p.to(self.dtype).lerp(piece, share))
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether some parameter ends far below its flat tensor, as float16 does at 65,504."""
+        return any(p.dtype is torch.float16 for p in self.parameters)
+
+    def holds(self, values: Tensor) -> bool:
+        """Return whether float16 parameters stay finite when they take these values; others are not read.
+
+        Example:
+            >>> stream = Stream({"w": torch.zeros(2, dtype=torch.float16)})
+            >>> [stream.holds(torch.tensor([1.0, x])) for x in (65519.0, 65520.0, float("nan"))]
+            [True, False, False]
+        """
+        return all(holds(p.dtype, piece) for p, piece in self._pieces(values))
 
     def cuts(self, chunk: int, whole: bool, dense_below: int = 0) -> Iterator[tuple[slice, Bucket]]:
         """Cut into chunks, the remainder first; or, for whole parameters, between them.
@@ -82,6 +100,16 @@ class Stream:
             yield p.detach(), piece.view(p.shape)
 
 
+def holds(dtype: torch.dtype, values: Tensor) -> bool:
+    """Return whether values in float32 stay finite in a parameter's type; read for float16 only.
+
+    Only float16 ends far below float32, whose own end no mean of parameters comes near.
+    """
+    if dtype is not torch.float16 or not values.numel():
+        return True
+    return bool((torch.stack(torch.aminmax(values)).abs() < _FLOAT16_ROUNDS_UP).all())
+
+
 def by_kind(parameters: Mapping[str, Tensor], dense_below: int = 0) -> list[dict[str, Tensor]]:
     """Group parameters that can lie in one flat tensor, each group in the order given.
 
@@ -89,6 +117,6 @@ def by_kind(parameters: Mapping[str, Tensor], dense_below: int = 0) -> list[dict
     """
     groups: dict[tuple[torch.dtype, torch.device, bool], dict[str, Tensor]] = {}
     for name, p in parameters.items():
-        kind = (torch.promote_types(p.dtype, torch.float32), p.device, p.numel() < dense_below)
+        kind = (wide(p.dtype), p.device, p.numel() < dense_below)
         groups.setdefault(kind, {})[name] = p
     return list(groups.values())

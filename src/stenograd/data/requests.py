@@ -208,7 +208,7 @@ def gather_ragged(*tensors: Tensor, most: int = _MOST_RAGGED) -> Rounds[list[tup
     length = tensors[0].numel()
     if any(t.ndim != 1 or t.numel() != length for t in tensors):
         raise WireError(f"ragged tensors are 1-D and equally long, got {[tuple(t.shape) for t in tensors]}")
-    counts = yield from gather(torch.tensor([length], dtype=torch.int32, device=tensors[0].device))
+    counts = yield from gather(torch.full((1,), length, dtype=torch.int32, device=tensors[0].device))
     lengths = [int(count) for (count,) in counts]
     longest = max(lengths)
     if min(lengths) < 0 or longest > most:

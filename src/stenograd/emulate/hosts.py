@@ -34,7 +34,7 @@ from stenograd.emulate.namespaces import (
     sent_bytes,
 )
 
-__all__ = ["Hosts", "HostsError", "parse_delay", "parse_rate", "why_not"]
+__all__ = ["MAX_HOSTS", "Hosts", "HostsError", "parse_delay", "parse_rate", "why_not"]
 
 # Namespaces are called stenograd-PID-NUMBER-switch and stenograd-PID-NUMBER-host0, ...
 _PREFIX = "stenograd-"
@@ -42,7 +42,7 @@ _NUMBERS = count()
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself
-_MAX_HOSTS = 254
+MAX_HOSTS = 254
 _POLL_S = 0.1
 _TAIL_LINES = 15
 _FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobody else listens
@@ -65,7 +65,9 @@ def parse_rate(text: str) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"rate must be none or like 100mbit or 1gbit, got {text!r}")
+        number = re.match(r"\d+(?:\.\d+)?", text)
+        advice = f"write {number[0]}mbit" if number and float(number[0]) else "write 100mbit"
+        raise ValueError(f"rate must be none or like 100mbit or 1gbit, got {text!r}: {advice}")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -83,7 +85,7 @@ def parse_delay(text: str) -> float:
         return 0.0
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
     if match is None:
-        raise ValueError(f"delay must be none or like 20ms or 500us, got {text!r}")
+        raise ValueError(f"delay must be none or like 20ms or 500us, got {text!r}: write 20ms")
     return float(match[1]) * _TIME_UNITS[match[2]]
 
 
@@ -120,8 +122,8 @@ class Hosts:
     def __init__(
         self, count: int, rate: str = "none", *, delay: str = "none", cores_per_host: int = 0
     ) -> None:
-        if not 1 <= count <= _MAX_HOSTS:
-            raise ValueError(f"count must be in 1..{_MAX_HOSTS}, got {count}")
+        if not 1 <= count <= MAX_HOSTS:
+            raise ValueError(f"count must be in 1..{MAX_HOSTS}, got {count}")
         self._cores = _shared_out(count, cores_per_host) if cores_per_host else [[] for _ in range(count)]
         self.count, self.rate, self.delay = count, rate, delay
         up, _, down = rate.partition("/")
@@ -318,17 +320,14 @@ class _Ranks:
             self._show()
             failed = [rank for rank, code in enumerate(codes) if code]
             if failed:
-                what = f"rank {failed[0]} ended with status {codes[failed[0]]}"
-                raise HostsError(f"{what}; its last lines:\n{self._tail(failed[0])}")
+                raise self._failed(failed[0], f"ended with status {codes[failed[0]]}")
             if None not in codes:
                 return [self._text(rank) for rank in range(len(codes))]
             if self._relay is not None and self._relay.poll() is not None:
                 what = f"the process that holds packets back ended with status {self._relay.returncode}"
                 raise HostsError(f"{what}; its last lines:\n{self._relay.communicate()[0].strip()}")
             if time.monotonic() > deadline:
-                late = codes.index(None)
-                what = f"rank {late} did not end within {self._timeout_s:g} s"
-                raise HostsError(f"{what}; its last lines:\n{self._tail(late)}")
+                raise self._failed(codes.index(None), f"did not end within {self._timeout_s:g} s")
             time.sleep(_POLL_S)
 
     def _show(self) -> None:
@@ -341,8 +340,12 @@ class _Ranks:
         sys.stdout.write(new.decode(errors="replace"))
         sys.stdout.flush()
 
-    def _tail(self, rank: int) -> str:
-        return "\n".join(self._text(rank).rstrip().splitlines()[-_TAIL_LINES:])
+    def _failed(self, rank: int, what: str) -> HostsError:
+        """Return an error with what a rank wrote last, unless that was shown already."""
+        if self._echo and rank == 0:
+            return HostsError(f"rank 0 {what}, see above")
+        tail = "\n".join(self._text(rank).rstrip().splitlines()[-_TAIL_LINES:])
+        return HostsError(f"rank {rank} {what}; its last lines:\n{tail}")
 
     def _text(self, rank: int) -> str:
         return self._log(rank).read_text(errors="replace")

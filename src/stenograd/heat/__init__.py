@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from stenograd.heat import nn, optim
 from stenograd.heat.daso import DASO
-from stenograd.heat.data_parallel import DataParallel
-from stenograd.heat.multi_gpu import DataParallelMultiGPU
-from stenograd.heat.optimizer import DataParallelOptimizer
+from stenograd.heat.data_parallel import DataParallel, DataParallelMultiGPU, DataParallelOptimizer
 from stenograd.heat.plateau import DetectMetricPlateau
 
 __all__ = [

@@ -11,6 +11,7 @@ from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
 from stenograd.comm.node_layout import Layout
 from stenograd.comm.traffic import Traffic
+from stenograd.sync.own_copies import Copies
 from stenograd.sync.parameter_averaging import ParameterAverager, spread
 
 __all__ = ["AcrossNodes", "InFlight"]
@@ -40,6 +41,7 @@ class AcrossNodes:
         how: the method that writes differences.
         chunk: largest number of elements sent at once.
         log: called with the kind of each event and the group.
+        copies: what the optimizer keeps of the parameters, which follows them.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class AcrossNodes:
         how: Method,
         chunk: int,
         log: Callable[[str, int], None],
+        copies: Copies,
     ) -> None:
+        self._copies = copies
         self.layout, self.parameters, self._log = layout, dict(parameters), log
         self.node_number = layout.node_of(driver.rank)
         count = layout.group_count
@@ -111,7 +115,8 @@ class AcrossNodes:
         nodes = len(self.layout.nodes)
         mine = self._averagers.get(group)
         # Heat's weight: the longer the wait, the newer are this rank's own parameters than the sent ones.
-        self._spread(group, mine is None or mine.merge(nodes / (nodes + (2 * wait or 1))))
+        with self._copies.follow(self.parameters.values()):
+            self._spread(group, mine is None or mine.merge(nodes / (nodes + (2 * wait or 1))))
 
     def replace(self) -> None:
         """Merge the exchange in flight; then set all parameters to the exact mean over the nodes."""
@@ -119,9 +124,10 @@ class AcrossNodes:
         group = self._take_turn()
         self._log("send", group)
         mine = self._averagers.get(group)
-        finite = mine is None or mine.replace()
-        self._log("replace", group)
-        self._spread(group, finite)
+        with self._copies.follow(self.parameters.values()):
+            finite = mine is None or mine.replace()
+            self._log("replace", group)
+            self._spread(group, finite)
 
     def discard(self) -> None:
         """Wait for the exchange in flight, and drop it."""

@@ -3,36 +3,72 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stenograd.catalog.method import Method, method
+from stenograd.arguments import choice, number, typed
+from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.agreement import sum_over_ranks
 from stenograd.comm.driver import Driver
+from stenograd.comm.groups import is_group
 from stenograd.comm.node_layout import find_layout
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.contract import Compressor
-from stenograd.errors import CheckpointError, bad_value
+from stenograd.data.finite import is_finite
+from stenograd.errors import CheckpointError, ConfigError, StenogradError, bad_value
 from stenograd.heat.across import AcrossNodes
-from stenograd.heat.arguments import CAST_METHODS, check_arguments, made_scheduler
 from stenograd.heat.cycle import Plan, Skips
-from stenograd.heat.loop import Loop
 from stenograd.heat.plateau import DetectMetricPlateau
-from stenograd.heat.takeover import hold, take_over
+from stenograd.heat.scaling import step_together
 from stenograd.launch.process_group import join
 from stenograd.sync.gradient_sync import GradientSync
-from stenograd.sync.handshake import broadcast_model, compare, synced_parameters
-from stenograd.sync.parameter_averaging import difference_method
+from stenograd.sync.handshake import broadcast_model, compare, describe_optimizers, synced_parameters
+from stenograd.sync.own_copies import Copies
+from stenograd.sync.parameter_averaging import average_buffers, difference_method
 
 __all__ = ["DASO"]
 
 _FORMAT = 1  # of state_dict(); a reader refuses others
+# The method that stands for each downcast_type. It writes differences of parameters, not parameters: an
+# update of 1e-4 of a weight vanishes in a bfloat16 weight, and survives in a bfloat16 difference.
+_CAST_METHODS = {torch.bfloat16: "bf16", torch.half: "fp16", torch.float: "dense"}
+_LEAST = {  # of the arguments that are whole numbers
+    "total_epochs": 1,
+    "warmup_epochs": 0,
+    "cooldown_epochs": 0,
+    "max_global_skips": 0,
+    "sending_chunk_size": 1,
+    "skip_reduction_factor": 2,
+    "local_skip_factor": 1,
+}
 
 
-class DASO(Loop):
+def _skip(name: str) -> property:
+    """Return a property that reads and sets one of DASO's skips."""
+    return property(
+        lambda daso: getattr(daso._skips, name),
+        lambda daso, batches: setattr(daso, "_skips", daso._skips._replace(**{name: batches})),
+    )
+
+
+def _planned(name: str) -> property:
+    """Return a property that reads and sets one of the plan's numbers; it counts from the next epoch on."""
+
+    def change(daso: DASO, number: int) -> None:
+        _check_arguments({name: number})
+        plan, untouched = daso._plan, daso.epoch == daso.current_batch == 0
+        daso._plan = replace(plan, **{name: number})
+        if untouched and daso._skips == plan.first():
+            daso._skips = daso._plan.first()
+
+    return property(lambda daso: getattr(daso._plan, name), change)
+
+
+class DASO:
     """Distributed asynchronous and selective optimization: average within and between nodes at two rates.
 
     Inside a node every batch's gradients are averaged. Between nodes parameters are averaged: exactly after
@@ -79,6 +115,10 @@ class DASO(Loop):
         last_batch: index of an epoch's last batch (n - 1); set it. The number of batches n works too, if
             `epoch_loss_logic` is called at the end of the epoch.
         global_skip, local_skip, batches_to_wait: the present skips; 0 in warm-up and cool-down.
+        total_epochs, warmup_epochs, cooldown_epochs, max_gs, skip_reduction_factor, local_skip_factor: the
+            plan's; set them alike on all ranks.
+        events: (epoch, batch, kind, group) of each event, if recorded.
+        skipped: batches in which this rank did not step because a gradient was not finite.
         stability: the `DetectMetricPlateau` in use.
         amp, scaler: whether a GradScaler was added, and which.
         loc_gpus: number of ranks in this node.
@@ -108,6 +148,20 @@ class DASO(Loop):
     selective optimization (DASO)", Journal of Big Data 9, 2022.
     """
 
+    epoch: int
+    current_batch: int
+    events: list[tuple[int, int, str, int | None]]
+    _across: AcrossNodes
+    _sync: GradientSync
+    _skips: Skips
+    global_skip, local_skip, batches_to_wait = (_skip(name) for name in Skips._fields)
+    total_epochs, warmup_epochs, cooldown_epochs = map(
+        _planned, ("total_epochs", "warmup_epochs", "cooldown_epochs")
+    )
+    max_gs, skip_reduction_factor, local_skip_factor = map(
+        _planned, ("max_global_skips", "skip_reduction_factor", "local_skip_factor")
+    )
+
     def __init__(
         self,
         local_optimizer: torch.optim.Optimizer,
@@ -127,25 +181,35 @@ class DASO(Loop):
         *,
         node_size: int | None = None,
         nodes: Sequence[Sequence[int]] | None = None,
-        local_method: str | Method | Compressor = "dense",
-        global_method: str | Method | Compressor | None = None,
+        local_method: MethodLike = "dense",
+        global_method: MethodLike | None = None,
         average_buffers: bool = False,
         record_events: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        check_arguments({name: value for name, value in locals().items() if name != "self"})
+        _check_arguments({name: value for name, value in locals().items() if name != "self"})
         counts = (max_global_skips, skip_reduction_factor, local_skip_factor)
         plan = Plan(total_epochs, warmup_epochs, cooldown_epochs, *counts)
-        schedule = made_scheduler(scheduler, local_optimizer)
+        schedule = _made_scheduler(scheduler, local_optimizer)
         self._local_method = method(local_method)
-        chosen = CAST_METHODS[downcast_type] if global_method is None else global_method
+        chosen = _CAST_METHODS[downcast_type] if global_method is None else global_method
         self._global_method = difference_method(chosen)
         world = join(timeout_s=timeout_s)
         driver = Driver(comm, timeout_s=timeout_s)
         self._layout = find_layout(driver, world, node_size, nodes)
         driver = driver.private()  # after all checks: a rank that raises would leave the others connecting
-        here = len(self._layout.nodes[self._layout.node_of(driver.rank)])
-        super().__init__(local_optimizer, schedule, driver, plan, here, record_events, average_buffers)
+        self.local_optimizer, self.scheduler = local_optimizer, schedule
+        self._driver, self._plan = driver, plan
+        self.loc_gpus = len(self._layout.nodes[self._layout.node_of(driver.rank)])
+        self.record_events, self.average_buffers = record_events, average_buffers
+        self.amp = False
+        self.scaler: torch.amp.GradScaler | None = None
+        self.skipped = 0
+        self.last_batch: int | None = None
+        self._model: nn.Module | None = None
+        self._replaced = False
+        self._passes = 0  # of the engine inside the node, at the last step
+        self._begin()
         self.comm, self.verbose = comm, verbose
         self._cast_dtype, self._split_val = downcast_type, sending_chunk_size
         self.params_ref = local_optimizer.param_groups[0]["params"]
@@ -193,7 +257,7 @@ class DASO(Loop):
     @split_val.setter
     def split_val(self, elements: int) -> None:
         self._check_unset("split_val", elements)
-        check_arguments({"sending_chunk_size": elements})
+        _check_arguments({"sending_chunk_size": elements})
         self._split_val = elements
 
     @property
@@ -204,8 +268,8 @@ class DASO(Loop):
     @cast_dtype.setter
     def cast_dtype(self, dtype: torch.dtype) -> None:
         self._check_unset("cast_dtype", dtype)
-        check_arguments({"downcast_type": dtype})
-        self._cast_dtype, self._global_method = dtype, difference_method(CAST_METHODS[dtype])
+        _check_arguments({"downcast_type": dtype})
+        self._cast_dtype, self._global_method = dtype, difference_method(_CAST_METHODS[dtype])
 
     def add_scaler(self, scaler: Any) -> None:
         """Use a `torch.amp.GradScaler`: `step` steps and updates it, and all ranks skip a step together.
@@ -213,11 +277,8 @@ class DASO(Loop):
         Raises:
             TypeError: scaler is not a GradScaler.
         """
-        if not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(
-                f"scaler must be a torch.amp.GradScaler, got {scaler!r}: pass torch.amp.GradScaler()"
-            )
-        self.amp, self.scaler = True, scaler
+        kind = torch.amp.GradScaler
+        self.amp, self.scaler = True, typed("scaler", scaler, kind, "a torch.amp.GradScaler", "pass one")
 
     def set_model(self, model: nn.Module) -> None:
         """Train this model: broadcast rank 0's parameters and buffers, and register gradient hooks.
@@ -229,8 +290,7 @@ class DASO(Loop):
             ConfigError: it has nothing to train, or the optimizer holds other parameters.
             MismatchError: the ranks' models or settings differ.
         """
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {model!r}: pass the model to train")
+        typed("model", model, nn.Module, "a torch.nn.Module", "pass the model to train")
         parameters = synced_parameters(model, [self.local_optimizer])
         settings = {
             "nodes": [list(node) for node in self._layout.nodes],
@@ -238,12 +298,15 @@ class DASO(Loop):
             "global_method": self._global_method.text,
             "sending_chunk_size": self.split_val,
         }
-        compare(self._driver, settings, parameters)
+        settings |= describe_optimizers(model, [self.local_optimizer], alike=False)
+        compare(self._driver, settings, parameters, model=model)
         self.close()
-        take_over(model, self.local_optimizer)
-        broadcast_model(self._driver, model)
+        _take_over(model, self.local_optimizer)
+        copies = Copies(self.local_optimizer)
+        with copies.follow(model.parameters()):
+            broadcast_model(self._driver, model)
         self._across = AcrossNodes(
-            self._driver, self._layout, parameters, self._global_method, self.split_val, self._log
+            self._driver, self._layout, parameters, self._global_method, self.split_val, self._log, copies
         )
         self._sync = GradientSync(
             model,
@@ -252,9 +315,33 @@ class DASO(Loop):
             group=self._across.node_driver.group,
             timeout_s=self._driver.timeout_s,
         )
-        self._model, self._replaced = model, False
-        hold(self, self._sync, model, self.local_optimizer)
+        self._model, self._replaced, self._passes = model, False, 0
+        for thing in (model, self.local_optimizer):
+            _held[thing] = weakref.ref(self), weakref.ref(self._sync)
         self._set_local(True)
+
+    def step(self) -> None:
+        """Step the optimizer and the scheduler, then run the exchange that is due after this batch.
+
+        Raises:
+            StenogradError: no model was set.
+            ConfigError: last_batch was not set, or is past already; a ValueError.
+            NonFiniteError: a rank's parameters were not finite when they were to be averaged.
+            PeerLost: a rank did not answer in time.
+        """
+        self._check_model()
+        batch, last = self.current_batch, self.last_batch
+        if not isinstance(last, int) or isinstance(last, bool) or last < batch:
+            rule = f"must be the index of the epoch's last batch, at least {batch} now"
+            raise bad_value("last_batch", rule, last, "set daso.last_batch = number_of_batches - 1")
+        self._step_optimizer()
+        if batch == last:
+            self._end_epoch()
+            return
+        if not self._across.one_node:
+            self._exchange(batch, last)
+        self.current_batch = batch + 1
+        self._set_local(self._skips.is_local_sync(batch + 1, last))
 
     def epoch_loss_logic(self, loss: Tensor | float, loss_globally_averaged: bool = False) -> None:
         """End the epoch, unless its last batch has done so, and choose the next epoch's skips from the loss.
@@ -393,3 +480,161 @@ class DASO(Loop):
             "nodes": [list(node) for node in self._layout.nodes],
             "global_method": self._global_method.text,
         }
+
+    def _begin(self) -> None:
+        self.epoch = self.current_batch = 0
+        self.events = []
+        self._skips = self._plan.first()
+        self._syncs_locally = True
+
+    def _check_model(self) -> None:
+        if self._replaced:
+            raise StenogradError(
+                "DASO was replaced: another one was given its model or optimizer: use that one, or take "
+                "both back with set_model(model)"
+            )
+        if self._model is None:
+            raise StenogradError("DASO has no model: call set_model(model), or use DataParallelMultiGPU")
+
+    def _step_optimizer(self) -> None:
+        """Step the optimizer, and the scheduler with it; a gradient that is not finite skips the optimizer.
+
+        A rank without a backward pass in this batch counts as one whose gradients are zeros.
+
+        Without a GradScaler the scheduler steps even then: between exchanges the other ranks do not learn of
+        the skip, and learning rates must stay equal.
+        """
+        stepped, passes = True, self._sync._passes_made()
+        if self._sync.enabled and passes == self._passes:  # the others of this node wait for gradients
+            self._sync.take_part()
+        self._passes = self._sync._passes_made()
+        if self.scaler is not None:
+            stepped = step_together(self.scaler, self.local_optimizer, self._driver)
+        else:
+            params = (p for group in self.local_optimizer.param_groups for p in group["params"])
+            finite = (
+                self._sync.finite  # the exchange has looked at the gradients already
+                if self._sync.enabled
+                else all(is_finite(p.grad) for p in params if p.grad is not None)
+            )
+            if finite:
+                self.local_optimizer.step()
+            self.skipped += not finite
+        if stepped and self.scheduler is not None:
+            self.scheduler.step()
+
+    def _exchange(self, batch: int, last: int) -> None:
+        """Send, merge or average exactly, whatever is due after a batch that is not the epoch's last."""
+        across, (skip, _, wait) = self._across, self._skips
+        if skip == 0 or (wait == 0 and batch % skip == 0):
+            across.replace()
+        elif batch % skip == 0:
+            # Fixed when sent. Heat computes it anew in each batch: with skip 8, wait 2 and last batch 19 it
+            # merges what batch 16 sent at 19 instead of 18, and with skip 2 and wait 1 after two batches.
+            wait = min(wait, skip, last - batch)
+            across.send(wait, due=batch + wait)
+        elif across.in_flight is not None and batch >= across.in_flight.due:
+            across.merge()
+
+    def _end_epoch(self) -> None:
+        """Make all ranks equal: merge the exchange in flight, then average exactly."""
+        if not self._across.one_node:
+            self._across.replace()
+            self._across.anchor()
+        if self.average_buffers and self._model is not None:
+            average_buffers(self._model, self._driver)
+        self.epoch, self.current_batch = self.epoch + 1, 0
+        self._set_local(True)
+
+    def _set_local(self, on: bool) -> None:
+        """Switch averaging inside the node on or off, from the next backward pass on."""
+        on = on or self._across.one_node  # one node never averages parameters, so it skips no gradients
+        if on != self._syncs_locally:
+            self._log("local_on" if on else "local_off", None)
+        self._syncs_locally = on
+        self._sync.enabled = on and self.loc_gpus > 1
+
+    def _log(self, kind: str, group: int | None) -> None:
+        if self.record_events:
+            self.events.append((self.epoch, self.current_batch, kind, group))
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check types and ranges of DASO's arguments, given by name.
+
+    Raises:
+        TypeError: one is of the wrong type.
+        ConfigError: one is outside its range; a ValueError.
+
+    Example:
+        >>> _check_arguments({"total_epochs": 0})
+        Traceback (most recent call last):
+        stenograd.errors.ConfigError: total_epochs must be at least 1, got 0: raise it
+    """
+    for name, value in arguments.items():
+        if name in _LEAST:
+            typed(name, value, int, "a whole number", "round it")
+            number(name, value, "raise it", least=_LEAST[name], finite=False)
+        elif name in ("use_mpi_groups", "verbose"):
+            typed(name, value, bool, "True or False", "choose one")
+        elif name == "stability_level":
+            number(name, typed(name, value, (int, float), "a number", "0.05 is 5 %"), "0.05 is 5 %", least=0)
+        elif name == "local_optimizer":
+            typed(name, value, torch.optim.Optimizer, "a torch.optim.Optimizer", "pass SGD, Adam, ...")
+        elif name == "comm":
+            check_comm(value)
+        elif name == "downcast_type":
+            typed(name, value, torch.dtype, "a torch.dtype", "use torch.bfloat16")
+            choice(name, value, _CAST_METHODS, "choose one, or give global_method")
+
+
+def check_comm(comm: Any) -> None:
+    """Refuse what is neither None nor a process group."""
+    if comm is not None and not is_group(comm):
+        what = "a process group of torch.distributed, or None for all ranks"
+        raise TypeError(f"comm must be {what}, got {comm!r}: give torch.distributed.new_group(...)")
+
+
+def _made_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the learning-rate scheduler to step: the given one, or the one that the given factory makes.
+
+    Args:
+        scheduler: a scheduler of torch, or a callable that takes the optimizer and returns one.
+        optimizer: DASO's local optimizer.
+
+    Raises:
+        TypeError: it is neither a scheduler nor a factory, or it needs the loss to step.
+        ConfigError: it schedules another optimizer.
+    """
+    if scheduler is None:
+        return None
+    kind = torch.optim.lr_scheduler.LRScheduler
+    made = scheduler if isinstance(scheduler, kind) or not callable(scheduler) else scheduler(optimizer)
+    wanted = "a learning-rate scheduler, or a callable that makes one from the optimizer"
+    typed("scheduler", made, kind, wanted, "pass StepLR(local_optimizer, ...), or the like")
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TypeError(
+            "scheduler must step without a loss, got ReduceLROnPlateau: leave it out here, and call its "
+            "step(loss) yourself once per epoch"
+        )
+    if made.optimizer is not optimizer:
+        raise ConfigError(
+            "scheduler must schedule local_optimizer, got one of another: make it from that one"
+        )
+    return made
+
+
+# Who trains a model or moves it by an optimizer: the last DASO that was given them, and its hooks, which stay
+# on the model when that DASO is collected without `close()`.
+_held: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[DASO], weakref.ref[GradientSync]]]
+_held = weakref.WeakKeyDictionary()
+
+
+def _take_over(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make the present owner of the model or the optimizer give them up; all ranks call it."""
+    for thing in (model, optimizer):
+        owner, sync = (ref() for ref in _held.pop(thing, (lambda: None, lambda: None)))
+        if isinstance(owner, DASO):
+            owner.give_up()
+        if isinstance(sync, GradientSync):
+            sync.close()

@@ -2,24 +2,310 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from stenograd.catalog.method import Method
-from stenograd.comm.groups import is_group
+from stenograd.arguments import typed
+from stenograd.catalog.method import MethodLike
+from stenograd.comm.groups import ranks_of
+from stenograd.comm.step_end import Outcome
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.contract import Compressor
-from stenograd.heat.delayed import DelayedSync
-from stenograd.heat.optimizer import DataParallelOptimizer
-from stenograd.heat.updates import Updates
+from stenograd.errors import ConfigError, StenogradError
+from stenograd.heat.daso import DASO, check_comm
+from stenograd.sync.filling import Slot
 from stenograd.sync.gradient_sync import DEFAULT_BUCKET_BYTES, GradientSync
 
-__all__ = ["DataParallel"]
+__all__ = ["DataParallel", "DataParallelMultiGPU", "DataParallelOptimizer", "DelayedSync", "Updates"]
+
+
+class DelayedSync(GradientSync):
+    """A `GradientSync` whose backward passes end at once; `wait()` then writes the averages into `.grad`.
+
+    From the end of a backward pass to `wait()`, `.grad` holds this rank's own gradients. Until then an
+    optimizer step, another backward pass and new parameters are errors. The exchange has a process group of
+    its own, so collectives of the caller may run at the same time, in any order.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> sync = DelayedSync(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> model(torch.ones(1, 1)).backward()
+        >>> sync.in_flight, sync.wait(), sync.in_flight
+        (True, True, False)
+        >>> sync.close()
+    """
+
+    _shares_memory = False  # .grad is the caller's until wait()
+    _flight: Future[Outcome] | None = None
+    _versions: Sequence[int] = ()
+    _unused: Sequence[Tensor] = ()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether `.grad` still waits for the averages of the last backward pass."""
+        return self._flight is not None
+
+    @torch.no_grad()
+    def wait(self) -> bool:
+        """Wait for the exchange in flight, and write its averages into `.grad`.
+
+        It issues no collective of its own, so ranks may call it at different points of the program.
+
+        Returns:
+            Whether an exchange was in flight.
+
+        Raises:
+            PeerLost: a rank did not answer; every later call raises it too.
+        """
+        if self._flight is None:
+            return False
+        outcome = self._flight.result()
+        self._flight = None
+        for p in self._unused:
+            p.grad = None
+        self._write_back(outcome)
+        return True
+
+    def changed(self) -> list[Tensor]:
+        """Return the parameters whose `.grad` was removed or written to while its exchange was in flight."""
+        if self._flight is None:
+            return []
+        now = (-1 if p.grad is None else p.grad._version for p in self._parameters.values())
+        pairs = zip(self._parameters.values(), now, self._versions, strict=True)
+        return [p for p, version, sent in pairs if version != sent]
+
+    def flush(self) -> None:
+        """Finish the exchange in flight, as `wait()` does."""
+        self.wait()
+
+    def refresh(self) -> None:
+        """Look for parameters again, while no exchange is in flight; needed after unfreezing some."""
+        self._refuse_in_flight("refresh() was called")
+        super().refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Wait for the exchange in flight, and return all that decides the next one.
+
+        The averages in flight are not part of the state: `wait()` still has to write them.
+        """
+        self._await_flight()
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Wait for the exchange in flight, and continue from a saved `state_dict()`.
+
+        Raises:
+            CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
+        """
+        self._await_flight()
+        super().load_state_dict(state)
+
+    def _await_flight(self) -> None:
+        if self._flight is not None:
+            self._flight.result()
+
+    def _check_step(
+        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
+    ) -> None:
+        self._refuse_in_flight("an optimizer stepped")
+        super()._check_step(optimizer, zeros=zeros, again=again)
+
+    def _add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        self._refuse_in_flight("a parameter group was added")
+        super()._add_param_group(optimizer, group)
+
+    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
+        self._refuse_in_flight("a backward pass began")
+        super()._on_gradient(slot, parameter)
+
+    def _sent(self, outcome: Future[Outcome]) -> None:
+        """Keep the future, and note the gradients' versions.
+
+        Unused parameters get zeros, so that zeroing them leaves a trace in the version on every rank alike.
+        """
+        parameters = self._parameters.values()
+        self._unused = [p for p in parameters if p.grad is None]
+        for p in self._unused:
+            p.grad = torch.zeros_like(p)
+        self._versions = [p.grad._version for p in parameters if p.grad is not None]
+        self._flight = outcome
+
+    def _refuse_in_flight(self, what: str) -> None:
+        if self._flight is not None:
+            raise StenogradError(
+                f"{what} while gradients are still being averaged: call wait(), or flush() of DataParallel, "
+                "before it, or use a DataParallelOptimizer's step()"
+            )
+
+
+class Updates:
+    """A queue of calls that run when the gradient exchange in flight has ended.
+
+    Args:
+        sync: the engine whose exchange to wait for, or None.
+        device_type: of the parameters.
+
+    Example:
+        >>> updates = Updates()
+        >>> updates.add(lambda: print("updated"))
+        >>> updates.waiting
+        True
+        >>> updates.flush()
+        updated
+    """
+
+    def __init__(self, sync: DelayedSync | None = None, device_type: str = "cpu") -> None:
+        self._sync, self._device_type = sync, device_type
+        self._calls: list[Callable[[], None]] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an exchange is in flight or a call is queued."""
+        return bool(self._calls) or (self._sync is not None and self._sync.in_flight)
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Queue a call until `flush()`."""
+        self._queue_zeroing()
+        self._calls.append(call)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run a call now if nothing waits; otherwise queue it."""
+        if self.waiting:
+            self.add(call)
+        else:
+            call()
+
+    def flush(self) -> None:
+        """Wait for the exchange, write its averages into `.grad`, then run the calls.
+
+        Raises:
+            PeerLost: a rank did not answer; the calls stay in the queue.
+            StenogradError: gradients were changed while they were being averaged.
+        """
+        if not self.waiting:
+            return
+        # The caller may be inside inference_mode, or in a forward pass under autocast.
+        with torch.inference_mode(False), torch.autocast(self._device_type, enabled=False):
+            self._queue_zeroing()
+            if self._sync is not None:
+                self._sync.wait()
+            calls, self._calls = self._calls, []
+            for call in calls:
+                call()
+
+    def _queue_zeroing(self) -> None:
+        """Queue the zeroing of gradients that the program zeroed itself; the averages will overwrite them."""
+        changed = self._sync.changed() if self._sync is not None else []
+        if any(p.grad is not None and bool(p.grad.any()) for p in changed):
+            raise StenogradError(
+                "gradients were changed while they were being averaged, and the change would be lost: call "
+                "flush() of DataParallel before clipping or unscaling them"
+            )
+        if changed:
+            removed = [p.grad is None for p in changed]
+
+            def zero() -> None:
+                for p, remove in zip(changed, removed, strict=True):
+                    p.grad = None if remove or p.grad is None else p.grad.zero_()
+
+            self._calls.append(zero)
+
+
+class DataParallelOptimizer:
+    """Steps a torch optimizer at once, or before the next forward pass of its `DataParallel`.
+
+    Pass `torch_optimizer` to learning-rate schedulers; an update uses the settings at the time of `step()`.
+
+    Args:
+        torch_optimizer: any optimizer of torch whose step needs no closure.
+        blocking: whether `step()` updates at once; `DataParallel` overwrites it.
+
+    Attributes:
+        torch_optimizer: the optimizer.
+        blocking_parameter_updates: whether `step()` updates at once.
+        update_next: whether a step waits to be applied.
+        params_ref: the parameters of the first group.
+
+    Raises:
+        TypeError: torch_optimizer is not an optimizer of torch, or blocking is not a bool.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = DataParallelOptimizer(torch.optim.SGD([w], lr=0.5))
+        >>> w.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> w.item(), optimizer.update_next
+        (1.0, True)
+        >>> optimizer.flush()  # DataParallel does so before its next forward pass
+        >>> w.item(), optimizer.update_next
+        (0.5, False)
+    """
+
+    def __init__(self, torch_optimizer: torch.optim.Optimizer, blocking: bool = False) -> None:
+        advice = "pass torch.optim.SGD(model.parameters(), lr=0.1), or the like"
+        typed("torch_optimizer", torch_optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", advice)
+        typed("blocking", blocking, bool, "True or False", "choose one")
+        self.torch_optimizer = torch_optimizer
+        self.blocking_parameter_updates = blocking
+        self.update_next = False
+        self.params_ref: list[torch.Tensor] = torch_optimizer.param_groups[0]["params"]
+        self._updates = Updates()
+        torch_optimizer.register_state_dict_pre_hook(lambda *_: self.flush())
+        torch_optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The torch optimizer's groups."""
+        return self.torch_optimizer.param_groups
+
+    def attach(self, updates: Updates, *, blocking: bool) -> None:
+        """Queue steps with a model's updates from now on; `DataParallel` calls this after a flush."""
+        self._updates = updates
+        self.blocking_parameter_updates = blocking
+
+    def step(self) -> None:
+        """Update the parameters: at once if blocking, otherwise before the next forward pass."""
+        if self.blocking_parameter_updates:
+            self.torch_optimizer.step()
+            return
+        self._updates.add(partial(self._apply, _step_with_present_settings(self.torch_optimizer)))
+        self.update_next = True
+        # Torch warns of schedulers that run before a step. Here the order is right: this step keeps its rate.
+        self.torch_optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, after any queued step that needs them.
+
+        Args:
+            set_to_none: True removes them, as torch does by default; False fills them with zeros.
+        """
+        self._updates.run(partial(self.torch_optimizer.zero_grad, set_to_none))
+
+    def flush(self) -> None:
+        """Apply all queued updates.
+
+        Raises:
+            PeerLost: a rank did not answer.
+        """
+        self._updates.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Apply queued updates, and return the torch optimizer's state."""
+        return self.torch_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Apply queued updates, and load a saved state into the torch optimizer."""
+        self.torch_optimizer.load_state_dict(dict(state_dict))
+
+    def _apply(self, step: Any) -> None:
+        self.update_next = False
+        step()
 
 
 class DataParallel(nn.Module):
@@ -74,7 +360,7 @@ class DataParallel(nn.Module):
         optimizer: DataParallelOptimizer | Sequence[DataParallelOptimizer] = (),
         blocking_parameter_updates: bool = False,
         *,
-        method: str | Method | Compressor = "dense",
+        method: MethodLike = "dense",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = 300.0,
     ) -> None:
@@ -194,17 +480,50 @@ class _FlushHook:
         return _FlushHook, ()
 
 
+class DataParallelMultiGPU(nn.Module):
+    """A module that DASO trains; call it like the module itself.
+
+    Departs from Heat: weights are rank 0's instead of new ones; any device, and any number of ranks per node.
+
+    Args:
+        module: the model, alike on every rank.
+        optimizer: the DASO that trains it.
+        comm: None, or DASO's own process group.
+
+    Raises:
+        TypeError: module is not a torch.nn.Module, or optimizer is not a DASO.
+        ConfigError: comm is another process group than DASO's.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> daso = DASO(torch.optim.SGD(model.parameters(), lr=0.1), total_epochs=20)
+        >>> net = DataParallelMultiGPU(model, daso)
+        >>> net(torch.ones(3, 2)).shape
+        torch.Size([3, 1])
+        >>> daso.close()
+    """
+
+    def __init__(self, module: nn.Module, optimizer: DASO, comm: Any = None) -> None:
+        typed("module", module, nn.Module, "a torch.nn.Module", "pass the model")
+        typed("optimizer", optimizer, DASO, "a DASO", "use DataParallel for others")
+        whole = optimizer.comm is None and comm is not None and ranks_of(comm) == ranks_of(None)
+        if comm is not None and comm is not optimizer.comm and not whole:
+            raise ConfigError("comm must be DASO's own process group, got another: leave it out here")
+        super().__init__()
+        self.module = module
+        self.comm = optimizer.comm
+        optimizer.set_model(module)  # never draws new weights: Heat does, and destroys pretrained ones
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+
 def _checked(module: Any, comm: Any, optimizer: Any, blocking: Any) -> list[DataParallelOptimizer]:
     """Check the types of all arguments, and return the optimizers as a list."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}: pass the model")
-    if comm is not None and not is_group(comm):
-        raise TypeError(
-            f"comm must be a process group of torch.distributed, got {type(comm).__name__}: "
-            "give torch.distributed.new_group(...), or None for all ranks"
-        )
-    if not isinstance(blocking, bool):
-        raise TypeError(f"blocking_parameter_updates must be True or False, got {blocking!r}")
+    typed("module", module, nn.Module, "a torch.nn.Module", "pass the model")
+    check_comm(comm)
+    typed("blocking_parameter_updates", blocking, bool, "True or False", "choose one")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for o in optimizers or [None]:
         if not isinstance(o, DataParallelOptimizer):
@@ -212,3 +531,39 @@ def _checked(module: Any, comm: Any, optimizer: Any, blocking: Any) -> list[Data
             advice = "use DataParallelMultiGPU" if name == "DASO" else "wrap each in DataParallelOptimizer"
             raise TypeError(f"optimizer must be one DataParallelOptimizer or several, got {name}: {advice}")
     return optimizers
+
+
+def _step_with_present_settings(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a step that uses the present settings (learning rate, ...), whatever is set until it runs.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.ones(1))
+        >>> w.grad = torch.ones(1)
+        >>> optimizer = torch.optim.SGD([w], lr=0.5)
+        >>> step = _step_with_present_settings(optimizer)
+        >>> optimizer.param_groups[0]["lr"] = 0.125
+        >>> step()
+        >>> w.item(), optimizer.param_groups[0]["lr"]
+        (0.5, 0.125)
+    """
+    # Tensors are copied, because schedulers change a learning rate that is a tensor in place.
+    asked = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+    def step() -> None:
+        later = [dict(group) for group in optimizer.param_groups]
+        _set(optimizer, asked)
+        try:
+            optimizer.step()
+        finally:  # settings that the step itself changed stay changed
+            pairs = zip(optimizer.param_groups, asked, later, strict=False)
+            _set(optimizer, [{k: new[k] for k in old if now[k] is old[k]} for now, old, new in pairs])
+
+    return step
+
+
+def _set(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, settings, strict=False):
+        group.update(values)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from stenograd.heat.data_parallel import DataParallel
-from stenograd.heat.multi_gpu import DataParallelMultiGPU
+from stenograd.heat.data_parallel import DataParallel, DataParallelMultiGPU
 
 __all__ = ["DataParallel", "DataParallelMultiGPU"]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stenograd.arguments import choice, number, whole
 from stenograd.errors import bad_value
 
 __all__ = ["DetectMetricPlateau"]
@@ -48,17 +49,11 @@ class DetectMetricPlateau:
         threshold_mode: str = "rel",
         cooldown: int = 0,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise bad_value("mode", "must be 'min' or 'max'", mode, "choose 'min' for a loss")
-        if threshold_mode not in ("rel", "abs"):
-            raise bad_value("threshold_mode", "must be 'rel' or 'abs'", threshold_mode, "choose 'rel'")
-        for name, number in (("patience", patience), ("cooldown", cooldown)):
-            if not isinstance(number, int) or number < 0:
-                raise bad_value(name, "must be a whole number of at least 0", number, "try 2")
-        if not 0 <= threshold < math.inf:
-            raise bad_value("threshold", "must be finite and at least 0", threshold, "try 0.0001")
-        self.mode, self.threshold_mode = mode, threshold_mode
-        self.patience, self.cooldown, self.threshold = patience, cooldown, threshold
+        self.mode = choice("mode", mode, ("min", "max"), "choose 'min' for a loss")
+        self.threshold_mode = choice("threshold_mode", threshold_mode, ("rel", "abs"), "choose 'rel'")
+        self.patience = whole("patience", patience, "try 2", least=0)
+        self.cooldown = whole("cooldown", cooldown, "try 2", least=0)
+        self.threshold = number("threshold", threshold, "try 0.0001", least=0)
         self.mode_worse = math.inf if mode == "min" else -math.inf
         self.best = self.mode_worse
         self.cooldown_counter, self.num_bad_epochs, self.last_epoch = 0, 0, 0

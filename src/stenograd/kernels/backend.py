@@ -165,18 +165,24 @@ def length_of(x: Tensor | None, residual: Tensor | None) -> int:
     raise ConfigError("x and residual are both None: give what is to be sent")
 
 
-def check_out(payloads: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor | None) -> Tensor:
-    """Return a tensor of the kind that the mean of some payloads will be: out, or an empty one.
+def check_out(
+    payloads: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor of the kind in which a mean of payloads is summed, and out if that is of this kind.
+
+    Types of 16 bits are summed in float32: four numbers of 4e4 have a mean in float16, and no sum.
 
     Raises:
         ConfigError: there are no payloads, or out has another shape.
 
     Example:
-        >>> check_out([(torch.zeros(1), torch.zeros(1))], 5, None).dtype
-        torch.float32
+        >>> check_out([(torch.zeros(1), torch.zeros(1))], 5, None)
+        (tensor([]), None)
     """
     if not payloads:
         raise ConfigError("payloads must not be empty, got none: give one per rank")
     if out is not None and out.shape != (n,):
         raise ConfigError(f"out must have the shape {(n,)}, got {tuple(out.shape)}")
-    return payloads[0][1].new_empty(0, dtype=torch.float32) if out is None else out
+    if out is not None and out.element_size() > 2:
+        return out, out
+    return payloads[0][1].new_empty(0, dtype=torch.float32), None

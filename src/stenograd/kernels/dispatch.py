@@ -86,9 +86,9 @@ def sign_decode_mean(
         tensor([ 2.0000, -2.0000,  0.5000])
     """
     n = sum(numels)
-    kind = check_out(payloads, n, out)
-    total: Tensor = pick("sign", "sign_decode_mean", kind, numel=n)(payloads, block, numels, out)
-    return total
+    kind, wide = check_out(payloads, n, out)
+    total: Tensor = pick("sign", "sign_decode_mean", kind, numel=n)(payloads, block, numels, wide)
+    return total if out is None or out is wide else out.copy_(total)
 
 
 def qsgd_encode_feedback(
@@ -151,9 +151,9 @@ def qsgd_decode_mean(
         tensor([ 1., -1.,  0.])
     """
     n = sum(numels)
-    kind = check_out(payloads, n, out)
-    total: Tensor = pick("quantize", "qsgd_decode_mean", kind, numel=n)(payloads, bits, block, numels, out)
-    return total
+    kind, wide = check_out(payloads, n, out)
+    total: Tensor = pick("quantize", "qsgd_decode_mean", kind, numel=n)(payloads, bits, block, numels, wide)
+    return total if out is None or out is wide else out.copy_(total)
 
 
 def select_feedback(x: Tensor, residual: Tensor, k: int, *, halves: bool = False) -> tuple[Tensor, Tensor]:
@@ -230,9 +230,9 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
         >>> scatter_mean([a, b], n=3)
         tensor([1., 2., 0.])
     """
-    kind = check_out(vectors, n, out)
-    total: Tensor = pick("scatter", "scatter_mean", kind, numel=n)(vectors, n, out)
-    return total
+    kind, wide = check_out(vectors, n, out)
+    total: Tensor = pick("scatter", "scatter_mean", kind, numel=n)(vectors, n, wide)
+    return total if out is None or out is wide else out.copy_(total)
 
 
 def put(x: Tensor, places: Tensor, values: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Kernels for CUDA tensors in Triton; STENOGRAD_KERNELS=triton turns them on.
 
-Not run on a GPU yet, only in Triton's interpreter, so plain torch is the default there. What is missing here
-(top-k, scatter, places, casts) stays with plain torch. Codes are written one a byte and then packed by torch.
-The scale of signs is added in another order than the reference's, so its last bit may differ.
+They have run in Triton's interpreter only, where they give the bits of plain torch, and never on a GPU, so
+plain torch is the default there. What is missing here (top-k, scatter, places, casts) stays with plain torch.
+Codes are written one a byte and then packed by torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import WireError
+from stenograd.kernels.backend import present
 from stenograd.kernels.reference import quantize as reference_quantize
 from stenograd.kernels.reference import sign as reference_sign
 from stenograd.kernels.reference.bits import pack_bits, packed_bytes
@@ -28,7 +29,8 @@ __all__ = [
     "sign_encode_feedback",
 ]
 
-_WIDEST = 65536  # elements of a block that one program can hold
+_WIDEST = 8192  # elements of a block that one program holds in registers
+_PIECE = 256  # elements that the mean magnitude adds up at once
 _EXACT = {"enable_fp_fusion": False}  # a * b + c rounded twice, as everywhere else
 
 try:
@@ -59,57 +61,82 @@ def _starts(block: int, numels: tuple[int, ...], device: torch.device) -> tuple[
     return torch.tensor(starts, device=device), triton.next_power_of_2(max(width, 1))
 
 
-def _suits(x: Tensor, residual: Tensor | None, width: int) -> bool:
-    both = [x] if residual is None else [x, residual]
-    return width <= _WIDEST and all(t.dtype is torch.float32 and t.is_contiguous() for t in both)
+def _suits(tensors: Sequence[Tensor], width: int) -> bool:
+    return width <= _WIDEST and all(t.dtype is torch.float32 and t.is_contiguous() for t in tensors)
 
 
 def sign_encode_feedback(
-    x: Tensor, residual: Tensor | None, block: int, numels: Sequence[int]
+    x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Send signs and mean magnitudes, and leave the error in residual."""
-    blocks = reference_sign.block_count(block, numels, x.numel())
-    starts, width = _starts(block, tuple(numels), x.device)
-    if not (blocks and _suits(x, residual, width)):
+    given = present(x, residual)
+    first, left = given[0], given[-1]
+    blocks = reference_sign.block_count(block, numels, first.numel())
+    starts, width = _starts(block, tuple(numels), first.device)
+    if not (blocks and _suits(given, width)):
         return reference_sign.sign_encode_feedback(x, residual, block, numels)
-    codes, scales = torch.empty_like(x, dtype=torch.uint8), x.new_empty(blocks)
-    left = x if residual is None else residual
-    _sign[(blocks,)](x, left, starts, codes, scales, width, residual is not None, **_EXACT)
+    codes, scales = torch.empty_like(first, dtype=torch.uint8), first.new_empty(blocks)
+    flags = (max(width, _PIECE), len(given) == 2, residual is not None)
+    _sign[(blocks,)](first, left, starts, codes, scales, *flags, **_EXACT)
     return pack_bits(codes, 1), scales
 
 
 @kernel
 def _sign(
-    x: Any, left: Any, starts: Any, codes: Any, scales: Any, width: tl.constexpr, add: tl.constexpr
+    x: Any,
+    left: Any,
+    starts: Any,
+    codes: Any,
+    scales: Any,
+    width: tl.constexpr,
+    add: tl.constexpr,
+    keep: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     start = tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
+    # In the order of `lane_means`: eighths in float32, their sums in float64, then pairs.
+    at = tl.arange(0, 32)
+    lanes = tl.zeros([32], tl.float64)
+    for piece in range(0, width, 256):
+        part = tl.zeros([32], tl.float32)
+        for eighth in tl.static_range(8):
+            where = piece + 32 * eighth + at
+            v = tl.load(x + start + where, where < length, 0.0)
+            if add:
+                v += tl.load(left + start + where, where < length, 0.0)
+            part += tl.abs(v) * 0.125
+        lanes += part.to(tl.float64)
+    lanes = tl.sum(tl.reshape(lanes, [2, 16]), 0)  # of two, in which order does not matter
+    lanes = tl.sum(tl.reshape(lanes, [2, 8]), 0)
+    lanes = tl.sum(tl.reshape(lanes, [2, 4]), 0)
+    lanes = tl.sum(tl.reshape(lanes, [2, 2]), 0)
+    scale = (tl.sum(lanes, 0) * 8 / length.to(tl.float64)).to(tl.float32)
+    tl.store(scales + row, scale)
     lane = tl.arange(0, width)
     v = tl.load(x + start + lane, lane < length, 0.0)
     if add:
         v += tl.load(left + start + lane, lane < length, 0.0)
-    scale = (tl.sum(tl.abs(v).to(tl.float64)) / length.to(tl.float64)).to(tl.float32)
-    tl.store(scales + row, scale)
     tl.store(codes + start + lane, (v >= 0).to(tl.uint8), lane < length)
-    if add:
+    if keep:
         tl.store(left + start + lane, v - tl.where(v >= 0, scale, -scale), lane < length)
 
 
 def qsgd_encode_feedback(
-    x: Tensor, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
+    x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
 ) -> tuple[Tensor, Tensor]:
     """Round at random, and leave the error in residual."""
+    given = present(x, residual)
+    first, left = given[0], given[-1]
     levels = reference_quantize.levels_of(bits)
-    blocks = reference_sign.block_count(block, numels, x.numel())
-    starts, width = _starts(block, tuple(numels), x.device)
-    if not (blocks and _suits(x, residual, width)):
+    blocks = reference_sign.block_count(block, numels, first.numel())
+    starts, width = _starts(block, tuple(numels), first.device)
+    if not (blocks and _suits(given, width)):
         return reference_quantize.qsgd_encode_feedback(x, residual, bits, block, numels, seed)
-    codes, scales = torch.empty_like(x, dtype=torch.uint8), x.new_empty(blocks)
-    keys = torch.tensor(reference_quantize.hash_keys(seed), device=x.device)
-    left = x if residual is None else residual
+    codes, scales = torch.empty_like(first, dtype=torch.uint8), first.new_empty(blocks)
+    keys = torch.tensor(reference_quantize.hash_keys(seed), device=first.device)
     numbers = float(levels), reference_quantize.MOST
-    args = (x, left, starts, keys, codes, scales, *numbers, width, residual is not None)
+    args = (first, left, starts, keys, codes, scales, *numbers, width, len(given) == 2, residual is not None)
     _quantize[(blocks,)](*args, **_EXACT)
     return pack_bits(codes, bits), scales
 
@@ -126,6 +153,7 @@ def _quantize(
     most: Any,
     width: tl.constexpr,
     add: tl.constexpr,
+    keep: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     start = tl.load(starts + row)
@@ -149,7 +177,7 @@ def _quantize(
     y = tl.minimum(tl.where(y > 0, y, 0.0), 2 * levels).to(tl.int32)
     tl.store(scales + row, scale)
     tl.store(codes + start + lane, y.to(tl.uint8), inside)
-    if add:
+    if keep:
         sent = (y.to(tl.float32) - levels) * tl.div_rn(scale, levels)
         tl.store(left + start + lane, v - sent, inside)
 

@@ -3,27 +3,41 @@
 A collective that failed does not tell which rank is to blame: gloo reports the neighbour whose connection
 broke, and that may be a survivor that has just given up. So a rank whose collective failed asks all others
 directly. A dead rank refuses the connection; a stopped rank, or one that is cut off, is silent; a living
-rank answers from a thread, busy or not. Before it leaves, a survivor tells the others which ranks it found
+rank answers from a thread, busy or not. One that drops the connection, for want of room or descriptors, is
+asked again until the time is over. Before it leaves, a survivor tells the others which ranks it found
 missing, so that ranks that notice later do not take the survivor for the lost one. No store is needed, so
 the lost rank may be rank 0, which hosts the store.
+
+Questions and answers carry an HMAC-SHA256 under a key that is made of STENOGRAD_SECRET and the asked rank's
+token. Tokens lie in the rendezvous, where strangers may read them if it is a port; the secret never travels.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import hashlib
+import hmac
 import json
+import os
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from stenograd.errors import LaunchError
 from stenograd.launch.line_server import LineServer
-from stenograd.launch.network import bounded
+from stenograd.launch.local_workers import SECRET_VARIABLE
+from stenograd.launch.network import bounded, unshared
 
 __all__ = ["Absent", "Presence", "attend"]
 
-_TELL_S = 0.5  # for telling survivors; those that are asked have answered already, so they are quick
+_TELL_S = 0.5  # at least, for telling survivors; those that are told have answered already
+_AGAIN_S = 0.1  # until a rank that dropped the question is asked again
+# The asker's own want of descriptors, memory or ports, which says nothing about the rank it would ask.
+_OWN_WANT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,8 @@ class Absent:
     """Which ranks a survivor found lost or late.
 
     Attributes:
-        lost: ranks that do not answer, or that other survivors missed; ascending.
+        lost: ranks that do not answer; ascending. What others report removes no rank that answers, and a
+            rank that this one had no descriptor or memory to ask is not counted.
         late: ranks that answer and have not given up, but have come to fewer collectives than this rank.
     """
 
@@ -47,7 +62,8 @@ class Presence:
         host: address of this machine at which the others reach it.
 
     Attributes:
-        card: address and token with which others can ask this rank; pass it to their `meet`.
+        card: address and token with which others can ask this rank, and a proof that it has the secret;
+            pass it to their `meet`.
         came: number of collectives that this rank came to, by name of the group.
 
     Example:
@@ -69,29 +85,47 @@ class Presence:
         self._gave_up = False
         self._reported_lost: dict[int, list[int]] = {}  # by the rank that reported it
         self._others: dict[int, tuple[str, int, str]] = {}
-        self._server = LineServer(host, self._answer)
-        self.card = json.dumps([*self._server.address, self._token])
+        self._secret = os.environ.get(SECRET_VARIABLE, "")
+        with unshared():
+            self._server = LineServer(host, self._answer)
+        place = [*self._server.address, self._token]
+        self.card = json.dumps([*place, self._proof(rank, place)])
 
     def meet(self, cards: Mapping[int, str]) -> None:
-        """Learn the addresses of all ranks; this rank's own is left out."""
-        self._others = {r: tuple(json.loads(card)) for r, card in cards.items() if r != self.rank}
+        """Learn the addresses of all ranks; this rank's own is left out.
+
+        Raises:
+            LaunchError: a rank has another STENOGRAD_SECRET, or a stranger has changed its card.
+        """
+        told = {r: json.loads(card) for r, card in cards.items() if r != self.rank}
+        foreign = [r for r, (*place, proof) in told.items() if proof != self._proof(r, place)]
+        if foreign:
+            raise LaunchError(
+                f"rank(s) {', '.join(map(str, foreign))} and rank {self.rank} have different values of "
+                f"{SECRET_VARIABLE}: export the same one on all hosts, or none"
+            )
+        self._others = {r: tuple(place) for r, (*place, _) in told.items()}
+        self._server.room += 2 * len(told)  # each asks, and tells; what was there is for strangers
 
     def absent(self, group: str, grace_s: float) -> Absent:
         """Hold a roll call before leaving: ask all others, and tell those that answer what was found.
 
         Args:
             group: name of the group in which a collective failed, as counted in `came`.
-            grace_s: seconds that the others have to answer.
+            grace_s: seconds that the others have to answer, all together; telling them takes as long again
+                at most.
         """
         self._gave_up = True
-        replies = self._ask(self._others, {"from": self.rank, "group": group}, grace_s)
+        replies, unasked = self._ask(self._others, {"from": self.rank, "group": group}, grace_s)
         leavers = dict(self._reported_lost)  # they gave up before, and may have ended since
-        silent = set(self._others) - set(replies) - set(leavers)
-        lost = sorted(silent.union(*leavers.values()) - {self.rank})
+        silent = set(self._others) - set(replies) - set(leavers) - unasked
+        reported = set[int]().union(*leavers.values()) - set(replies) - {self.rank}
+        lost = sorted(silent | reported)
         mine = self.came[group]
         behind = {r for r, reply in replies.items() if reply["came"] < mine and not reply.get("gave_up")}
         answering = {r: address for r, address in self._others.items() if r not in silent}
-        self._ask(answering, {"from": self.rank, "lost": lost}, min(grace_s, _TELL_S))
+        slowest_s = max((reply["took_s"] for reply in replies.values()), default=0.0)
+        self._ask(answering, {"from": self.rank, "lost": lost}, min(grace_s, max(_TELL_S, 2.0 * slowest_s)))
         return Absent(lost, sorted(behind - set(lost)))
 
     def go_on_without(self, lost: Sequence[int]) -> None:
@@ -105,8 +139,14 @@ class Presence:
         self._server.close()
 
     def _answer(self, line: bytes) -> bytes:
-        question = json.loads(line)
-        if not isinstance(question, dict) or question.get("to") != self._token:
+        told = json.loads(line)
+        if not isinstance(told, list) or [type(part) for part in told] != [str, str]:
+            return b""
+        said, mac = told
+        if not hmac.compare_digest(mac.encode(), self._mac(self._token, said).encode()):
+            return b""
+        question = json.loads(said)
+        if not isinstance(question, dict):
             return b""
         asker, lost = question.get("from"), question.get("lost")
         if self._knows(asker) and isinstance(lost, list):
@@ -114,7 +154,16 @@ class Presence:
         came = self.came[
             str(question.get("group"))
         ]  # reading a Counter adds no key, so strangers cannot fill it
-        return json.dumps({"rank": self.rank, "came": came, "gave_up": self._gave_up}).encode() + b"\n"
+        reply = json.dumps({"rank": self.rank, "came": came, "gave_up": self._gave_up})
+        # The question holds a number that is used once, so that an answer heard before cannot be repeated.
+        return json.dumps([reply, self._mac(self._token, said + reply)]).encode() + b"\n"
+
+    def _mac(self, token: str, text: str) -> str:
+        key = hashlib.sha256(f"{self._secret} {token}".encode()).digest()
+        return hmac.new(key, text.encode(), "sha256").hexdigest()
+
+    def _proof(self, rank: int, place: Sequence[Any]) -> str:
+        return self._mac("card", json.dumps([rank, *place]))
 
     def _knows(self, rank: object) -> TypeGuard[int]:
         """Return whether this is another rank's number; strangers' claims must not fill the memory."""
@@ -122,33 +171,71 @@ class Presence:
 
     def _ask(
         self, addresses: Mapping[int, tuple[str, int, str]], question: Mapping[str, Any], limit_s: float
-    ) -> dict[int, dict[str, Any]]:
-        """Put a question to ranks all at once; return the replies that came in time, by rank."""
+    ) -> tuple[dict[int, dict[str, Any]], set[int]]:
+        """Put a question to ranks all at once, within one limit.
 
-        async def ask(host: str, port: int, token: str) -> dict[str, Any]:
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                writer.write(json.dumps({**question, "to": token}).encode() + b"\n")
-                reply: dict[str, Any] = json.loads(await reader.readline())
-                return reply
-            finally:
-                writer.close()
+        Returns:
+            The replies that came, by rank, each with the seconds it took; and the ranks that could not be
+            asked for a reason that lies with this one.
+        """
+        start, unasked = time.monotonic(), set[int]()
 
-        async def ask_all() -> list[dict[str, Any] | BaseException]:
-            asked = (asyncio.wait_for(ask(*address), limit_s) for address in addresses.values())
+        async def ask(rank: int, host: str, port: int, token: str) -> dict[str, Any] | None:
+            while True:
+                try:
+                    unasked.discard(rank)
+                    if reply := await self._asked(host, port, token, question):
+                        return {**reply, "took_s": time.monotonic() - start}
+                except (ConnectionRefusedError, ValueError):  # nobody listens there, or a stranger
+                    return None
+                except OSError as error:
+                    if error.errno in _OWN_WANT:
+                        unasked.add(rank)
+                await asyncio.sleep(_AGAIN_S)
+
+        async def ask_all() -> list[dict[str, Any] | BaseException | None]:
+            asked = (asyncio.wait_for(ask(rank, *place), limit_s) for rank, place in addresses.items())
             return await asyncio.gather(*asked, return_exceptions=True)
 
         if not addresses:
-            return {}
+            return {}, unasked
         try:  # in a thread of its own: the caller's may run an event loop
             replies = bounded(lambda: asyncio.run(ask_all()), limit_s + 1.0)
-        except (OSError, RuntimeError, TimeoutError):
-            return {}
-        return {
+        except (OSError, RuntimeError, TimeoutError):  # it could not ask at all
+            return {}, set(addresses)
+        found = {
             rank: reply
             for rank, reply in zip(addresses, replies, strict=True)
             if isinstance(reply, dict) and reply.get("rank") == rank and isinstance(reply.get("came"), int)
         }
+        return found, unasked
+
+    async def _asked(
+        self, host: str, port: int, token: str, question: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Ask one rank once; None where it dropped the connection.
+
+        Raises:
+            OSError: no connection, or a broken one.
+            ValueError: a stranger answers there.
+        """
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            said = json.dumps({**question, "once": secrets.token_hex(8)})
+            writer.write(json.dumps([said, self._mac(token, said)]).encode() + b"\n")
+            line = await reader.readline()
+            if not line.endswith(b"\n"):
+                return None
+            try:
+                reply, mac = json.loads(line)
+                if hmac.compare_digest(str(mac).encode(), self._mac(token, said + reply).encode()):
+                    told: dict[str, Any] = json.loads(reply)
+                    return told
+            except TypeError as error:  # no list of two texts
+                raise ValueError("a stranger answers there") from error
+            raise ValueError("a stranger answers there")
+        finally:
+            writer.close()
 
 
 def attend(rank: int, find_host: Callable[[], str]) -> Presence | None:

@@ -107,26 +107,29 @@ def time_interfaces(store: Store, world: World, limit_s: float = 60.0) -> list[R
         told = tell_all(store, world, f"interfaces/{what}", json.dumps(value), limit_s)
         return [json.loads(text) for text in told]
 
-    with _serving(world.rank) as port:
-        cards = everyone("card", {"host": _host(), "port": port, "interfaces": interfaces()})
-        leaders = _leaders([str(card["host"]) for card in cards], world.world_size)
-        names = [
-            name
-            for name, address in cards[0]["interfaces"].items()
-            if all(name in cards[leader]["interfaces"] for leader in leaders)
-            and address.startswith("127.") == (len({card["host"] for card in cards}) == 1)
-        ]
-        mine: dict[str, dict[str, Any]] = {}
-        pairs = list(zip(leaders, [*leaders[1:], *leaders[:1]], strict=True))
-        # A ring of an odd number of hosts needs a third turn, so that no host is in two pairs at once.
-        turns = [pairs[0:-1:2], pairs[1::2], pairs[-1:]] if len(pairs) % 2 else [pairs[0::2], pairs[1::2]]
-        for name in names:
+    cards = everyone("card", {"host": _host(), "interfaces": interfaces()})
+    leaders = _leaders([str(card["host"]) for card in cards], world.world_size)
+    names = [
+        name
+        for name, address in cards[0]["interfaces"].items()
+        if all(name in cards[leader]["interfaces"] for leader in leaders)
+        and address.startswith("127.") == (len({card["host"] for card in cards}) == 1)
+    ]
+    mine: dict[str, dict[str, Any]] = {}
+    pairs = list(zip(leaders, [*leaders[1:], *leaders[:1]], strict=True))
+    # A ring of an odd number of hosts needs a third turn, so that no host is in two pairs at once.
+    turns = [pairs[0:-1:2], pairs[1::2], pairs[-1:]] if len(pairs) % 2 else [pairs[0::2], pairs[1::2]]
+    for name in names:
+        address = cards[world.rank]["interfaces"][name] if world.rank in leaders else None
+        with _serving(world.rank, address) as port:
+            ports = [one["port"] for one in everyone(f"{name}/port", {"port": port})]
             for number, turn in enumerate(turns):
                 for sender, receiver in turn:
                     if sender == world.rank:
-                        mine[name] = _timed(cards[sender], cards[receiver], name, receiver)
+                        there = {**cards[receiver], "port": ports[receiver]}
+                        mine[name] = _timed(cards[sender], there, name, receiver)
                 everyone(f"{name}/{number}", {})
-        told = [one for one in everyone("found", mine) if one]
+    told = [one for one in everyone("found", mine) if one]
     return [_worst(name, cards[0]["interfaces"][name], [one[name] for one in told]) for name in names]
 
 
@@ -207,9 +210,16 @@ def _read(link: socket.socket, count: int) -> bytes:
 
 
 @contextmanager
-def _serving(rank: int) -> Iterator[int]:
-    """Answer pings and count bulk data on all interfaces; gives the port."""
-    with socket.create_server(("0.0.0.0", 0)) as server:
+def _serving(rank: int, address: str | None) -> Iterator[int]:
+    """Answer pings and count bulk data at one address of this machine; gives the port, 0 for none."""
+    server = None
+    if address is not None:
+        with contextlib.suppress(OSError):  # it is gone: who connects tells that
+            server = socket.create_server((address, 0))
+    if server is None:
+        yield 0
+        return
+    with server:
         threading.Thread(target=_accept, args=(server, rank), daemon=True).start()
         yield server.getsockname()[1]
 

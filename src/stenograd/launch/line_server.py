@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 __all__ = ["LINE_BYTES", "LineServer"]
 
 LINE_BYTES = 1 << 16  # a question names its group, by up to 7 bytes per rank
-# For the whole line, from the moment of the connection: as long as the asker waits in a roll call (2 s).
-_LINE_S = 2.0
-# At once: at most 4 MiB of unfinished lines. They are read side by side, each with a limit for its line: read
-# one after another, with a limit per read, one client that sent a byte every 0.5 s, or 50 idle ones, made a
-# living rank look lost in a roll call of 2 s, in 2 of 2 tries each.
-_CONNECTIONS = 64
+# For the whole line, from the moment of the connection; on a full link a lost packet alone costs seconds.
+_LINE_S = 5.0
+# They are read side by side, each with a limit for its line: read one after another, with a limit per read,
+# one client that sent a byte every 0.5 s, or 50 idle ones, made a living rank look lost in a roll call of
+# 2 s, in 2 of 2 tries each.
+_ROOM = 64
 _PAUSE_S = 0.05  # after accept failed, or the loop would spin while no descriptor is free
 
 
@@ -33,8 +33,8 @@ class _Visitor:
 class LineServer:
     r"""Reads one line from each connection, answers it and closes the connection, in one thread.
 
-    No connection can keep another waiting: bytes are read as they come, each connection has two seconds for
-    its whole line, and with 64 of them open the oldest makes room for the next. A line of more than 64 KiB is
+    No connection can keep another waiting: bytes are read as they come, each connection has five seconds for
+    its whole line, and where there is no room for another the oldest makes it. A line of more than 64 KiB is
     not answered.
 
     Args:
@@ -44,6 +44,7 @@ class LineServer:
 
     Attributes:
         address: host and port at which it listens.
+        room: connections whose lines are read at once, at least 1; 64 unless it is set.
 
     Raises:
         OSError: it cannot listen there.
@@ -60,6 +61,7 @@ class LineServer:
     def __init__(self, host: str, answer: Callable[[bytes], bytes]) -> None:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._answer = answer
+        self.room = _ROOM
         self._visitors: dict[socket.socket, _Visitor] = {}  # oldest first
         self._listener = socket.socket(family, kind, protocol)
         try:
@@ -106,7 +108,7 @@ class LineServer:
             self._ended.close()
 
     def _accept(self) -> None:
-        if len(self._visitors) >= _CONNECTIONS:
+        if len(self._visitors) >= self.room:
             self._drop(next(iter(self._visitors)))
         try:
             peer, _ = self._listener.accept()

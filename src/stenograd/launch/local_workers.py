@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -18,9 +19,12 @@ from types import FrameType
 from stenograd.errors import LaunchError, bad_value
 from stenograd.launch.detect import STORE_VARIABLE
 
-__all__ = ["TIMEOUT_VARIABLE", "environment", "run_local"]
+__all__ = ["SECRET_VARIABLE", "TIMEOUT_VARIABLE", "environment", "python", "run_local"]
 
 TIMEOUT_VARIABLE = "STENOGRAD_TIMEOUT_S"  # how long `init` waits for the others unless told otherwise
+
+# Known to the ranks of a launch alone: who has it is believed in a roll call.
+SECRET_VARIABLE = "STENOGRAD_SECRET"
 
 _POLL_S = 0.02
 # After one worker failed, for the others to find out and report it themselves. In the fault drill survivors
@@ -88,6 +92,22 @@ def run_local(
             return run.until_all_ended()
 
 
+def python(code: str) -> list[str]:
+    r"""Return a command that runs code of Stenograd in a Python of its own.
+
+    As with `python -c`, but the current folder is not where modules come from first: a program's own
+    `queue.py` or `types.py` there would otherwise stand in for Python's.
+
+    Example:
+        >>> command = python("import queue; print(queue.__name__)")
+        >>> subprocess.run(command, check=True, capture_output=True).stdout
+        b'queue\n'
+    """
+    ours = str(Path(__file__).resolve().parents[2])  # the package itself may have come from that folder
+    start = f"import sys; sys.path[:] = [*(path for path in sys.path if path), {ours!r}]; "
+    return [sys.executable, "-c", start + code]
+
+
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables of this process for the length of a block.
@@ -141,7 +161,8 @@ def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: 
         STORE_VARIABLE: str(Path(directory) / "store"),
         TIMEOUT_VARIABLE: str(timeout_s),
     }
-    return {"OMP_NUM_THREADS": str(max(1, cores // workers))} | kept | own
+    given = {"OMP_NUM_THREADS": str(max(1, cores // workers)), SECRET_VARIABLE: secrets.token_hex(16)}
+    return given | kept | own
 
 
 class _Run:

@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["GLOO_INTERFACE", "address_towards", "await_port", "bounded", "own_address", "use_loopback"]
+__all__ = [
+    "GLOO_INTERFACE",
+    "address_towards",
+    "await_port",
+    "bounded",
+    "own_address",
+    "unshared",
+    "use_loopback",
+]
 
 T = TypeVar("T")
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _POLL_S = 0.1
+_DESCRIPTORS = "/dev/fd"
+
+_ours: set[tuple[int, int]] = set()  # descriptor and inode of the sockets that `unshared` saw
 
 
 def bounded(call: Callable[[], T], limit_s: float) -> T:
@@ -126,3 +139,72 @@ def use_loopback() -> bool:
             os.environ[GLOO_INTERFACE] = loopback
             return True
     return False
+
+
+@contextmanager
+def unshared() -> Iterator[None]:
+    """Keep the sockets that are opened in the block from processes that this one forks or starts.
+
+    A child of a killed rank, such as a worker of a `DataLoader`, would otherwise hold the rank's connections
+    open until it ends itself, 5 to 32 s later, and the others would not notice before.
+
+    Example:
+        >>> with unshared():
+        ...     pass  # make a process group
+    """
+    before = _sockets()
+    yield
+    for number, inode in _sockets() - before:
+        with contextlib.suppress(OSError):  # another thread's, closed meanwhile
+            os.set_inheritable(number, False)
+            _ours.add((number, inode))
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """Return descriptor and inode of this process's TCP sockets; none where the system does not tell."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError, ValueError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode) and _port(int(name)):
+                    found.add((int(name), status.st_ino))
+    return found
+
+
+def _port(number: int) -> int:
+    """Return the port of this machine that a TCP socket uses; 0 for any other socket."""
+    with socket.socket(fileno=os.dup(number)) as copy:
+        inet = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+        return int(copy.getsockname()[1]) if inet else 0
+
+
+def _listens(number: int) -> bool:
+    with socket.socket(fileno=os.dup(number)) as copy:
+        return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _let_go() -> None:
+    """Give up the parent's sockets in a child that was forked; the parent's connections stay as they are.
+
+    Connections that were accepted later have the port of a listener. /dev/null takes each number, so that
+    objects of the parent which think that they own it close nothing of the child's.
+    """
+    if not _ours:
+        return
+    with contextlib.suppress(OSError):
+        ports = set()
+        for number, inode in _ours:
+            with contextlib.suppress(OSError):
+                if os.fstat(number).st_ino == inode and _listens(number):
+                    ports.add(_port(number))
+        null = os.open(os.devnull, os.O_RDWR)
+        for number, inode in _sockets():
+            if (number, inode) in _ours or _port(number) in ports:
+                os.dup2(null, number, inheritable=False)
+        os.close(null)
+    _ours.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)

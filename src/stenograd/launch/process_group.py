@@ -21,6 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
 )
 
+from stenograd import devices
 from stenograd.errors import LaunchError, bad_value, first_line
 from stenograd.launch.barrier import gather_ranks, introduce, store_errors, unmarked_ranks
 from stenograd.launch.detect import World, bad_variable, detect
@@ -31,6 +32,7 @@ from stenograd.launch.network import (
     address_towards,
     bounded,
     own_address,
+    unshared,
     use_loopback,
 )
 from stenograd.launch.rendezvous import Meeting, meeting_point
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _DEFAULT_TIMEOUT_S = 300.0
+_MARKS_S = 2.0  # for marks in the store of a group that others made
 
 
 @dataclass
@@ -97,7 +100,7 @@ def init(
 
     Args:
         backend: as in `torch.distributed.init_process_group`; None is gloo, and NCCL for CUDA tensors
-            where there is a CUDA device.
+            where each rank of this host has a CUDA device of its own.
         timeout_s: seconds to wait for the other ranks, here and later in every collective, > 0; None is
             `STENOGRAD_TIMEOUT_S` from the environment, or 300.
         device_id: CUDA device of this rank; None is device local_rank modulo the number of devices.
@@ -121,9 +124,10 @@ def init(
         return session.place.world if session is not None else _joined_world()
     limit_s = _timeout_s(timeout_s)
     deadline = time.monotonic() + limit_s
-    place, store = _open(limit_s, deadline)
-    world = place.world
-    detector = _start_detector(store, world, place.rendezvous)
+    with unshared():
+        place, store = _open(limit_s, deadline)
+        world = place.world
+        detector = _start_detector(store, world, place.rendezvous)
     try:
         gather_ranks(store, world, "came", limit_s, deadline)  # first: a get() of a missing key names nobody
         introduce(detector, store, world)
@@ -186,12 +190,13 @@ def shutdown() -> None:
 def roll_call(grace_s: float, group: str = "") -> Absent:
     """After a failed collective, find out which ranks are to blame.
 
-    It never raises, and returns at most about two seconds after `grace_s`. In a group that `init` made, each
-    rank whose collective failed asks all others (see `stenograd.launch.failure_detector`). In a group of the
-    user's own, each leaves a mark in that group's store and waits for the others' marks.
+    It never raises, and takes at most about twice `grace_s`, and two seconds. In a group that `init` made,
+    each rank whose collective failed asks all others (see `stenograd.launch.failure_detector`). In a group of
+    the user's own, each leaves a mark in that group's store and waits for the others' marks, for two seconds
+    at most: a lost rank leaves none, so that time passes after every loss.
 
     Args:
-        grace_s: seconds that a rank has to answer, >= 0.
+        grace_s: seconds that the ranks have to answer, >= 0.
         group: name of the group whose collective failed, as given to `came`.
 
     Returns:
@@ -205,8 +210,8 @@ def roll_call(grace_s: float, group: str = "") -> Absent:
         return found
     try:
         store = PrefixStore("stenograd/roll-call", dist.distributed_c10d._get_default_store())
-        rank, size = dist.get_rank(), dist.get_world_size()
-        return Absent(bounded(lambda: unmarked_ranks(store, rank, size, grace_s), grace_s + 1.0))
+        rank, size, limit_s = dist.get_rank(), dist.get_world_size(), min(grace_s, _MARKS_S)
+        return Absent(bounded(lambda: unmarked_ranks(store, rank, size, limit_s), limit_s + 1.0))
     except Exception:  # no group, a PyTorch that keeps its store elsewhere, or a store that is gone
         return Absent()
 
@@ -323,25 +328,25 @@ def _make_group(
 ) -> None:
     """Make torch's default process group, with gloo for CPU tensors and NCCL for CUDA tensors by default."""
     if backend is None:
-        cuda = torch.cuda.is_available() and dist.is_nccl_available()
+        # NCCL refuses two ranks on one device; gloo takes their tensors by way of the CPU's memory.
+        cuda = devices.count() >= world.local_world_size and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if device_id is not None:
-        torch.cuda.set_device(device_id)
-    elif "nccl" in backend:
-        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+    if device_id is not None or "nccl" in backend:
+        devices.use(device_id or devices.local_device(world.local_rank))
     timeout = timedelta(seconds=limit_s)
     # torch imports this with the first optimizer. Its default arguments would then hold the group made here,
     # whose threads would outlive shutdown() and sometimes abort the process at exit.
     importlib.import_module("torch.distributed.nn.functional")
     try:
-        dist.init_process_group(
-            backend,
-            timeout=timeout,
-            world_size=world.world_size,
-            rank=world.rank,
-            store=store,
-            device_id=device_id,
-        )
+        with unshared():
+            dist.init_process_group(
+                backend,
+                timeout=timeout,
+                world_size=world.world_size,
+                rank=world.rank,
+                store=store,
+                device_id=device_id,
+            )
     except RuntimeError as error:
         raise LaunchError(
             f"rank {world.rank} of {world.world_size} found the others but could not connect to them: "

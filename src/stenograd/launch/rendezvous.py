@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Literal
 
 from stenograd.errors import LaunchError
 from stenograd.launch.detect import STORE_VARIABLE, World, bad_variable
+from stenograd.reading import private_folder
 
 __all__ = ["Meeting", "expand_hosts", "meeting_point"]
 
@@ -173,12 +173,11 @@ def _private_directory() -> Path:
     """Make the directory of this user's rendezvous files, and check that nobody else can write there."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     directory = Path(tempfile.gettempdir()) / f"stenograd-{user}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.lstat()
-    foreign = hasattr(os, "getuid") and (status.st_uid != user or stat.S_IMODE(status.st_mode) & 0o077)
-    if foreign or not stat.S_ISDIR(status.st_mode):
+    try:
+        private_folder(directory)
+    except OSError as cause:
         raise LaunchError(
-            f"{directory} must be a directory of mode 0700 that belongs to you, got "
-            f"{stat.filemode(status.st_mode)} of user {status.st_uid}: remove it, or point TMPDIR elsewhere"
-        )
+            f"{directory} must be a directory that belongs to you and that nobody else can write to, got: "
+            f"{cause.strerror}: remove it, or point TMPDIR elsewhere"
+        ) from cause
     return directory

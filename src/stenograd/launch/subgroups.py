@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from stenograd.launch.gloo_threads import waiting_loops
+from stenograd.launch.network import unshared
 
 __all__ = ["Ranks", "leave", "make_group"]
 
@@ -59,13 +60,31 @@ def leave(group: Any) -> None:
             dist.destroy_process_group(group)
 
 
+@contextlib.contextmanager
+def _unbound(world: Any) -> Iterator[None]:
+    """Let torch connect a new group afresh, where it would split the communicator of the default group.
+
+    It splits where that is bound to a device (`init_process_group(device_id=...)`). NCCL then waits for every
+    rank of the world, members or not; ours are called by members alone, and by survivors of a lost rank.
+    """
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
 def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     """Do what `new_group` does for members, under a name of our choice, with the parent's backend."""
     c10d: Any = dist.distributed_c10d
     store = c10d._get_default_store()
     number = ranks.index(dist.get_rank())
     backend, timeout = dist.get_backend(parent), timedelta(seconds=timeout_s)
-    with waiting_loops():
+    with waiting_loops(), unshared(), _unbound(c10d._get_default_group()):
         group, _ = c10d._new_process_group_helper(
             len(ranks), number, ranks, backend, store, name, timeout=timeout
         )

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stenograd.catalog.method import Method, method, methods
+from stenograd.catalog.method import Method, MethodLike, method, methods
 from stenograd.checkpoint.beside import load_state, save_state
-from stenograd.compression.contract import Compressor
-from stenograd.errors import CheckpointError, ConfigError
+from stenograd.data.carried import in_memory
+from stenograd.errors import CheckpointError, ConfigError, StenogradError
 from stenograd.sync.ddp_register import register
 from stenograd.sync.distribute import distribute
 
@@ -48,7 +48,7 @@ class Choice:
     options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, how: str | Method | Compressor | None, **options: Any) -> Choice:
+    def of(cls, how: MethodLike | None, **options: Any) -> Choice:
         """Take a strategy's arguments; without a method gradients travel densely, with a warning.
 
         Raises:
@@ -117,6 +117,7 @@ class Attachment:
     module: nn.Module
     optimizers: list[torch.optim.Optimizer]
     _own: list[Tensor] | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
 
     @property
     def in_rounds(self) -> bool:
@@ -127,8 +128,16 @@ class Attachment:
         """Put the consensus of all ranks in place, until `hide()`; all ranks call it."""
         if not self.in_rounds or self._own is not None:
             return
-        with self.sync.consensus():
-            shown = self._values()
+        try:
+            with self.sync.consensus():
+                shown = self._values()
+        except StenogradError as cause:
+            if not self._closed:
+                raise
+            raise StenogradError(
+                f"training by {self.sync.method} ended with an error, and ranks cannot find any more what "
+                "they have in common: save in a callback's on_exception, or go back to a checkpoint"
+            ) from cause
         self._own = self._values()
         self._put(shown)
 
@@ -165,15 +174,15 @@ class Attachment:
         load_state(folder, self.sync, name=name, **self._parts())
 
     def close(self) -> None:
-        """Detach from the model."""
-        self._own = None
+        """Detach from the model, in which the consensus stays if it is in place."""
+        self._closed = True
         self.sync.close()
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.module, "optimizer": self.optimizers} if self.in_rounds else {}
 
     def _tensors(self) -> list[Tensor]:
-        return [t.detach() for t in (*self.module.parameters(), *self.module.buffers())]
+        return [in_memory(t.detach()) for t in (*self.module.parameters(), *self.module.buffers())]
 
     def _values(self) -> list[Tensor]:
         return [t.clone() for t in self._tensors()]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stenograd.catalog.method import Method
-from stenograd.compression.contract import Compressor
+from stenograd.catalog.method import MethodLike
 from stenograd.errors import ConfigError
 from stenograd.lightning.attachment import (
     MARK,
@@ -57,7 +56,7 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
 
     def __init__(
         self,
-        method: str | Method | Compressor | None = None,
+        method: MethodLike | None = None,
         *,
         timeout_s: float = 300.0,
         check_every: int = 0,
@@ -119,6 +118,17 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
             return tuple(super().setup_module_and_optimizers(module, optimizers, *rest))
         self._attached.append(self._choice.on_module(module, optimizers))
         return (module, list(optimizers), *rest)
+
+    def teardown(self) -> None:
+        """Leave the process groups of all models, and take threads and hooks away; `syncs` still tell.
+
+        Fabric never calls it: call `fabric.strategy.teardown()` where a program goes on after training.
+        """
+        try:
+            super().teardown()
+        finally:
+            for one in self._attached:
+                one.close()
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return a model's state, for methods in rounds the consensus; all ranks call it."""

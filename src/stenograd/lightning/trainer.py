@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stenograd.catalog.method import Method
-from stenograd.compression.contract import Compressor
+from stenograd.catalog.method import MethodLike
 from stenograd.errors import ConfigError, LaunchError
 from stenograd.lightning.attachment import (
     MARK,
@@ -65,7 +64,7 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
 
     def __init__(
         self,
-        method: str | Method | Compressor | None = None,
+        method: MethodLike | None = None,
         *,
         timeout_s: float = 300.0,
         check_every: int = 0,
@@ -167,6 +166,14 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
         super().on_exception(exception)
         if self._attached is not None:
             self._attached.close()
+
+    def teardown(self) -> None:
+        """Leave the process groups, and take threads and hooks away; `sync` still tells and can be saved."""
+        try:
+            super().teardown()
+        finally:
+            if self._attached is not None:
+                self._attached.close()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state, for methods in rounds the consensus; all ranks call it."""

@@ -1,20 +1,29 @@
-"""MLBench's aggregation layer: functions that average a model's gradients or weights over the ranks."""
+"""MLBench's aggregation layer: averages of tensors, a model's gradients or its weights over the ranks."""
 
 from __future__ import annotations
 
+import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from stenograd import devices
+from stenograd.arguments import choice, number
 from stenograd.comm.driver import Driver
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor
 from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compressors.identity import Identity
 from stenograd.compressors.powersgd import PowerSGD
+from stenograd.data.buckets import Bucket, assign
 from stenograd.errors import ConfigError, bad_value
+from stenograd.launch import process_group
 from stenograd.mlbench.arguments import (
     AVG_CUSTOM,
     AVG_WORLD,
@@ -24,15 +33,167 @@ from stenograd.mlbench.arguments import (
     trainable,
     unused_names,
 )
-from stenograd.mlbench.averaging import Averaging
+from stenograd.sync.handshake import compare
+from stenograd.sync.step_settings import BITS, hashed, refuse, tell, unequal
 
 __all__ = [
     "Aggregate",
     "Aggregation",
     "AllReduceAggregation",
+    "Averaging",
     "PowerAggregation",
     "RememberingAggregation",
 ]
+
+
+class Averaging:
+    """Averages named tensors over the ranks; what the compressor remembers is kept by name.
+
+    A copy, pickled or not, keeps that memory, which is this rank's, and finds the ranks again by itself.
+
+    Args:
+        world_size: number of ranks; None is the group's.
+        compressor: how tensors travel; None sends them as they are.
+
+    Attributes:
+        finite: whether the last `average` counts, equal on all ranks. If not, no memory has changed.
+        skipped: number of averages that did not count.
+        scale: of the loss that gradients are those of, which must be equal on all ranks; None compares none.
+
+    Raises:
+        ConfigError: world_size is not the group's.
+    """
+
+    def __init__(self, world_size: int | None = None, compressor: Compressor | None = None) -> None:
+        self.compressor = compressor or Identity()
+        self._driver: Driver | None = _join(world_size)
+        self.world_size = self._driver.world_size
+        self.finite = True
+        self.skipped = 0
+        self.scale: float | None = None
+        self._count = 0
+        self._met: weakref.ref[nn.Module] | None = None
+        self._exchange: TensorExchange | None = None
+        self._saved: tuple[list[Bucket], dict[str, Any]] | None = None  # of a copy that has not run yet
+
+    @property
+    def driver(self) -> Driver:
+        """The way to the other ranks."""
+        if self._driver is None:
+            self._driver = _join(self.world_size)
+        return self._driver
+
+    @property
+    def traffic(self) -> Traffic:
+        """This rank's bytes; a copy has sent none before it finds the ranks again."""
+        return self._driver.traffic if self._driver is not None else Traffic()
+
+    def meet(
+        self, tensors: Mapping[str, Tensor], options: Mapping[str, object], model: nn.Module | None = None
+    ) -> None:
+        """Check that all ranks hold the same parameters and options, and run the same versions and kernels.
+
+        With a model its other parameters and its buffers are compared, too, and it counts as `met`.
+
+        Raises:
+            MismatchError: naming the first difference.
+        """
+        if self.world_size > 1 and tensors:
+            compare(self.driver, {k: repr(v) for k, v in options.items()}, tensors, model=model)
+        self._met = self._met if model is None else weakref.ref(model)
+
+    def met(self, model: nn.Module) -> None:
+        """Compare a model's parameters over the ranks, by name and in order, unless it was the last compared.
+
+        Raises:
+            MismatchError: as in `meet`.
+        """
+        if self._met is None or self._met() is not model:
+            self.meet(dict(model.named_parameters()), {}, model)
+
+    def arrange(self, values: Mapping[str, Tensor], *, by_layer: bool = False) -> TensorExchange:
+        """Make the memory of these tensors now, which `average` would make at its first call.
+
+        Args:
+            values: as in `average`; only their shapes, dtypes and devices matter.
+            by_layer: whether each tensor has collectives of its own, instead of one for all of a dtype.
+        """
+        exchange = self._running()
+        exchange.arrange(assign(values, 1 if by_layer else sys.maxsize, tail=False))
+        return exchange
+
+    @torch.no_grad()
+    def average(
+        self,
+        values: Mapping[str, Tensor],
+        unused: Collection[str] = (),
+        *,
+        bad: bool | None = None,
+        by_layer: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return the averages of the tensors that some rank used, valid until the next call.
+
+        Args:
+            values: by name, alike on all ranks; they are read only.
+            unused: names of which this rank has nothing to say, with zeros in values. What no rank used
+                keeps its memory.
+            bad: whether this rank found something not finite besides values; None asks nobody. Not for
+                compressors with memory.
+            by_layer: as in `arrange`.
+        """
+        exchange = self.arrange(values, by_layer=by_layer)
+        for index, bucket in enumerate(exchange.buckets):
+            flat, scale = exchange.flat(index), exchange.scale(index)
+            torch.cat([values[name].reshape(-1) for name in bucket.names], out=flat)
+            if scale != 1:
+                flat.mul_(scale)
+            exchange.submit(index)
+        names = [name for bucket in exchange.buckets for name in bucket.names]
+        flags = [] if bad is None else [bad]
+        settings = {"loss scale": self.scale}
+        told = [] if self.scale is None else tell(hashed(settings, self._count), BITS)
+        self._count += 1
+        outcome = exchange.finish([name not in unused for name in names], [*flags, *told]).result()
+        exchange.join_streams()
+        if any(unequal(outcome.any_flags[len(flags) :])):
+            refuse(self.driver, settings)
+        self.finite = outcome.applied and not any(outcome.any_flags[: len(flags)])
+        self.skipped += not self.finite
+        averages = zip(exchange.buckets, outcome.averages, strict=True)
+        views = chain.from_iterable(bucket.views(flat) for bucket, flat in averages)
+        return {n: v for n, v, used in zip(names, views, outcome.any_used, strict=True) if used}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all that decides this rank's next average; empty if nothing does."""
+        if self.compressor.lossless:
+            return {}
+        return {**self._running().state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a saved state.
+
+        Raises:
+            CheckpointError: it is of another rank, world size, method or model; nothing is changed.
+        """
+        if not self.compressor.lossless:
+            self._running().load_state_dict(state)
+            self.skipped = int(state["skipped"])
+
+    def _running(self) -> TensorExchange:
+        if self._exchange is None:
+            self._exchange = TensorExchange(self.compressor, self.driver, waits=True)
+            if self._saved is not None:
+                buckets, state = self._saved
+                self._exchange.arrange(buckets)
+                self._exchange.load_state_dict(state)
+                self._saved = None
+        return self._exchange
+
+    def __getstate__(self) -> dict[str, Any]:
+        saved = self._saved
+        if self._exchange is not None and not self.compressor.lossless:  # else there is no memory
+            saved = (list(self._exchange.buckets), self._exchange.state_dict())
+        return {**self.__dict__, "_driver": None, "_exchange": None, "_saved": saved, "_met": None}
 
 
 class Aggregate(Protocol):
@@ -42,16 +203,13 @@ class Aggregate(Protocol):
         """Average in place; return False where nothing was changed, because it was not finite."""
 
 
-class Aggregation(ABC):
-    """Averages over the ranks; a copy, pickled or not, finds the ranks again by itself.
+class Aggregation(Averaging, ABC):
+    """Averages a model's gradients or weights over the ranks.
 
     Args:
         use_cuda: taken for compatibility: tensors travel on the device where they are.
         world_size: number of ranks; None is the group's.
         compressor: how gradients travel; None sends them as they are.
-
-    Attributes:
-        averaging: what exchanges, with `traffic`, this rank's bytes.
 
     Raises:
         ConfigError: world_size is not the group's, or use_cuda is given where there is no CUDA device.
@@ -64,30 +222,20 @@ class Aggregation(ABC):
         *,
         compressor: Compressor | None = None,
     ) -> None:
-        if use_cuda and not torch.cuda.is_available():
+        if use_cuda and not devices.count():
             raise bad_value("use_cuda", "needs a CUDA device", use_cuda, "leave it out to train on the CPU")
         self.use_cuda = use_cuda
-        self.averaging = Averaging(world_size, compressor)
-        self.world_size = self.averaging.world_size
-
-    @property
-    def driver(self) -> Driver:
-        """The way to the other ranks."""
-        return self.averaging.driver
-
-    @property
-    def traffic(self) -> Traffic:
-        """This rank's bytes."""
-        return self.averaging.traffic
+        super().__init__(world_size, compressor)
 
     def agg_grad(self, by_layer: bool = False) -> Aggregate:
-        """Return a function that averages a model's gradients in place.
+        """Return a function that averages a model's gradients in place; ranks with other models are refused.
 
         Args:
             by_layer: one collective per parameter, instead of one for all parameters of a dtype.
         """
 
         def average(model: nn.Module, op: str, denom: Denominator = None) -> bool:
+            self.met(model)
             return self._average_gradients(model, op, denom, by_layer)
 
         return average
@@ -96,18 +244,11 @@ class Aggregation(ABC):
         """Return a function that averages a model's parameters in place; by_layer as in `agg_grad`."""
 
         def average(model: nn.Module, op: str, denom: Denominator = None) -> bool:
+            self.met(model)
             self.average_weights(model.parameters(), op, denom, by_layer)
             return True
 
         return average
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what decides this rank's next exchange; empty if nothing does."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a saved state; nothing, if nothing decides the next exchange."""
-        return
 
     @abstractmethod
     def average_weights(self, weights: Iterable[Tensor], op: str, denom: Denominator, by_layer: bool) -> None:
@@ -167,7 +308,7 @@ class AllReduceAggregation(Aggregation):
         if self.divide_before and not exact:
             values = {name: x / divisor for name, x in values.items()}
         if self.world_size > 1:
-            means = self.averaging.average(values, unused, by_layer=by_layer)
+            means = self.average(values, unused, by_layer=by_layer)
         else:
             means = {name: x.clone() for name, x in values.items() if name not in unused}
         for mean in means.values():
@@ -179,18 +320,13 @@ class AllReduceAggregation(Aggregation):
         return means
 
     def _divisor(self, op: str, denom: Denominator) -> float:
-        if op == AVG_WORLD:
+        if choice("op", op, (AVG_WORLD, AVG_CUSTOM)) == AVG_WORLD:
             return float(self.world_size)
-        if op != AVG_CUSTOM:
-            raise bad_value("op", f"must be {AVG_WORLD!r} or {AVG_CUSTOM!r}", op, "choose one")
         if denom is None:
             raise ConfigError("denom must be given with avg_custom, got None: pass step(denom=...)")
         if isinstance(denom, Tensor) and denom.numel() != 1:
             raise bad_value("denom", "must have one element", tuple(denom.shape), "sum it over the batch")
-        value = float(denom)
-        if not 0 < value < float("inf"):
-            raise bad_value("denom", "must be finite and above 0", value, "count the samples of all ranks")
-        return value
+        return number("denom", float(denom), "count the samples of all ranks", above=0)
 
 
 class RememberingAggregation(Aggregation):
@@ -208,30 +344,13 @@ class RememberingAggregation(Aggregation):
         self, model: nn.Module, compressor: Compressor, use_cuda: bool, world_size: int | None
     ) -> None:
         super().__init__(use_cuda, world_size, compressor=compressor)
-        self.averaging.arrange({name: p for name, p in model.named_parameters() if p.requires_grad})
-
-    @property
-    def skipped(self) -> int:
-        """Number of steps that changed nothing."""
-        return self.averaging.skipped
+        self.arrange({name: p for name, p in model.named_parameters() if p.requires_grad})
 
     @property
     def memory(self) -> dict[str, dict[str, Tensor]]:
         """Copies of what each parameter still has to send (`residual`), and of what else is remembered."""
         parameters: dict[str, dict[str, Tensor]] = self.state_dict()["parameters"]
         return parameters
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of all that decides this rank's next exchange."""
-        return self.averaging.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a saved state.
-
-        Raises:
-            CheckpointError: it is of another rank, world size, method or model; nothing is changed.
-        """
-        self.averaging.load_state_dict(state)
 
     def average_weights(self, weights: Iterable[Tensor], op: str, denom: Denominator, by_layer: bool) -> None:
         """Raise: errors are fed back to gradients only."""
@@ -245,11 +364,11 @@ class RememberingAggregation(Aggregation):
             raise bad_value("op", f"must be {AVG_WORLD!r}, without denom", got, "use AllReduceAggregation")
         named = trainable(model)
         gradients = {name: gradient(p) for name, p in named.items()}
-        averages = self.averaging.average(gradients, unused_names(named), by_layer=by_layer)
-        if self.averaging.finite:
+        averages = self.average(gradients, unused_names(named), by_layer=by_layer)
+        if self.finite:
             for name, average in averages.items():
                 put_gradient(named[name], average)
-        return self.averaging.finite
+        return self.finite
 
 
 class PowerAggregation(RememberingAggregation):
@@ -282,3 +401,13 @@ class PowerAggregation(RememberingAggregation):
         if self.world_size == 1 and op == AVG_WORLD and denom is None:
             return True  # every gradient is its own average
         return super()._average_gradients(model, op, denom, by_layer)
+
+
+def _join(world_size: int | None) -> Driver:
+    """Join the process group if this process is in none yet, and check its size."""
+    process_group.join()
+    driver = Driver.own()
+    if world_size is not None and (isinstance(world_size, bool) or world_size != driver.world_size):
+        rule = f"must be {driver.world_size}, the number of ranks that were launched"
+        raise bad_value("world_size", rule, world_size, "pass that, or start as many ranks")
+    return driver

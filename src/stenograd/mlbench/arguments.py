@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from stenograd.arguments import number
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
 
 __all__ = [
@@ -16,7 +17,6 @@ __all__ = [
     "Denominator",
     "averaging_mode",
     "check_denominator",
-    "check_held",
     "check_lr",
     "checked_clip",
     "checked_model",
@@ -33,9 +33,10 @@ Denominator: TypeAlias = Tensor | float | None
 
 def check_lr(lr: float | None) -> float:
     """Return a learning rate that was given, and is finite and not negative."""
-    if lr is None or not 0 <= lr < float("inf"):
-        raise bad_value("lr", "must be given, finite and at least 0", lr, "try 0.1 with SGD, 0.001 with Adam")
-    return lr
+    advice = "try 0.1 with SGD, 0.001 with Adam"
+    if lr is None:
+        raise bad_value("lr", "must be given, finite and at least 0", lr, advice)
+    return number("lr", lr, advice, least=0)
 
 
 def checked_model(model: nn.Module | None) -> nn.Module:
@@ -58,17 +59,6 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return named
 
 
-def check_held(inner: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise unless the optimizer holds parameters of the model only: others would drift apart."""
-    known = {id(p) for p in model.parameters()}
-    strangers = [p for group in inner.param_groups for p in group["params"] if id(p) not in known]
-    if strangers:
-        raise ConfigError(
-            f"optimizer must hold the model's parameters, got {len(strangers)} not in it: "
-            "create it from model.parameters(), after moving or replacing layers"
-        )
-
-
 def averaging_mode(average_world: bool, average_custom: bool) -> str:
     """Return the aggregation's op; exactly one of the two must be chosen."""
     if bool(average_world) == bool(average_custom):
@@ -87,9 +77,7 @@ def check_denominator(mode: str, denom: Denominator) -> None:
 
 def checked_clip(grad_clip: float) -> float:
     """Return a norm that is above 0; infinity is no clipping."""
-    if not grad_clip > 0:
-        raise bad_value("grad_clip", "must be above 0", grad_clip, "leave it out for none")
-    return grad_clip
+    return number("grad_clip", grad_clip, "leave it out for none", above=0, finite=False)
 
 
 def gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stenograd import devices
+from stenograd.arguments import choice
 from stenograd.comm.agreement import agree, sum_over_ranks
 from stenograd.comm.driver import Driver
 from stenograd.comm.groups import joined
@@ -59,7 +61,7 @@ class FCGraph:
         """Where this rank computes."""
         if not self.use_cuda:
             return torch.device("cpu")
-        return torch.device("cuda", self.local_rank % max(1, torch.cuda.device_count()))
+        return devices.local_device(self.local_rank)
 
     @property
     def current_device_name(self) -> str:
@@ -110,9 +112,8 @@ def initialize_backends(
         ...     print(rank, world_size, graph.neighbors)
         0 1 []
     """
-    if comm_backend not in ("mpi", "gloo", "nccl"):
-        raise bad_value("comm_backend", "must be 'mpi', 'gloo' or 'nccl'", comm_backend, "use 'gloo' on CPUs")
-    if use_cuda and not torch.cuda.is_available():
+    choice("comm_backend", comm_backend, ("mpi", "gloo", "nccl"), "use 'gloo' on CPUs")
+    if use_cuda and not devices.count():
         raise bad_value("use_cuda", "needs a CUDA device", use_cuda, "leave it out to compute on the CPU")
     mine = not joined()
     with environment(_place(hosts, rank)):
@@ -142,7 +143,7 @@ def global_average(sum: float | Tensor, count: float | Tensor) -> Tensor:
     total, number = sum_over_ranks(Driver(), [float(sum), float(count)])
     if number == 0:
         raise bad_value("count", "must be above 0 on some rank", number, "average after the first value")
-    return torch.tensor(total / number, dtype=torch.float64)
+    return torch.tensor(total / number, dtype=torch.float64, device="cpu")
 
 
 def _seed(seed: int | None, cudnn_deterministic: bool) -> None:

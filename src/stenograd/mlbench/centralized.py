@@ -16,13 +16,13 @@ from stenograd.mlbench.arguments import (
     Denominator,
     averaging_mode,
     check_denominator,
-    check_held,
     check_lr,
     checked_clip,
     checked_model,
 )
 from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
-from stenograd.sync.handshake import broadcast_model
+from stenograd.sync.handshake import broadcast_model, synced_parameters
+from stenograd.sync.own_copies import Copies
 
 __all__ = [
     "CentralizedAdam",
@@ -90,7 +90,7 @@ class GenericCentralizedOptimizer(Wrapper):
         super().__init__(self.model.parameters())
         if self.world_size > 1:
             options = {"optimizer": type(self).__name__, "by_layer": self.by_layer, "agg_grad": self.agg_grad}
-            aggregation.averaging.meet(dict(self.model.named_parameters()), options)
+            aggregation.meet(dict(self.model.named_parameters()), options, self.model)
             if self.agg_grad:
                 broadcast_model(aggregation.driver, self.model)
             else:
@@ -124,7 +124,8 @@ class GenericCentralizedOptimizer(Wrapper):
             tracker.record_batch_opt_step()
         # Frozen weights are equal already, and averaging them again would round them again.
         moving = [p for p in self.model.parameters() if p.requires_grad]
-        self.aggregation.average_weights(moving, self.agg_mode, denom, self.by_layer)
+        with Copies(self.optimizer).follow(moving):
+            self.aggregation.average_weights(moving, self.agg_mode, denom, self.by_layer)
         if tracker is not None:
             tracker.record_batch_agg()
         return loss
@@ -133,7 +134,7 @@ class GenericCentralizedOptimizer(Wrapper):
         self.optimizer.step()
 
     def _check_inner(self, inner: torch.optim.Optimizer) -> None:
-        check_held(inner, self.model)
+        synced_parameters(self.model, [inner])
 
     def _extra_state(self) -> dict[str, Any]:
         state = self.aggregation.state_dict()
@@ -262,8 +263,9 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         self.agg_mode = averaging_mode(average_world, average_custom)
         self.grad_clip = checked_clip(grad_clip)
         if isinstance(optimizer, torch.optim.Optimizer):
-            check_held(optimizer, checked_model(model))  # before any rank waits for another
-        super().__init__(world_size, model, use_cuda, by_layer, divide_before, agg_grad)
+            synced_parameters(checked_model(model), [optimizer])  # before any rank waits for another
+        with Copies(optimizer).follow(checked_model(model).parameters()):
+            super().__init__(world_size, model, use_cuda, by_layer, divide_before, agg_grad)
         self.optimizer = optimizer
 
     def step(

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import Traffic
+from stenograd.data.carried import can_average
 from stenograd.data.finite import is_finite
 from stenograd.errors import bad_value
 from stenograd.launch import process_group
-from stenograd.mlbench.wrapper import Closure, Marks, evaluate, kept_attributes
+from stenograd.mlbench.arguments import check_lr
+from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
 from stenograd.sync.gossip import Gossip
 from stenograd.sync.handshake import compare
 from stenograd.topology.mixing import Graph
@@ -28,7 +30,7 @@ class DecentralizedAggregation:
     Args:
         rank: this process's rank; None asks the process group.
         neighbors: ranks of the neighbours; whoever is one has this rank among its own. May be empty.
-        use_cuda: whether the ranks agree on the graph through CUDA, as groups with NCCL alone need. Weights
+        use_cuda: taken for compatibility: tensors travel from the device where they are. Weights
             are exchanged from where they are.
         weights: "uniform", `W_ij = 1 / (1 + degree_i)` as in MLBench, or "metropolis", which keeps the mean
             over the ranks on every graph.
@@ -56,14 +58,14 @@ class DecentralizedAggregation:
     ) -> None:
         process_group.join(timeout_s=timeout_s)
         driver = Driver.own(timeout_s=timeout_s)
-        self.gossip = Gossip(driver, _agree_on_graph(driver, rank, neighbors, weights, _device(use_cuda)))
+        self.gossip = Gossip(driver, _agree_on_graph(driver, rank, neighbors, weights))
 
     def agg_model(self, by_layer: bool = False) -> Callable[..., None]:
         """Return `f(model, op)` that averages a model's parameters; by_layer: one message per parameter."""
 
         def average(model: nn.Module, op: str = "avg_world", denom: Any = None) -> None:
             _check_op(op, denom)
-            self.gossip.mix(list(model.parameters()), separately=by_layer)
+            self.gossip.mix([p for p in model.parameters() if can_average(p)], separately=by_layer)
 
         return average
 
@@ -87,7 +89,7 @@ class DecentralizedAggregation:
         return average
 
 
-class DecentralizedSGD(torch.optim.Optimizer):
+class DecentralizedSGD(Wrapper):
     """SGD on this rank's own gradients, then averaging with neighbours: `p_i <- sum_j W_ij (p_j - lr d_j)`.
 
     d is torch's SGD direction; momentum stays on its rank. All parameters that the optimizer holds are
@@ -139,23 +141,24 @@ class DecentralizedSGD(torch.optim.Optimizer):
     ) -> None:
         if model is None:
             raise bad_value("model", "must be a module or its parameters", model, "pass the model to train")
-        if lr is None:
-            raise bad_value("lr", "must be given", lr, "use 0.1 to start with")
         if not average_world:
             advice = "leave it out; neighbours are always averaged"
             raise bad_value("average_world", "must be True", average_world, advice)
         params = model.parameters() if isinstance(model, nn.Module) else model
-        self._inner = torch.optim.SGD(params, lr, momentum, dampening, weight_decay, nesterov=nesterov)
-        super().__init__(self._inner.param_groups, self._inner.defaults)
+        inner = torch.optim.SGD(params, check_lr(lr), momentum, dampening, weight_decay, nesterov=nesterov)
+        super().__init__(p for group in inner.param_groups for p in group["params"])
+        self.optimizer = inner
         self.by_layer = by_layer
         self.skipped = 0
         self._aggregation = DecentralizedAggregation(
             rank, neighbors, use_cuda, weights=weights, timeout_s=timeout_s
         )
         settings: dict[str, Any] = {"by_layer": bool(by_layer)}
-        forms = [f"{p.dtype} of shape {tuple(p.shape)}" for p in self._parameters()]
-        settings |= {f"parameter {i}": form for i, form in enumerate(forms)}
-        compare(self._gossip.driver, settings, device=_device(use_cuda))
+        known = model.named_parameters() if isinstance(model, nn.Module) else ()
+        names: dict[Tensor, str] = {p: f", {name}" for name, p in known}
+        forms = [f"{p.dtype} of shape {tuple(p.shape)}{names.get(p, '')}" for p in self._parameters()]
+        settings |= {f"parameter {i} in the order of definition": form for i, form in enumerate(forms)}
+        compare(self._gossip.driver, settings)
 
     @property
     def traffic(self) -> Traffic:
@@ -179,21 +182,16 @@ class DecentralizedSGD(torch.optim.Optimizer):
             PeerLost: a neighbour did not answer in time; this rank's own step is done.
         """
         loss = evaluate(closure)
-        # load_state_dict and unpickling replace them, so they are handed over anew each time.
-        self._inner.param_groups, self._inner.state = self.param_groups, self.state
         if all(p.grad is None or is_finite(p.grad) for p in self._parameters()):
-            self._inner.step()
+            self.optimizer.step()
         else:
             self.skipped += 1
         if tracker is not None:
             tracker.record_batch_opt_step()
-        self._gossip.mix(self._parameters(), separately=self.by_layer)
+        self._gossip.mix([p for p in self._parameters() if can_average(p)], separately=self.by_layer)
         if tracker is not None:
             tracker.record_batch_agg()
         return loss
-
-    def __getstate__(self) -> dict[str, Any]:
-        return kept_attributes(self)
 
     @property
     def _gossip(self) -> Gossip:
@@ -203,15 +201,13 @@ class DecentralizedSGD(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
 
-def _agree_on_graph(
-    driver: Driver, rank: int | None, neighbors: Iterable[int] | None, weights: str, device: torch.device
-) -> Graph:
+def _agree_on_graph(driver: Driver, rank: int | None, neighbors: Iterable[int] | None, weights: str) -> Graph:
     """Learn every rank's neighbours, so that a mistake of one rank is an error on all and not a deadlock."""
     try:
         mine: Any = None if neighbors is None else [int(other) for other in neighbors]
     except (TypeError, ValueError):
         mine = repr(neighbors)
-    told = driver.gather_bytes(json.dumps([rank, mine, weights], default=repr).encode(), device)
+    told = driver.gather_bytes(json.dumps([rank, mine, weights], default=repr).encode())
     answers = [json.loads(message) for message in told]
     for place, (claimed, theirs, rule) in enumerate(answers):
         if claimed not in (None, place):
@@ -230,7 +226,3 @@ def _check_op(op: str, denom: Any) -> None:
     if op != "avg_world" or denom is not None:
         got = op if denom is None else f"{op} with a denom"
         raise bad_value("op", "must be 'avg_world' without denom", got, "weights are those of the graph")
-
-
-def _device(use_cuda: bool) -> torch.device:
-    return torch.device("cuda" if use_cuda else "cpu")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stenograd.arguments import number
 from stenograd.errors import ConfigError, StenogradError, bad_value
 from stenograd.mlbench.aggregation import AllReduceAggregation
 from stenograd.mlbench.arguments import (
@@ -55,16 +56,12 @@ class DynamicLossScaler:
         scale_window: int = 2000,
         max_scale: float | None = None,
     ) -> None:
-        if not 0 < init_scale < math.inf:
-            raise bad_value("init_scale", "must be finite and above 0", init_scale, "use 1024")
-        if not 1 < scale_factor < math.inf:
-            raise bad_value("scale_factor", "must be finite and above 1", scale_factor, "use 2")
-        if scale_window < 1:
-            raise bad_value("scale_window", "must be at least 1", scale_window, "use 128")
         if max_scale is not None and not max_scale >= init_scale:
             raise bad_value("max_scale", f"must be at least init_scale ({init_scale})", max_scale, "raise it")
-        self.loss_scale, self.max_scale = init_scale, max_scale
-        self.scale_factor, self.scale_window = scale_factor, scale_window
+        self.loss_scale = number("init_scale", init_scale, "use 1024", above=0)
+        self.scale_factor = number("scale_factor", scale_factor, "use 2", above=1)
+        self.scale_window = number("scale_window", scale_window, "use 128", least=1, finite=False)
+        self.max_scale = max_scale
         self._iter, self._last_overflow_iter = 0, -1
 
     def update_scale(self, overflow: bool) -> None:
@@ -81,7 +78,9 @@ class DynamicLossScaler:
     @staticmethod
     def has_overflow(grad_norm: Tensor | float) -> bool:
         """Return whether a norm is infinite or NaN."""
-        return not bool(torch.isfinite(torch.as_tensor(grad_norm)).all())
+        return not bool(
+            torch.isfinite(torch.as_tensor(grad_norm, device=getattr(grad_norm, "device", "cpu"))).all()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and the counters."""
@@ -149,19 +148,17 @@ class FP16Optimizer(Wrapper):
         average_custom: bool = False,
         divide_before: bool = False,
     ) -> None:
-        if not min_scale > 0:
-            raise bad_value("min_scale", "must be above 0", min_scale, "use 1e-4")
         if use_horovod:
             raise bad_value("use_horovod", "must be False", use_horovod, "torch.distributed carries the sums")
         self.agg_mode = averaging_mode(average_world, average_custom)
         self.grad_clip, self.by_layer = checked_clip(grad_clip), bool(by_layer)
-        self.min_scale = min_scale
+        self.min_scale = number("min_scale", min_scale, "use 1e-4", above=0, finite=False)
         self.loss_scaler = DynamicLossScaler(init_scale, scale_factor, scale_window, max_scale)
         self.fp16_model = checked_model(fp16_model)
         self.aggregation = AllReduceAggregation(world_size, divide_before, use_cuda)
         self.world_size, self.applied = self.aggregation.world_size, False
         if self.world_size > 1:
-            self.aggregation.averaging.meet(trainable(fp16_model), {"by_layer": self.by_layer})
+            self.aggregation.meet(trainable(fp16_model), {"by_layer": self.by_layer}, fp16_model)
             broadcast_model(self.aggregation.driver, fp16_model)
         self.fp32_params = self.initialize_flat_fp32_weight()
         super().__init__([self.fp32_params])
@@ -216,10 +213,10 @@ class FP16Optimizer(Wrapper):
             StenogradError: the loss scale fell below min_scale.
         """
         check_denominator(self.agg_mode, denom)
-        if not 0 < multiplier < math.inf:
-            raise bad_value("multiplier", "must be finite and above 0", multiplier, "count the batches")
+        number("multiplier", multiplier, "count the batches", above=0)
         inner = self.optimizer
         loss = evaluate(closure)
+        self.aggregation.scale = float(self.loss_scaler.loss_scale)
         self.aggregation.agg_grad(self.by_layer)(self.fp16_model, self.agg_mode, denom)
         if tracker is not None:
             tracker.record_batch_agg()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from stenograd.arguments import choice, number
 from stenograd.errors import DataError, bad_value
 
 __all__ = ["DataPartitioner", "Partition", "partition_dataset_by_rank"]
@@ -72,12 +73,15 @@ class DataPartitioner:
     ) -> None:
         if not sizes or min(sizes) <= 0 or abs(math.fsum(sizes) - 1) > _ROUNDING:
             raise bad_value("sizes", "must be above 0 and sum to 1", list(sizes), "divide by their sum")
-        if seed < 0:
-            raise bad_value("seed", "must be >= 0", seed, "use 0, 1, 2, ...")
+        number("seed", seed, "use 0, 1, 2, ...", least=0, finite=False)
         self.data = data
         count = len(data)
-        generator = torch.Generator().manual_seed(seed)
-        samples = torch.randperm(count, generator=generator).tolist() if shuffle else list(range(count))
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        samples = (
+            torch.randperm(count, generator=generator, device="cpu").tolist()
+            if shuffle
+            else list(range(count))
+        )
         ends = [round(math.fsum(sizes[:i]) * count) for i in range(len(sizes))] + [count]
         self.partitions = [samples[start:end] for start, end in pairwise(ends)]
 
@@ -113,10 +117,7 @@ def partition_dataset_by_rank(
         >>> [len(partition_dataset_by_rank(range(60000), rank, 6)) for rank in range(6)]
         [10000, 10000, 10000, 10000, 10000, 10000]
     """
-    if distribution != "uniform":
-        raise bad_value(
-            "distribution", "must be 'uniform'", distribution, "cut other shares with DataPartitioner"
-        )
+    choice("distribution", distribution, ("uniform",), "cut other shares with DataPartitioner")
     if not 0 <= rank < world_size:
         raise bad_value("rank", f"must be in 0..{world_size - 1}", rank, "number the ranks from 0")
     if len(dataset) < world_size:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from stenograd.arguments import number
 from stenograd.errors import bad_value
 
 __all__ = [
@@ -67,8 +68,7 @@ def SparsifiedSGDLR(optimizer: Optimizer, gamma: float, l2_coef: float, shifting
 
     Reference: Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
     """
-    if not l2_coef > 0:
-        raise bad_value("l2_coef", "must be above 0", l2_coef, "use 1 / number of samples")
+    number("l2_coef", l2_coef, "use 1 / number of samples", above=0, finite=False)
     return RateOfStep(optimizer, lambda t, base: base / max(1, shifting_param + t), gamma / l2_coef)
 
 
@@ -80,8 +80,7 @@ def TimeDecayLR(optimizer: Optimizer, beta: float) -> RateOfStep:
         >>> [TimeDecayLR(optimizer, beta=1).value(t, 10.0) for t in range(4)]
         [10.0, 5.0, 3.3333333333333335, 2.5]
     """
-    if not beta > 0:
-        raise bad_value("beta", "must be above 0", beta, "use 1 to start from the optimizer's rate")
+    number("beta", beta, "use 1 to start from the optimizer's rate", above=0, finite=False)
     return RateOfStep(optimizer, lambda t, base: base / (beta + t))
 
 
@@ -157,8 +156,7 @@ def SQRTTimeDecayLRWithWarmup(
         >>> [scheduler.value(t, 8.0) for t in (0, 2, 4, 16)]
         [0.0, 4.0, 8.0, 4.0]
     """
-    if warmup_steps < 1:
-        raise bad_value("warmup_steps", "must be at least 1", warmup_steps, "use SQRTTimeDecayLR")
+    number("warmup_steps", warmup_steps, "use SQRTTimeDecayLR", least=1, finite=False)
     warm = _warm(warmup_init_lr, warmup_steps, lambda t, base: base * math.sqrt(warmup_steps / t))
     return RateOfStep(optimizer, warm, base_lr)
 
@@ -184,8 +182,7 @@ def PolyDecayLRLinearWarmup(
         [2.0, 4.0, 1.0, 0.0, 0.0]
     """
     for name, got in (("scaled_lr", scaled_lr), ("decay_steps", decay_steps), ("power", power)):
-        if not got > 0:
-            raise bad_value(name, "must be above 0", got, "use 1 or more")
+        number(name, got, "use 1 or more", above=0, finite=False)
 
     def decayed(t: int, base: float) -> float:
         q = min(1.0, (t - warmup_duration) / decay_steps)
@@ -225,8 +222,7 @@ def ExponentialWarmupMultiStepLR(
     interval = spread if decay_interval is None else steps(decay_interval)
     lowest = {"iterations": iterations, "decay_steps": decay_steps, "decay_interval": interval}
     for name, got in lowest.items():
-        if got < 1:
-            raise bad_value(name, "must be at least 1", got, "count in steps, not epochs")
+        number(name, got, "count in steps, not epochs", least=1, finite=False)
 
     def value(t: int, base: float) -> float:
         if warm and t <= warm:
@@ -304,8 +300,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
 
 def _warm(init_lr: float, duration: float, after: Rate) -> Rate:
     """Return `base t/D + init_lr (1 - t/D)` up to step D, and what `after` says from then on."""
-    if duration < 0:
-        raise bad_value("warmup_duration", "must be >= 0", duration, "use 0 for no warm-up")
+    number("warmup_duration", duration, "use 0 for no warm-up", least=0, finite=False)
 
     def value(t: int, base: float) -> float:
         if not duration or t > duration:

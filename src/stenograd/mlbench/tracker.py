@@ -1,4 +1,4 @@
-"""MLBench's tracker: where the time of a batch goes, running averages, the best epoch, and goals."""
+"""MLBench's tracker: where the time of a batch goes, running averages, the best epoch, and goals of tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from typing import Any
 
 from stenograd.errors import bad_value
 
-__all__ = ["AverageMeter", "Goal", "Tracker"]
+__all__ = [
+    "AverageMeter",
+    "Goal",
+    "Tracker",
+    "task1_time_to_accuracy_goal",
+    "task1_time_to_accuracy_light_goal",
+    "task2_time_to_accuracy_goal",
+    "task2_time_to_accuracy_light_goal",
+    "task3_time_to_perplexity_goal",
+    "task4_time_to_bleu_goal",
+    "time_to_accuracy_goal",
+]
 
 # goal(name of the statistic, its value, tracker): a text once the goal is reached, else None
 Goal = Callable[[str, float, "Tracker"], "str | None"]
@@ -245,3 +256,63 @@ class Tracker:
         stats = {k.removeprefix(prefix): m.avg for k, m in self.epoch_stats.items() if k.startswith(prefix)}
         times = [(name, after - before) for (_, before), (name, after) in pairwise(self.batch_times)]
         return " | ".join([f"{k} {v:.3g}" for k, v in stats.items()] + [f"{k} {s:.1e} s" for k, s in times])
+
+
+def time_to_accuracy_goal(threshold: float) -> Goal:
+    """Return the goal `val_global_Prec@1 >= threshold`, a top-1 accuracy in percent.
+
+    Example:
+        >>> tracker = Tracker([], 1, 0, goal=time_to_accuracy_goal(70))
+        >>> tracker.validation()
+        >>> tracker.record_stat("global_Prec@1", 71.5)
+        >>> tracker.goal_result
+        '70% Top 1 Validation Accuracy reached in 0.000 seconds'
+    """
+    return _goal("val_global_Prec@1", threshold, f"{threshold:02g}% Top 1 Validation Accuracy")
+
+
+def task1_time_to_accuracy_goal() -> Goal:
+    """Image classification: 80 % top-1 accuracy."""
+    return time_to_accuracy_goal(80)
+
+
+def task1_time_to_accuracy_light_goal() -> Goal:
+    """Image classification, light: 70 % top-1 accuracy."""
+    return time_to_accuracy_goal(70)
+
+
+def task2_time_to_accuracy_goal() -> Goal:
+    """Linear classification: 89 % accuracy."""
+    return time_to_accuracy_goal(89)
+
+
+def task2_time_to_accuracy_light_goal() -> Goal:
+    """Linear classification, light: 80 % accuracy."""
+    return time_to_accuracy_goal(80)
+
+
+def task3_time_to_perplexity_goal(threshold: float = 70) -> Goal:
+    """Language modelling: `val_global_Perplexity <= threshold`."""
+    return _goal("val_global_Perplexity", threshold, f"Validation Perplexity of {threshold:g}", below=True)
+
+
+def task4_time_to_bleu_goal(threshold: float = 24) -> Goal:
+    """Translation: `val_global_BLEU-Score >= threshold`."""
+    return _goal("val_global_BLEU-Score", threshold, f"Validation BLEU-Score of {threshold:g}")
+
+
+def _goal(statistic: str, threshold: float, what: str, *, below: bool = False) -> Goal:
+    def goal(name: str, value: float, tracker: Tracker) -> str | None:
+        if name != statistic or not (value <= threshold if below else value >= threshold):
+            return None
+        seconds = {
+            f"{what} reached in": tracker.get_total_train_time(),
+            "Compute:": tracker.get_total_compute_time(),
+            "Communication:": tracker.get_total_communication_time(),
+            "Metrics Computation:": tracker.get_total_metrics_time(),
+            "Pre-processing:": tracker.get_total_preprocess_time(),
+        }
+        shown = (f"{k} {s:.3f} seconds" for at, (k, s) in enumerate(seconds.items()) if s or not at)
+        return ", ".join(shown)
+
+    return goal

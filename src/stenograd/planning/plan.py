@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from stenograd.catalog.method import for_any_optimizer, method
+from stenograd.catalog.method import MethodLike, for_any_optimizer, method
 from stenograd.catalog.registry import schedules
+from stenograd.checkpoint.files import finite, write_json
 from stenograd.comm.agreement import everyone
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
-from stenograd.errors import DataError, StenogradError, first_line
+from stenograd.errors import ConfigError, DataError, StenogradError, first_line
 from stenograd.planning.advice import (
     DENSE,
-    LEVELS,
+    FRAGMENTS,
     Prediction,
-    Slowness,
     accuracy_of,
     advised,
+    best_keys,
     check_accuracy,
+    open_keys,
     predict,
+    variants,
+    with_keys,
 )
-from stenograd.planning.cluster import Cluster, cluster_of
-from stenograd.planning.link import WAYS, Link, assumed, from_json
-from stenograd.planning.program import Program
-from stenograd.planning.rehearsal import Profile, Rehearsed, rehearse, together
-from stenograd.planning.replay import Timeline, replay
+from stenograd.planning.formula import Network, network_of
+from stenograd.planning.link import Link, assumed, from_json
+from stenograd.planning.program import Program, at_size
+from stenograd.planning.rehearsal import Profile, rehearse, together
 from stenograd.planning.trial import Trial
-from stenograd.planning.units import parse_link, rate_text
+from stenograd.planning.units import rate_text
+from stenograd.reading import read_regular
 from stenograd.version import __version__
 
 __all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_ranks"]
 
-_FORMAT = 2
+_FORMAT = 3
 VALIDATED = 8  # workers, see docs/planning.md
+_FIRST = 0.8  # of the time: methods as they were asked for; the rest is for the values that were chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +58,15 @@ class Plan:
         work: the training: name, parameters, bucket size.
         profile: of a step without an exchange.
         programs: what each method does, by text.
+        families: for each method with keys that were not written, these keys, and which programs were
+            recorded for it.
         left_out: why methods are missing.
         link: the network.
         world_size: number of workers.
         ranks_per_host, cores: workers on a host, and cores that each has.
         accuracy: the least that a recommended method must be: "exact", "rounded" or "lossy".
         predictions: by the order of methods.
+        chosen: by method, the same with the values of its open keys that suit the link.
         method: the recommended one.
         reason: why.
         notes: what was assumed, and what to beware of.
@@ -68,6 +76,7 @@ class Plan:
     work: Mapping[str, Any]
     profile: Profile
     programs: Mapping[str, Program]
+    families: Mapping[str, tuple[Sequence[str], Sequence[str]]]
     left_out: Mapping[str, str]
     link: Link
     world_size: int
@@ -75,75 +84,64 @@ class Plan:
     cores: float
     accuracy: str
     predictions: tuple[Prediction, ...] = ()
+    chosen: Mapping[str, str] = field(default_factory=dict)
     method: str = DENSE
     reason: str = ""
     notes: tuple[str, ...] = ()
 
     @property
-    def cluster(self) -> Cluster:
+    def network(self) -> Network:
         """Where the training is to run."""
-        return cluster_of(self.link, self.world_size, ranks_per_host=self.ranks_per_host, cores=self.cores)
+        return network_of(self.link, self.world_size, ranks_per_host=self.ranks_per_host, cores=self.cores)
 
     @property
-    def slowness(self) -> Slowness:
-        """How much longer than recorded the slowest worker computes.
+    def slower(self) -> float:
+        """How many times as long as its processor time the slowest worker computes, in the mean.
 
         A step waits for the slowest of N workers. Where they were measured together that is known; else it is
-        as if chance made them differ, `P(all below t) = P(one below t)^N`. In the middle
-        stands the mean, since many steps take as many means. What a step took by the clock beyond
-        its processor time is what else ran on the machine. Where a worker has less than a
-        core, the replay slows it by that, so it is taken out here as far as it was in what was measured.
+        as if chance made them differ, `P(all below t) = P(one below t)^N`. What a step took by the clock
+        beyond its processor time is what else ran on the machine.
         """
-        step_s, cpu_s = np.array(self.profile.step_s), np.array(self.profile.cpu_s)
-        usual = float(np.median(step_s) / np.median(cpu_s))
-        alone = max(usual * min(self.cores, 1.0), min(usual, 1.0))
-        # Workers that share cores slow each other down, but those that wait for the slowest leave it theirs.
-        spread = step_s / np.median(step_s) if self.cores >= 1 else cpu_s / np.median(cpu_s)
-        workers = self.world_size
+        usual = self.profile.floor_s / self.profile.floor_cpu_s
+        spread, workers = np.array(self.profile.step_s) / self.profile.floor_s, self.world_size
         if self.profile.together_s:
-            spread, workers = np.array(self.profile.together_s) / np.median(step_s), 1
-        low, high = (float(np.quantile(spread, q ** (1 / workers))) for q in LEVELS)
+            spread, workers = np.array(self.profile.together_s) / self.profile.floor_s, 1
         below = (np.arange(len(spread) + 1) / len(spread)) ** workers
-        middle = float(np.sort(spread) @ np.diff(below))
-        return Slowness((alone * low, alone * middle, alone * max(high, middle)), alone)
-
-    def timeline(self, text: str, cluster: Cluster | None = None, *, spans: bool = False) -> Timeline:
-        """Replay a method's median step."""
-        where = self.cluster if cluster is None else cluster
-        return replay(self.programs[text], where, slower=self.slowness.at[1], spans=spans)
+        return max(usual, 1 / min(self.cores, 1.0)) * float(np.sort(spread) @ np.diff(below))
 
     def at(self, link: str | Link) -> Plan:
-        """Return the plan for the same workers on another link; nothing is measured again.
+        """Return the plan for the same workers on another link; nothing is measured again."""
+        if isinstance(link, str):
+            link = assumed(link, _hosts(self.world_size, self.ranks_per_host))
+        return predicted(replace(self, link=link))
 
-        Of a link that is described, only the rate and the latency differ from the one that was measured.
+    def sized(self, workers: int) -> Plan:
+        """Return the plan for another number of workers, on paper: by the same formula, nothing is measured.
+
+        Raises:
+            ConfigError: it is no multiple of the workers on a host.
         """
-        if isinstance(link, Link):
-            return predicted(replace(self, link=link))
-        other = assumed(link, _hosts(self.world_size, self.ranks_per_host))
-        if self.link.measured:
-            more_s, times = WAYS * parse_link(link).latency_s, other.bps / self.link.bps
-            costs = {
-                op: replace(
-                    c,
-                    hop_s=c.hop_s + more_s,
-                    busy_hop_s=c.busy_hop_s + more_s,
-                    bytes_per_s=c.bytes_per_s * times,
-                )
-                for op, c in self.link.costs.items()
-            }
-            other = replace(other, costs=costs)
-        return predicted(replace(self, link=other))
+        if workers == self.world_size:
+            return self
+        if workers % self.ranks_per_host:
+            raise ConfigError(
+                f"workers must be a multiple of the {self.ranks_per_host} on each host, got {workers}: "
+                f"use {workers // self.ranks_per_host * self.ranks_per_host or self.ranks_per_host}"
+            )
+        programs = {text: at_size(program, workers) for text, program in self.programs.items()}
+        profile = replace(self.profile, together_s=())
+        return predicted(replace(self, world_size=workers, programs=programs, profile=profile))
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON-able values with a digest, for `load_plan`."""
+        """Return it as JSON-able values, for `load_plan`; what is not finite becomes None."""
         told = {"format": _FORMAT, **asdict(self)}
         told["link"] = self.link.as_json()
         told["programs"] = {text: program.as_json() for text, program in self.programs.items()}
-        return {**told, "digest": _digest(told)}
+        return dict(finite(told))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a JSON file."""
-        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        """Write it as a JSON file, which is whole or absent whenever the machine stops."""
+        write_json(Path(path), self.as_json())
 
 
 def default_methods() -> list[str]:
@@ -161,7 +159,7 @@ def plan(
     *,
     workers: int,
     link: str | Link,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[MethodLike] | None = None,
     accuracy: str = "lossy",
     ranks_per_host: int = 1,
     cores: float | None = None,
@@ -176,6 +174,8 @@ def plan(
         workers: number of ranks.
         link: what connects hosts, such as "1gbit,0.2ms", or one that was measured.
         methods: as for `distribute`; None for all that go with any optimizer. Dense is always among them.
+            Values of `every` and `ratio` (and of `fragments`, with a delay) that are not written are chosen
+            for the link: those that send most among those that are about as fast as the fastest.
         accuracy: what a recommended method may do to gradients: "exact" averages, "rounded" to 16 bits, or
             "lossy" for any.
         ranks_per_host: workers on each host.
@@ -197,14 +197,52 @@ def plan(
         ('fp16', 'dense')
     """
     check_accuracy(accuracy)
-    texts = [method(text).text for text in (methods or default_methods())]
-    texts = list(dict.fromkeys([DENSE, *texts]))
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for one in methods or default_methods():
+        # An object says all its values; only a text leaves some open.
+        families[method(one).text] = (open_keys(one), _recorded(one)) if isinstance(one, str) else ([], [])
+    texts = dict.fromkeys([DENSE, *families, *(t for _, more in families.values() for t in more)])
     chosen = assumed(link, _hosts(workers, ranks_per_host)) if isinstance(link, str) else link
     own = cores if cores is not None else max(default_cores() / ranks_per_host, 0.1)
-    cluster_of(chosen, workers, ranks_per_host=ranks_per_host, cores=own)  # complain before measuring
-    rehearsed = rehearse(trial, texts, workers, seconds=seconds, bucket_bytes=bucket_bytes)
-    about = {"name": name, "bucket_bytes": bucket_bytes, "parameters": rehearsed.profile.parameters}
-    return predicted(_unpredicted(rehearsed, about, chosen, workers, ranks_per_host, own, accuracy))
+    network_of(chosen, workers, ranks_per_host=ranks_per_host, cores=own)  # complain before measuring
+    found = rehearse(trial, [*texts], workers, seconds=_FIRST * seconds, bucket_bytes=bucket_bytes)
+    if DENSE not in found.programs:
+        raise StenogradError(f"dense training could not be rehearsed: {found.left_out[DENSE]}")
+    bare = Plan(
+        made={"stenograd": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()},
+        work={"name": name, "bucket_bytes": bucket_bytes, "parameters": found.profile.parameters},
+        profile=found.profile,
+        programs=found.programs,
+        families={text: family for text, family in families.items() if text in found.programs},
+        left_out=found.left_out,
+        link=chosen,
+        world_size=workers,
+        ranks_per_host=ranks_per_host,
+        cores=own,
+        accuracy=accuracy,
+    )
+    first = predicted(bare)
+    ratios = [t for old, t in first.chosen.items() if t not in bare.programs and "ratio" in families[old][0]]
+    if not ratios:
+        return first
+    # The bytes of another ratio are known to rounding only until it was recorded.
+    again = rehearse(trial, ratios, workers, seconds=(1 - _FIRST) * seconds, bucket_bytes=bucket_bytes)
+    times = found.profile.floor_cpu_s / again.profile.floor_cpu_s
+    more = {text: program.scaled(times) for text, program in again.programs.items()}
+    return predicted(replace(bare, programs={**found.programs, **more}))
+
+
+def _recorded(text: str) -> list[str]:
+    """Return what is recorded besides a method: numbers of fragments, of which arithmetic does not tell."""
+    if "fragments" not in open_keys(text):
+        return []
+    how: Any = method(text)
+    every, delay, found = how.schedule.every, how.schedule.delay, []
+    for count in FRAGMENTS:
+        least = -(-max(every, count * (delay + 1)) // count) * count
+        if least == every or "every" in open_keys(text):
+            found.append(with_keys(how, every=least, fragments=count).text)
+    return found
 
 
 def default_cores() -> int:
@@ -212,55 +250,43 @@ def default_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _unpredicted(
-    rehearsed: Rehearsed,
-    work: Mapping[str, Any],
-    link: Link,
-    world_size: int,
-    ranks_per_host: int,
-    cores: float,
-    accuracy: str,
-) -> Plan:
-    if DENSE not in rehearsed.programs:
-        raise StenogradError(f"dense training could not be rehearsed: {rehearsed.left_out[DENSE]}")
-    made = {"stenograd": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    return Plan(
-        made=made,
-        work=work,
-        profile=rehearsed.profile,
-        programs=rehearsed.programs,
-        left_out=rehearsed.left_out,
-        link=link,
-        world_size=world_size,
-        ranks_per_host=ranks_per_host,
-        cores=cores,
-        accuracy=accuracy,
-    )
-
-
 def predicted(bare: Plan) -> Plan:
-    """Return a plan with its predictions and advice, by replaying its programs."""
-    found = predict(bare.programs, bare.cluster, bare.slowness)
-    best, reason = advised(found, bare.accuracy)
-    return replace(bare, predictions=found, method=best, reason=reason, notes=_notes(bare, found, best))
+    """Return a plan with the values that its open keys get on its link, predictions and advice."""
+    network, floor_s, slower = bare.network, bare.profile.floor_cpu_s, bare.slower
+    shown, chosen = {DENSE: bare.programs[DENSE]}, {}
+    for text, (keys, more) in bare.families.items():
+        shown[text] = bare.programs[text]
+        recorded = [bare.programs[t] for t in dict.fromkeys([text, *more]) if t in bare.programs]
+        best = best_keys([v for p in recorded for v in variants(p, keys)], network, floor_s, slower)
+        if best.method != text:
+            chosen[text] = best.method
+            shown[best.method] = bare.programs.get(best.method, best)
+    found = predict(shown, network, floor_s, slower)
+    answer, reason = advised([p for p in found if p.method not in chosen], bare.accuracy)
+    notes = _notes(bare, found, answer, answer in chosen.values())
+    return replace(bare, predictions=tuple(found), chosen=chosen, method=answer, reason=reason, notes=notes)
 
 
-def _notes(bare: Plan, found: Sequence[Prediction], best: str) -> tuple[str, ...]:
+def _notes(bare: Plan, found: Iterable[Prediction], best: str, chosen: bool) -> tuple[str, ...]:
     notes = []
+    if chosen:
+        notes.append(
+            f"{best}: values that you did not write are those that send most among those within 3 % of the "
+            "fastest on this link"
+        )
     if not bare.link.measured:
         notes.append(f"the link of {rate_text(bare.link.bps)} is assumed, not measured: see stenograd link")
     if bare.world_size > VALIDATED:
         notes.append(f"predictions were compared with real runs up to {VALIDATED} workers only")
     by_method = {p.method: p for p in found}
     for text in dict.fromkeys((DENSE, best)):
-        p = by_method[text]
-        if p.saved_s["latency"] > 0.3 * p.seconds[1]:
-            share = p.saved_s["latency"] / p.seconds[1]
+        share = by_method[text].parts_s["latency"] / by_method[text].seconds[1]
+        if share > 0.3:
             notes.append(
                 f"{text}: {share:.0%} of a step is latency; larger buckets or rarer rounds save most"
             )
     notes.append(
-        "in real runs the median error of times was 7 % on a quiet machine, 7 to 49 % on a busy one "
+        "ranges are by the errors of such predictions on a quiet machine, and a busy one is worse "
         "(docs/planning.md): try the method for some steps, and compare by --check"
     )
     if accuracy_of(best) == "lossy":
@@ -292,33 +318,29 @@ def _hosts(world_size: int, ranks_per_host: int) -> list[int]:
     return [rank // ranks_per_host for rank in range(max(world_size, 1))]
 
 
-def _digest(told: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-
-
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read what `Plan.save` or `stenograd plan --out` wrote.
 
     Raises:
-        DataError: there is no such file, or it was changed, or it is of another kind.
+        DataError: there is no such file, or it is of another kind.
     """
     try:
-        told = json.loads(Path(path).read_text())
-        digest = told.pop("digest")
-        if told["format"] != _FORMAT or digest != _digest(told):
-            raise ValueError("it was changed, or is of another version")
-        del told["format"]
+        told = json.loads(read_regular(Path(path)))
+        if told.pop("format") != _FORMAT:
+            raise ValueError("it is of another version")
         told["link"] = from_json(told["link"])
         told["programs"] = {text: Program.from_json(p) for text, p in told["programs"].items()}
         profile = told["profile"]
         seconds = {key: tuple(profile[key]) for key in ("step_s", "cpu_s", "together_s")}
         told["profile"] = Profile(parameters=profile["parameters"], **seconds)
-        told["predictions"] = tuple(
-            Prediction(**{**p, "seconds": tuple(p["seconds"]), "pays": tuple(p["pays"])})
-            for p in told["predictions"]
-        )
+        told["predictions"] = tuple(_prediction(p) for p in told["predictions"])
         return Plan(**{**told, "notes": tuple(told["notes"])})
-    except (OSError, ValueError, KeyError, TypeError) as cause:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise DataError(
             f"{path}: cannot be read as a plan ({first_line(cause)}): give a file of stenograd plan --out"
         ) from cause
+
+
+def _prediction(told: Mapping[str, Any]) -> Prediction:
+    below = math.inf if told["pays_below_bps"] is None else told["pays_below_bps"]
+    return Prediction(**{**told, "seconds": tuple(told["seconds"]), "pays_below_bps": below})

@@ -2,95 +2,116 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from stenograd.errors import StenogradError
+from stenograd.comm.traffic import moved_bytes
+from stenograd.data.requests import REDUCTIONS, Op
 
-__all__ = ["Collective", "Event", "Program", "median_program"]
+__all__ = ["Collective", "Event", "Program", "at_size", "with_ratio"]
+
+BROADCAST = "broadcast"
+_READING_S = 1e-4  # of Python and PyTorch, for a message of any size; chosen, not fitted
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective that a rank issues.
 
     Args:
         op: value of `requests.Op`, or "broadcast".
         nbytes: handed to it by this rank.
         itemsize: bytes of an element.
-        group: number of the process group, 0 for the first.
         size: number of ranks in the group.
         peers: that an exchange with neighbours sends to.
-        sources: that it receives from.
     """
 
     op: str
     nbytes: int
     itemsize: int = 1
-    group: int = 0
     size: int = 1
     peers: tuple[int, ...] = ()
-    sources: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One thing that a thread does.
 
     Args:
         kind: "issue" a collective; "wait" for one; "post" a job to another thread; "begin" and "done" of a
-            job there; "join": wait until a job is done; "step": a training step ends.
+            job there; "join": wait until a job is done; "decoded": a reply was read; "step": a step ends.
         number: of the collective, the job or the step.
-        compute_s: processor seconds before it, of everything but coding.
-        codec_s: processor seconds before it, of coding; after `compute_s`.
+        compute_s: processor seconds before it.
         collective: what is issued.
     """
 
     kind: str
-    number: int
+    number: int = 0
     compute_s: float = 0.0
-    codec_s: float = 0.0
     collective: Collective | None = None
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """What must be equal in two runs of a program: all but seconds, peers and bytes that data decide."""
-        about = self.collective
-        return (self.kind, self.number, *((about.op, about.group, about.size) if about else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What one rank does in some steps, thread by thread.
+    """What one rank does in some periods of a method's schedule, thread by thread.
 
     Attributes:
         method: how gradients travel.
         world_size: number of ranks.
-        steps: number of training steps that it covers, a whole period of the method's schedule.
-        idle_steps: how many of these only compute: their computing is not in the lanes.
+        period: recorded steps after which the schedule begins again.
+        apart: recorded steps from one start of an exchange to the next.
+        idle: steps that only compute, and that stand before the last step of each such stretch. They are not
+            recorded: `local:every=64` is one recorded step and 63 idle ones.
         lanes: events of each thread, the training's own first.
     """
 
     method: str
     world_size: int
-    steps: int
-    idle_steps: int
+    period: int = 1
+    apart: int = 1
+    idle: int = 0
     lanes: tuple[tuple[Event, ...], ...]
 
     @property
-    def moved(self) -> list[Collective]:
-        """All collectives, in the order of issue within each thread."""
+    def steps(self) -> int:
+        """Number of training steps in a period."""
+        return self.period + self.period // self.apart * self.idle
+
+    @property
+    def periods(self) -> int:
+        """Number of periods that were recorded."""
+        return sum(e.kind == "step" for e in self.lanes[0]) // self.period
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """All collectives, thread by thread."""
         return [e.collective for lane in self.lanes for e in lane if e.collective is not None]
 
-    def scaled(self, compute: float, codec: float) -> Program:
-        """Return the same with other speeds of computing; 0 makes it free."""
-        lanes = tuple(
-            tuple(replace(e, compute_s=e.compute_s * compute, codec_s=e.codec_s * codec) for e in lane)
-            for lane in self.lanes
+    @property
+    def compute_s(self) -> float:
+        """Processor seconds that all threads together spend in a recorded step."""
+        return sum(e.compute_s for lane in self.lanes for e in lane) / (self.period * self.periods)
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that a rank sends per training step, headers not counted."""
+        moved = sum(
+            moved_bytes(Op(c.op), c.nbytes, c.size, len(c.peers))
+            for c in self.collectives
+            if c.op != BROADCAST
         )
-        return replace(self, lanes=lanes)
+        return moved / (self.periods * self.steps)
+
+    def scaled(self, times: float, lanes: slice = slice(None)) -> Program:
+        """Return the same where some threads compute so many times as long."""
+        chosen = range(len(self.lanes))[lanes]
+        return replace(
+            self,
+            lanes=tuple(
+                tuple(e._replace(compute_s=e.compute_s * times) for e in lane) if at in chosen else lane
+                for at, lane in enumerate(self.lanes)
+            ),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON-able values, for `from_json`."""
@@ -100,49 +121,58 @@ class Program:
     def from_json(cls, told: Mapping[str, Any]) -> Program:
         """Undo `as_json`."""
 
-        def event(e: Mapping[str, Any]) -> Event:
-            about = e["collective"]
-            found = None
-            if about is not None:
-                ends = {key: tuple(about[key]) for key in ("peers", "sources")}
-                found = Collective(**{**about, **ends})
-            return Event(**{**e, "collective": found})
+        def event(kind: str, number: int, compute_s: float, about: list[Any] | None) -> Event:
+            found = None if about is None else Collective(*about)._replace(peers=tuple(about[4]))
+            return Event(kind, number, compute_s, found)
 
-        lanes = tuple(tuple(event(e) for e in lane) for lane in told["lanes"])
-        return cls(**{**told, "lanes": lanes})
+        return cls(**{**told, "lanes": tuple(tuple(event(*e) for e in lane) for lane in told["lanes"])})
 
 
-def median_program(periods: Sequence[Program]) -> Program:
-    """Make one program of several recordings of the same period, with the median of each duration.
+def with_ratio(program: Program, times: float) -> Program:
+    """Return what a sparsifier does that sends so many times as many elements, by arithmetic.
 
-    Medians of parts add up to less than the median of the whole, since slow parts come at different places;
-    so each thread's durations are stretched to the median of their sums.
-
-    Raises:
-        StenogradError: the recordings differ in what is done.
+    Messages, and the time to read them but for what each takes in any case, grow with the elements; dense
+    averages among them stay.
     """
-    first = periods[0]
-    forms = [[[e.form for e in lane] for lane in p.lanes] for p in periods]
-    if any(form != forms[0] for form in forms):
-        raise StenogradError(
-            f"{first.method}: steps differ in what they exchange, which has no typical step: predict another"
-        )
     lanes = []
-    for same in zip(*(p.lanes for p in periods), strict=True):
-        lane = []
-        for events in zip(*same, strict=True):
-            compute, codec = (
-                statistics.median(getattr(e, key) for e in events) for key in ("compute_s", "codec_s")
-            )
-            about = events[0].collective
-            if about is not None:
-                nbytes = [e.collective.nbytes for e in events if e.collective is not None]
-                about = replace(about, nbytes=round(statistics.mean(nbytes)))
-            lane.append(replace(events[0], compute_s=compute, codec_s=codec, collective=about))
-        whole = statistics.median(sum(e.compute_s + e.codec_s for e in one) for one in same)
-        parts = sum(e.compute_s + e.codec_s for e in lane)
-        stretch = whole / parts if parts else 1.0
-        lanes.append(
-            tuple(replace(e, compute_s=e.compute_s * stretch, codec_s=e.codec_s * stretch) for e in lane)
-        )
-    return replace(first, lanes=tuple(lanes))
+    for lane in program.lanes:
+        events = []
+        for event in lane:
+            about, compute_s = event.collective, event.compute_s
+            if about is not None and Op(about.op) not in REDUCTIONS:
+                about = about._replace(nbytes=math.ceil(about.nbytes * times))
+            if event.kind == "decoded":
+                fixed_s = min(compute_s, _READING_S)
+                compute_s = fixed_s + times * (compute_s - fixed_s)
+            events.append(event._replace(compute_s=compute_s, collective=about))
+        lanes.append(tuple(events))
+    return replace(program, lanes=tuple(lanes))
+
+
+def at_size(program: Program, world_size: int) -> Program:
+    """Return a program for another number of ranks, by arithmetic.
+
+    Collectives keep their bytes per rank. A gather after an all-to-all brings the sums that ranks own, a
+    share of the whole each; of any other gather, reading takes in proportion to the ranks. What a method
+    does otherwise at another number of ranks, such as top-k, which shares the work from five ranks on, is
+    not known.
+    """
+    times = world_size / program.world_size
+    lanes = []
+    for lane in program.lanes:
+        events, owned, grows = [], 0, False
+        for event in lane:
+            about, compute_s = event.collective, event.compute_s
+            if about is not None and about.size == program.world_size:
+                about = about._replace(size=world_size)
+                owned += about.op == Op.SCATTER.value
+                if about.op == Op.GATHER.value:
+                    grows = owned == 0
+                    if owned:
+                        owned -= 1
+                        about = about._replace(nbytes=math.ceil(about.nbytes / times))
+            if event.kind == "decoded" and grows:
+                compute_s *= times
+            events.append(event._replace(compute_s=compute_s, collective=about))
+        lanes.append(tuple(events))
+    return replace(program, world_size=world_size, lanes=tuple(lanes))

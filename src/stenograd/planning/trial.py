@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stenograd.devices import cuda_devices
 from stenograd.errors import ConfigError, bad_value, first_line
 
 __all__ = ["Trial", "Work", "load_trial", "untouched"]
@@ -32,8 +33,7 @@ class Trial:
     Args:
         model: the module; a copy of it is trained, on the device where it is.
         optimizer: over the model's parameters.
-        batches: of one worker, any iterable; a plan uses the first four, `learn` up to 512, and an iterator
-            loses those.
+        batches: of one worker, any iterable; the first four are used, and an iterator loses those.
         loss: `loss(model, batch)` returns the scalar to call `backward()` on.
 
     Example:
@@ -80,13 +80,6 @@ class Work:
         self._loss(self.model, batch).backward()
         self.optimizer.step()
 
-    def idle_step(self) -> None:
-        """Take a step without the model's computing: gradients are zero, and hooks and schedules go on."""
-        self.optimizer.zero_grad()
-        held = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        torch.stack([(p * 0).sum().double() for p in held]).sum().backward()
-        self.optimizer.step()
-
 
 def first_batches(trial: Trial) -> list[Any]:
     """Return the batches that are used.
@@ -103,10 +96,9 @@ def first_batches(trial: Trial) -> list[Any]:
 @contextmanager
 def untouched(trial: Trial) -> Iterator[None]:
     """Put all random generators back as they were when a `with` block ends."""
-    devices = sorted({p.device.index or 0 for p in trial.model.parameters() if p.device.type == "cuda"})
     kept = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=cuda_devices(trial.model.parameters())):
             yield
     finally:
         random.setstate(kept[0])
@@ -140,14 +132,27 @@ def load_trial(text: str) -> Trial:
 def _from_file(path: Path) -> Any:
     if not path.is_file():
         raise bad_value("the trial", "must name a file that exists", str(path), "look at its spelling")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem if _is_free(path) else f"_stenograd_trial_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # the name ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses and pickle look their module up
     sys.path.insert(0, str(path.parent.resolve()))  # for good, as for a script: its functions import later
     spec.loader.exec_module(module)
     return module
+
+
+def _is_free(path: Path) -> bool:
+    """Return whether a file's module may have the file's name, so that what is pickled is found by it.
+
+    Not where another module has that name, loaded or not yet: `queue.py` would stand in for Python's.
+    """
+    try:
+        known = importlib.util.find_spec(path.stem)
+    except (ImportError, AttributeError, ValueError):  # a name with dots, or a module without a spec
+        return False
+    return known is None or (known.origin is not None and Path(known.origin).resolve() == path.resolve())
 
 
 def _from_package(name: str) -> Any:

@@ -44,8 +44,9 @@ def parse_rate(text: str) -> float:
     """
     match = re.fullmatch(_NUMBER + "(kbit|mbit|gbit)", text.strip())
     if match is None or float(match[1]) == 0:
-        guess = re.fullmatch(_NUMBER + r"\s*([kmg])\w*(?:/s)?", text.strip(), re.IGNORECASE)
-        advice = f"write {guess[1]}{guess[2].lower()}bit" if guess and float(guess[1]) else "write 1gbit"
+        guess = re.fullmatch(_NUMBER + r"\s*([kmg]?)\w*(?:/s)?", text.strip(), re.IGNORECASE)
+        unit = (guess[2].lower() or "m") if guess else ""
+        advice = f"write {guess[1]}{unit}bit" if guess and float(guess[1]) else "write 1gbit"
         raise bad_value("rate", "must be a number and kbit, mbit or gbit", text, advice)
     return float(match[1]) * _RATE_UNITS[match[2]]
 
@@ -76,6 +77,8 @@ def parse_link(text: str) -> LinkText:
     up, *down = rate.split("/")
     if len(down) > 1:
         raise ConfigError(f"a link must have one or two rates, got {text!r}: write 100mbit/20mbit")
+    if down and re.fullmatch(_NUMBER + "(us|ms|s)", down[0].strip()):
+        raise ConfigError(f"a link's latency stands after a comma, got {text!r}: write {up},{down[0]}")
     up_bps = parse_rate(up)
     return LinkText(up_bps, parse_rate(down[0]) if down else up_bps, parse_seconds(rest[0]) if rest else 0.0)
 

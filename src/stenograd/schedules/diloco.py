@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from stenograd.errors import MethodError, bad_value, check_count
@@ -18,7 +18,7 @@ _LAYOUTS = ("strided", "sequential")
 _TOPOLOGIES = ("all", "pairs")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DiLoCo(Rounds):
     """Average pseudo-gradients every H steps, and let an outer SGD apply them.
 
@@ -77,6 +77,7 @@ class DiLoCo(Rounds):
     what: ClassVar[What] = What.PSEUDO_GRADIENTS
 
     every: int = 30
+    _: KW_ONLY
     outer_lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
@@ -86,6 +87,17 @@ class DiLoCo(Rounds):
     mix: float = 0.0
     eager: bool = False
     topology: str = "all"
+
+    @classmethod
+    def examples(cls) -> Iterator[Rounds]:
+        """Yield also fragments, delays, eager rounds, pairs and other outer optimizers."""
+        yield from super().examples()
+        yield cls(every=2, outer_lr=1.0, momentum=0.5, nesterov=False)
+        yield cls(every=4, fragments=2)
+        yield cls(every=6, fragments=3, layout="sequential", delay=1, mix=0.5)
+        yield cls(every=2, delay=1, mix=0.5)
+        yield cls(every=2, eager=True)
+        yield cls(every=2, topology="pairs", momentum=0.5)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,9 +117,11 @@ class DiLoCo(Rounds):
         """Whether phi and m are equal on all ranks."""
         return not self.eager and self.topology == "all"
 
-    def doubts(self) -> list[str]:
-        """Say what is allowed, and hardly meant."""
+    def doubts(self, codec: Codec) -> list[str]:
+        """Say what is allowed with a method after the slash, and hardly meant."""
         found = []
+        if codec.forgets:
+            found.append("what a round does not send is lost for good; leave out feedback=false")
         if self.delay and not self.mix:
             found.append(
                 f"with delay={self.delay} and mix=0 the {self.delay} local steps made while a round is under "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from stenograd.errors import MethodError, bad_value, check_count
@@ -36,7 +36,7 @@ _GRAPHS: dict[str, Callable[[int], Topology]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gossip(Schedule):
     """Mix parameters with neighbours: `x_i <- sum_j W_ij x_j`, before each optimizer step or after it.
 
@@ -90,12 +90,26 @@ class Gossip(Schedule):
     what: ClassVar[What] = What.NEIGHBOURS
 
     graph: str = "onepeer"
+    _: KW_ONLY
     every: int = 1
     consensus: float = 0.0
     order: str = "combine-then-adapt"
     lost: str = "raise"
     pushsum: str = "auto"
     buffers: str = "keep"
+
+    @classmethod
+    def examples(cls) -> Iterator[Gossip]:
+        """Yield every graph, and every other way; a consensus other than 1 is for codecs."""
+        for graph in _GRAPHS:
+            yield cls(graph=graph)
+        yield cls(every=2)
+        yield cls(order="adapt-then-combine")
+        yield cls(lost="drop")
+        yield cls(pushsum="on")
+        yield cls(buffers="average")
+        yield cls(graph="ring", consensus=0.3)
+        yield cls(graph="ring", consensus=0.3, order="adapt-then-combine", buffers="average")
 
     def __post_init__(self) -> None:
         check_word("graph", self.graph, tuple(_GRAPHS), "onepeer")

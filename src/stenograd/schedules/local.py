@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +45,12 @@ class Local(Rounds):
     what: ClassVar[What] = What.PARAMETERS
 
     qsr: float = 0.0
+
+    @classmethod
+    def examples(cls) -> Iterator[Rounds]:
+        """Yield also rounds that become rarer: of 1 step at a learning rate of 0.1, of 4 at 0.05."""
+        yield from super().examples()
+        yield cls(every=1, qsr=0.1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.schedule import Codec, Schedule, refused
@@ -35,7 +36,7 @@ def check_natural(key: str, value: int, advice: str) -> None:
         check_count(key, value, advice, MethodError)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rounds(Schedule):
     """Local steps, and an exchange every H of them.
 
@@ -59,6 +60,7 @@ class Rounds(Schedule):
     """
 
     every: int = 8
+    _: KW_ONLY
     after: int = 0
     states: str = "keep"
     states_every: int = 3
@@ -84,6 +86,17 @@ class Rounds(Schedule):
             advice = "give inside=dense, or leave it out"
             raise bad_value("node_size", "must be 0 without inside", self.node_size, advice, MethodError)
 
+    @classmethod
+    def examples(cls) -> Iterator[Rounds]:
+        """Yield rounds of two steps, in every way that all rounds know."""
+        yield cls(every=2)
+        yield cls(every=2, after=3)
+        yield cls(every=2, states="average", states_every=1)
+        yield cls(every=2, states="reset")
+        yield cls(every=2, buffers="keep")
+        yield cls(every=2, inside="dense", node_size=2)
+        yield cls(every=2, lost="drop")
+
     @property
     def fragments(self) -> int:
         """Number of parts of the model that are exchanged one after another."""
@@ -99,8 +112,8 @@ class Rounds(Schedule):
         """Passes from sending to using what came."""
         return 0
 
-    def doubts(self) -> list[str]:
-        """Say what is allowed, and hardly meant."""
+    def doubts(self, codec: Codec) -> list[str]:
+        """Say what is allowed with a method after the slash, and hardly meant."""
         return []
 
     def starts(self, t: int) -> list[int]:

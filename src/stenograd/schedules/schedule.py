@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -57,6 +57,10 @@ class Codec(Protocol):
         """Whether what is sent is scaled up to be right on average, so that errors are larger than it."""
 
     @property
+    def forgets(self) -> bool:
+        """Whether it has no error feedback where differences of parameters need it."""
+
+    @property
     def one_message(self) -> bool:
         """Whether each rank writes one message, of a length known before, that others read by itself."""
 
@@ -74,6 +78,11 @@ class Schedule:
     # One line for `stenograd methods`.
     summary: ClassVar[str] = ""
     what: ClassVar[What] = What.GRADIENTS
+
+    @classmethod
+    def examples(cls) -> Iterator[Schedule]:
+        """Yield what the suites shall train by: ranks meet often, and every key is used in one of them."""
+        yield cls()
 
     def check(self, codec: Codec) -> None:
         """Refuse a method after the slash that cannot be used with this schedule.

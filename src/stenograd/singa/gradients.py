@@ -4,28 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from stenograd.arguments import whole
 from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.errors import CheckpointError, ConfigError, TensorTypeError, bad_value
-from stenograd.singa.exchanges import Exchanges
-from stenograd.singa.fusion import Fusion, Group
+from stenograd.data.buckets import Bucket
+from stenograd.errors import CheckpointError, ConfigError, StenogradError, TensorTypeError, bad_value
 from stenograd.singa.graph import Walker, backward, parameters_of
 from stenograd.singa.slots import AS_SAVED, some
 from stenograd.sync.handshake import compare
 
-__all__ = ["Gradients"]
+__all__ = ["DEFAULT_THRESHOLD", "Fusion", "Gradients"]
+
+DEFAULT_THRESHOLD = 2_097_152  # elements; SINGA's default
+
+Group: TypeAlias = list[str]
+_States: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+
+
+class Fusion:
+    """Cuts a stream of tensors into groups, in backward order.
+
+    A tensor with more than `threshold` elements is a group of its own, and the open group stays open. Other
+    tensors join the open group, which is complete when it holds more than `threshold` elements; so a group of
+    several has at most `2 threshold` elements. Tensors of different type or device never share a group.
+
+    Args:
+        threshold: in elements, at least 0; 0 makes every tensor a group.
+
+    Raises:
+        ConfigError: threshold is negative or not a whole number.
+
+    Example:
+        >>> fusion = Fusion(8)
+        >>> [fusion.add(name, torch.empty(n)) for name, n in {"a": 4, "big": 9, "b": 4, "c": 4}.items()]
+        [None, ['big'], None, ['a', 'b', 'c']]
+        >>> fusion.add("d", torch.empty(1)), fusion.rest()
+        (None, [['d']])
+    """
+
+    def __init__(self, threshold: int) -> None:
+        advice = f"it counts elements, and {DEFAULT_THRESHOLD} is the default"
+        self.threshold = whole("threshold", threshold, advice, least=0)
+        self._open: dict[tuple[torch.dtype, torch.device], tuple[Group, int]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> Group | None:
+        """Add the next tensor; return the names of the group that it completes, or None."""
+        if tensor.numel() > self.threshold:
+            return [name]
+        kind = (tensor.dtype, tensor.device)
+        group, numel = self._open.pop(kind, ([], 0))
+        group.append(name)
+        if numel + tensor.numel() > self.threshold:
+            return group
+        self._open[kind] = (group, numel + tensor.numel())
+        return None
+
+    def rest(self) -> list[Group]:
+        """Return the groups that are still open, and close them."""
+        groups = [group for group, _ in self._open.values()]
+        self._open = {}
+        return groups
 
 
 class Gradients:
     """Runs backward passes, and keeps parameters and their residuals by name.
 
     A parameter without a given name is called by its number in the order first seen, which is backward order.
+    One `TensorExchange` runs at a time; a step that asks for another method makes a new one. Residuals stay
+    with their parameters, also with those that a step does not use; while a method has no error feedback,
+    they rest here.
 
     Args:
         driver: the way to the other ranks.
@@ -36,7 +90,9 @@ class Gradients:
         self.units: list[Group] = []
         self.corrected = False
         self._driver = driver
-        self._exchanges = Exchanges(driver)
+        self._exchange: TensorExchange | None = None
+        self._resting: _States = {}
+        self._under_way = False
         self._names: dict[int, str] = {}
         self._expected: dict[str, tuple[int, ...]] = {}
         self._walker = Walker()
@@ -90,12 +146,12 @@ class Gradients:
         """
         fusion = Fusion(threshold)
         self._compare_ranks(loss, threshold, how)
-        self._exchanges.begin(how, self._known(loss))
+        exchange = self._begin(how)
         walked: list[Tensor] = []
         groups: list[Group] = []
 
         def submit(group: Group) -> None:
-            self._exchanges.submit(group, [_gradient(self.parameters[name]) for name in group])
+            self._submit(exchange, len(groups), group)
             groups.append(group)
 
         @torch.no_grad()
@@ -107,12 +163,16 @@ class Gradients:
         backward(loss, on_gradient, self._walker)
         for group in fusion.rest():
             submit(group)
-        averages, finite = self._exchanges.finish()
-        for name, average in averages.items():
-            _gradient(self.parameters[name]).copy_(average)
+        exchange.end_at(len(groups))
+        outcome = exchange.finish().result()
+        exchange.join_streams()
+        self._under_way = False
+        for bucket, flat in zip(exchange.buckets, outcome.averages, strict=True):
+            for name, average in zip(bucket.names, bucket.views(flat), strict=True):
+                _gradient(self.parameters[name]).copy_(average)
         if isinstance(how.compressor, ErrorFeedback):
             self.units, self.corrected = groups, True
-        return walked, finite
+        return walked, outcome.applied and all(bool(flat.isfinite().all()) for flat in outcome.averages)
 
     def local(self, loss: Tensor, threshold: int) -> tuple[list[Tensor], list[Group]]:
         """Run backward without averaging; return the parameters in backward order, and their groups."""
@@ -125,14 +185,14 @@ class Gradients:
 
     def accumulations(self) -> list[Tensor]:
         """Return copies of the residuals, flat, one per group in the order of the last corrected step."""
-        states = self._exchanges.residuals()
+        states = self._residuals()
         return [torch.cat([states[name]["residual"].reshape(-1) for name in unit]) for unit in self.units]
 
     def state(self) -> dict[str, Any]:
         """Return copies of the residuals, and the parameters' names and shapes."""
         return {
             "parameters": self._expected | {name: tuple(p.shape) for name, p in self.parameters.items()},
-            "residuals": self._exchanges.residuals(),
+            "residuals": self._residuals(),
             "units": [list(unit) for unit in self.units],
             "corrected": self.corrected,
         }
@@ -154,13 +214,58 @@ class Gradients:
         """Load a saved `state()`, also before any parameter was seen."""
         self._expected = {name: tuple(shape) for name, shape in state["parameters"].items()}
         self._loaded = True
-        self._exchanges.load(state["residuals"])
+        self._load_residuals(state["residuals"])
         self.units = [list(unit) for unit in state["units"]]
         self.corrected = bool(state["corrected"])
 
     def close(self) -> None:
-        """Stop the thread of the exchanges."""
-        self._exchanges.close()
+        """Stop the thread of the exchange; residuals are kept."""
+        self._load_residuals(self._residuals())
+
+    def _begin(self, how: Method) -> TensorExchange:
+        """Return the exchange of a step by this method.
+
+        Raises:
+            StenogradError: an error interrupted the last step while other ranks may have gone on.
+        """
+        running = self._exchange
+        if self._under_way and running is not None:
+            if self._driver.world_size > 1:
+                raise StenogradError(
+                    "the last step did not finish (an error in its backward pass), so the ranks may be out "
+                    "of step: restart from a checkpoint"
+                )
+            running.abandon()
+            self._under_way = False
+        if running is None or running.method != how:
+            self._load_residuals(self._residuals())
+            running = self._exchange = TensorExchange(how, self._driver)
+            if isinstance(how.compressor, ErrorFeedback):
+                running.load_state_dict({**running.state_dict(), "parameters": self._resting})
+                self._resting = {}
+        return running
+
+    def _submit(self, exchange: TensorExchange, index: int, group: Group) -> None:
+        """Start averaging the next group; returns at once."""
+        self._under_way = True
+        gradients = [_gradient(self.parameters[name]) for name in group]
+        shapes, first = tuple(g.shape for g in gradients), gradients[0]
+        exchange.place(index, Bucket(tuple(group), shapes, first.dtype, first.device))
+        torch.cat([g.reshape(-1) for g in gradients], out=exchange.flat(index))
+        exchange.submit(index)
+
+    def _residuals(self) -> _States:
+        """Return copies of all residuals by parameter name."""
+        running = self._exchange.state_dict()["parameters"] if self._exchange is not None else {}
+        kept = {**self._resting, **{name: state for name, state in running.items() if state}}
+        return {name: {key: t.clone() for key, t in state.items()} for name, state in kept.items()}
+
+    def _load_residuals(self, residuals: _States) -> None:
+        """Replace all residuals by copies of these, which rest until a step uses them."""
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange, self._under_way = None, False
+        self._resting = {name: {key: t.clone() for key, t in s.items()} for name, s in residuals.items()}
 
     def _rename(self, new: Mapping[str, str]) -> None:
         parameters: dict[str, Tensor] = {}
@@ -171,8 +276,7 @@ class Gradients:
             if old in new and name not in new:  # else the expected shape is of another, renamed one
                 self._check_shape(name, parameter)
             parameters[name] = parameter
-        residuals = {new.get(old, old): state for old, state in self._exchanges.residuals().items()}
-        self._exchanges.load(residuals)
+        self._load_residuals({new.get(old, old): state for old, state in self._residuals().items()})
         self.parameters = parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._expected = {name: shape for name, shape in self._expected.items() if name not in new}
@@ -194,10 +298,6 @@ class Gradients:
                 f"state was saved for parameters {some(self._expected)}, got {some(strange)}: {AS_SAVED}"
             )
         self._loaded = False
-
-    def _known(self, loss: Tensor) -> Sequence[str]:
-        """Return the names of the loss's parameters, or none while no residuals are kept for later."""
-        return [self.name(p) for p in parameters_of(loss)] if self._exchanges.resting else []
 
     def _compare_ranks(self, loss: Tensor, threshold: int, how: Method | None) -> None:
         """Check, before the first step, that all ranks have the same parameters, mode and threshold."""

@@ -10,6 +10,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from stenograd.arguments import whole
 from stenograd.errors import ConfigError, LaunchError, bad_value
 from stenograd.launch.detect import STORE_VARIABLE
 from stenograd.launch.local_workers import environment
@@ -107,17 +108,12 @@ def _join_with_token(token: NcclIdHolder, rank: int, size: int, timeout_s: float
 
 
 def _checked(local_rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if not _whole(world_size) or world_size is None or world_size < 1:
-        advice = "give the number of processes that get the token"
-        raise bad_value("world_size", "must be a whole number of at least 1 with a token", world_size, advice)
-    if not _whole(local_rank) or local_rank is None or not 0 <= local_rank < world_size:
-        rule = f"must be a whole number in [0, {world_size}) with a token of {world_size} processes"
-        raise bad_value("local_rank", rule, local_rank, "give each process its own, from 0 on")
-    return local_rank, world_size
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    size = whole("world_size", world_size, "with a token, give the number of processes that get it")
+    rank = whole("local_rank", local_rank, f"with a token, give each its own in [0, {size})", least=0)
+    if rank >= size:
+        rule = f"must be in [0, {size}) with a token of {size} processes"
+        raise bad_value("local_rank", rule, rank, "give each process its own, from 0 on")
+    return rank, size
 
 
 def _check_equal(name: str, given: int | None, found: int, world: World) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from stenograd.singa.base import Optimizer
 from stenograd.singa.distopt import DistOpt
-from stenograd.singa.optimizers import SGD, AdaGrad, Adam, RMSProp
+from stenograd.singa.optimizers import SGD, AdaGrad, Adam, Optimizer, RMSProp
 from stenograd.singa.schedules import Constant, DecayScheduler, ExponentialDecay
 
 __all__ = [

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Real
 
 from torch import Tensor
 
+from stenograd.arguments import number, typed
 from stenograd.errors import bad_value
 
 __all__ = ["Constant", "DecayScheduler", "ExponentialDecay", "as_schedule", "check_value", "values_at"]
 
-_RANGES = {  # lowest value, and the bound that a value stays below
-    "lr": (0.0, math.inf),
-    "momentum": (0.0, math.inf),
-    "weight_decay": (0.0, math.inf),
-    "epsilon": (0.0, math.inf),
-    "rho": (0.0, 1.0),
-    "beta_1": (0.0, 1.0),
-    "beta_2": (0.0, 1.0),
-}
+_AT_LEAST_0 = ("lr", "momentum", "weight_decay", "epsilon")
+_SHARES = ("rho", "beta_1", "beta_2")
 
 
 class DecayScheduler:
@@ -111,10 +104,8 @@ class ExponentialDecay(DecayScheduler):
         self.decay_steps = _finite("decay_steps", decay_steps)
         self.decay_rate = _finite("decay_rate", decay_rate)
         self.staircase = staircase
-        if self.decay_steps <= 0:
-            raise bad_value("decay_steps", "must be positive", decay_steps, "use 1000 for slow decay")
-        if self.decay_rate <= 0:
-            raise bad_value("decay_rate", "must be positive", decay_rate, "use 0.5 to halve the value")
+        number("decay_steps", self.decay_steps, "use 1000 for slow decay", above=0)
+        number("decay_rate", self.decay_rate, "use 0.5 to halve the value", above=0)
 
     def call(self, step: float) -> float:
         """Return the value at a step."""
@@ -141,11 +132,8 @@ def as_schedule(name: str, value: object) -> DecayScheduler:
     if isinstance(value, DecayScheduler):
         check_value(name, value.init_value)
         return value
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"{name} must be a number or a DecayScheduler, got {value!r}: use 0.1 or ExponentialDecay(...)"
-        )
-    return Constant(check_value(name, float(value)))
+    given = typed(name, value, Real, "a number or a DecayScheduler", "use 0.1 or ExponentialDecay(...)")
+    return Constant(check_value(name, float(given)))
 
 
 def check_value(name: str, value: float) -> float:
@@ -154,14 +142,9 @@ def check_value(name: str, value: float) -> float:
     Raises:
         ConfigError: it does not lie in its range.
     """
-    low, high = _RANGES.get(name, (-math.inf, math.inf))
-    if low <= value < high and math.isfinite(value):
-        return value
-    if not math.isfinite(value):
-        raise bad_value(name, "must be finite", value, "use a number")
-    if high == 1.0:
+    if name in _SHARES and not 0 <= value < 1:
         raise bad_value(name, "must be in [0, 1)", value, "use 0.9 to average over about ten steps")
-    raise bad_value(name, "must be at least 0", value, "use 0 to switch it off")
+    return number(name, value, "use 0 for none", least=0 if name in _AT_LEAST_0 else None)
 
 
 def values_at(step: int, schedules: Mapping[str, DecayScheduler]) -> dict[str, float]:
@@ -174,8 +157,4 @@ def values_at(step: int, schedules: Mapping[str, DecayScheduler]) -> dict[str, f
 
 
 def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}: use an int or a float")
-    if not math.isfinite(value):
-        raise bad_value(name, "must be finite", value, "use a finite number")
-    return float(value)
+    return float(number(name, typed(name, value, Real, "a number", "use an int or a float"), "use a number"))

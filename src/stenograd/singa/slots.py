@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stenograd.errors import CheckpointError, ConfigError
 from stenograd.singa.schedules import DecayScheduler
 
-__all__ = ["AS_SAVED", "Key", "Slot", "Slots", "some"]
+__all__ = ["AS_SAVED", "Key", "Slot", "Slots", "named_members", "some"]
 
 Key = str | int  # a parameter's name, or its number among the nameless ones in the order first seen
 AS_SAVED = "give parameters the names that they had when it was saved (register), or none if they had none"
@@ -156,3 +156,26 @@ def some(keys: Iterable[Key]) -> str:
     """
     texts = sorted(map(repr, keys))
     return ", ".join(texts) if len(texts) < 5 else ", ".join([*texts[:3], f"... ({len(texts)})"])
+
+
+def named_members(group: Tensor | Iterable[Tensor | tuple[str, Tensor]]) -> list[tuple[str | None, Tensor]]:
+    """Return the parameters of a group, each with its name or None.
+
+    Raises:
+        TypeError: a member is neither a tensor nor a (name, tensor) pair.
+
+    Example:
+        >>> import torch
+        >>> named_members(torch.nn.Linear(1, 1).named_parameters())[1][0]
+        'bias'
+    """
+    pairs: list[tuple[str | None, Tensor]] = []
+    for member in [group] if isinstance(group, Tensor) else group:
+        name, tensor = member if isinstance(member, tuple) and len(member) == 2 else (None, member)
+        if not isinstance(tensor, Tensor) or not isinstance(name, str | None):
+            raise TypeError(
+                f"param_group must hold tensors or (name, tensor) pairs, got {type(member).__name__}: "
+                "pass model.parameters() or model.named_parameters()"
+            )
+        pairs.append((name, tensor))
+    return pairs

@@ -9,22 +9,28 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
+from stenograd.comm.drivers import AnyDriver
+from stenograd.data.finite import is_finite
+from stenograd.devices import refuse_capture
 from stenograd.errors import StenogradError
-from stenograd.sync.filling import Slot
+from stenograd.sync.filling import Slot, is_own
+from stenograd.sync.step_settings import BITS, StepSettings, refuse, tell, unequal
 
 __all__ = [
     "Passes",
     "at_end",
     "drop",
-    "forget_end",
     "next_order",
+    "pass_flags",
     "refuse_nested",
+    "refuse_other_passes",
     "refuse_step",
     "warn_of_skip",
     "warn_unexchanged",
@@ -32,10 +38,16 @@ __all__ = [
 
 _BITS = 4  # of a pass's number that the ranks compare
 
-# The ends that wait for a backward pass, by its number in autograd: (place in the order of attaching, what to
-# do). Engines that one pass reaches must end in the same order on all ranks, whichever was reached first.
-_ends: dict[int, list[tuple[int, Callable[[], None]]]] = {}
+
+class _Ends(list[tuple[int, Callable[[], None]]]):
+    """What waits for the end of one backward pass: (place in the order of attaching, what to do)."""
+
+
+# By the pass's number in autograd. Engines that one pass reaches must end in the same order on all ranks,
+# whichever was reached first. autograd holds them with its callbacks, and drops both where a pass breaks off.
+_ends: WeakValueDictionary[int, _Ends] = WeakValueDictionary()
 _lock = threading.Lock()
+_taken: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Tensor, Tensor | None]]] = WeakKeyDictionary()
 _orders = itertools.count()
 
 
@@ -53,29 +65,23 @@ def at_end(task: int, order: int, action: Callable[[], None]) -> None:
         action: what to do.
     """
     with _lock:
-        waiting = _ends.setdefault(task, [])
+        waiting = _ends.setdefault(task, _Ends())
         waiting.append((order, action))
         first = len(waiting) == 1
     if first:
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_untraced(), task))
-
-
-def forget_end(task: int) -> None:
-    """Drop what waits for the end of a pass that broke off, and so never comes."""
-    with _lock:
-        _ends.pop(task, None)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_untraced(), task, waiting))
 
 
 @cache
-def _untraced() -> Callable[[int], None]:
+def _untraced() -> Callable[[int, _Ends], None]:
     """Return `_run_ends`, which torch.compile would trace where it compiles a whole training step."""
-    run: Callable[[int], None] = torch.compiler.disable(_run_ends)
+    run: Callable[[int, _Ends], None] = torch.compiler.disable(_run_ends)
     return run
 
 
-def _run_ends(task: int) -> None:
+def _run_ends(task: int, waiting: _Ends) -> None:
     with _lock:
-        waiting = _ends.pop(task, [])
+        _ends.pop(task, None)
     for _, action in sorted(waiting, key=lambda end: end[0]):
         action()
 
@@ -84,8 +90,10 @@ def refuse_nested() -> None:
     """Refuse a backward pass inside another one: its gradients are a part of what the outer one makes.
 
     Raises:
-        StenogradError: autograd runs inside the backward function of something, or is being compiled.
+        StenogradError: autograd runs inside the backward function of something, or is being compiled, or is
+            being captured as a CUDA graph.
     """
+    refuse_capture()
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
         raise StenogradError(
@@ -135,18 +143,53 @@ def refuse_step(
     return held
 
 
-def drop(held: Iterable[Tensor], zeros: bool) -> None:
+def drop(optimizer: torch.optim.Optimizer, held: Iterable[Tensor], zeros: bool) -> None:
     """Let a step find no gradients, so that optimizers leave weights, momenta and counts as they are.
 
     Args:
+        optimizer: about to step; after the step, parameters get back gradients that are the program's own
+            tensors, such as views of a flat buffer.
         held: the parameters.
         zeros: whether they get zeros, for an optimizer that computes with its gradients already.
     """
     for p in held:
         if zeros and p.grad is not None:
             p.grad.zero_()
-        else:
-            p.grad = None
+            continue
+        if is_own(p):
+            if optimizer not in _taken:
+                _taken[optimizer] = []
+                optimizer.register_step_post_hook(_give_back)
+            _taken[optimizer].append((p, p.grad))
+        p.grad = None
+
+
+def _give_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Undo `drop` for gradients that the program holds."""
+    for p, grad in _taken[optimizer]:
+        p.grad = grad
+    _taken[optimizer].clear()
+
+
+def drop_bad(
+    optimizer: torch.optim.Optimizer, averaged: Container[int], zeros: bool, parameters: Iterable[Tensor]
+) -> None:
+    """Let a step find no gradients, and let what other optimizers gather for a later step be finite.
+
+    Gradients that accumulate over several passes stay bad once one is, and would make each of these passes
+    bad for the parameters that step in between.
+
+    Args:
+        optimizer: about to step.
+        averaged: the ids of the parameters that are averaged.
+        zeros: whether its gradients become zeros; see `drop`.
+        parameters: those that other optimizers may hold; of theirs only bad gradients become zeros.
+    """
+    mine = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
+    drop(optimizer, mine.values(), zeros)
+    for p in parameters:
+        if id(p) not in mine and p.grad is not None and not is_finite(p.grad):
+            p.grad.zero_()  # not None: its optimizer may compute with it before it asks, as SAM does
 
 
 def warn_of_skip() -> bool:
@@ -168,20 +211,47 @@ def warn_unexchanged(cause: str, advice: str) -> bool:
     return True
 
 
+def pass_flags(count: int) -> list[bool]:
+    """Return flags that tell a pass's number modulo 16 from others: each bit, then each bit's opposite.
+
+    Example:
+        >>> pass_flags(1)
+        [True, False, False, False, False, True, True, True]
+    """
+    return tell(count, _BITS)
+
+
+def refuse_other_passes(any_flags: Sequence[bool], count: int) -> None:
+    """Look at which of all ranks' `pass_flags` were set.
+
+    Raises:
+        StenogradError: on all ranks: they are at different backward passes.
+    """
+    if any(unequal(any_flags)):
+        raise StenogradError(
+            f"the ranks are at different backward passes, this one at number {count}: use no_sync() and "
+            "backward() for the same batches on every rank, and restart from a checkpoint"
+        )
+
+
 class Passes:
     """Counts a rank's backward passes, and knows whether its gradients are averages.
 
     Args:
         local: whether there are gradients from before, which were never averaged.
         skip_bad_steps: whether a step is to change nothing after an exchange that was not finite.
+        settings: what the steps of all ranks must have in common.
 
     Attributes:
         count: number of passes begun, those without an exchange included.
         shadowed: whether in the last exchange a rank took part that had run out of inputs.
     """
 
-    def __init__(self, local: bool = False, skip_bad_steps: bool = True) -> None:
+    def __init__(
+        self, local: bool = False, skip_bad_steps: bool = True, settings: StepSettings | None = None
+    ) -> None:
         self.count = 0
+        self.settings = settings or StepSettings()
         self.shadowed = False
         self._exchanges = 0
         self._at_step: dict[int, int] = {}  # exchanges when an optimizer stepped last, by its id
@@ -198,35 +268,40 @@ class Passes:
         self._local = self._local or self.count > before
 
     def flags(self, *, shadow: bool = False) -> list[bool]:
-        """Return flags for the exchange that tell this pass's number modulo 16 from others.
+        """Return flags for the exchange that tell this pass's number modulo 16 and its settings from others.
 
-        Each bit is sent as itself and as its opposite. Where both are set, two ranks are at different passes.
-        A rank that shadows others' exchanges has no number of its own; the first flag tells of it.
+        Each bit is sent as itself and as its opposite. Where both are set, two ranks are at different passes,
+        or take steps with different settings. A rank that shadows others' exchanges has no number of its own;
+        the first flag tells of it.
 
         Example:
-            >>> Passes().flags()
-            [False, False, False, False, False, True, True, True, True]
+            >>> Passes().flags()[:5]
+            [False, False, False, False, False]
         """
-        bits = [bool(self.count >> bit & 1) for bit in range(_BITS)]
-        return [True, *[False] * (2 * _BITS)] if shadow else [False, *bits, *(not bit for bit in bits)]
+        if shadow:
+            return [True, *[False] * (2 * _BITS + 2 * BITS)]
+        return [False, *pass_flags(self.count), *self.settings.flags(self.count)]
 
-    def exchanged(self, any_flags: Sequence[bool]) -> None:
+    def exchanged(self, any_flags: Sequence[bool], driver: AnyDriver) -> None:
         """Take which of all ranks' `flags` were set: gradients are averages now.
 
         Raises:
             StenogradError: on all ranks: they are at different backward passes.
+            MismatchError: on all ranks: their losses' scales or learning rates differ.
         """
-        self.shadowed, (ones, zeros) = any_flags[0], (any_flags[1 : 1 + _BITS], any_flags[1 + _BITS :])
-        if any(one and zero for one, zero in zip(ones, zeros, strict=True)):
-            raise StenogradError(
-                f"the ranks are at different backward passes, this one at number {self.count}: use no_sync() "
-                "and backward() for the same batches on every rank, and restart from a checkpoint"
-            )
+        self.shadowed = any_flags[0]
+        self._check(any_flags, driver)
         self._exchanges += 1
         self._local = False
 
-    def follow(self, any_flags: Sequence[bool]) -> None:
+    def _check(self, any_flags: Sequence[bool], driver: AnyDriver) -> None:
+        refuse_other_passes(any_flags[1 : 1 + 2 * _BITS], self.count)
+        if any(unequal(any_flags[1 + 2 * _BITS :])):
+            refuse(driver, self.settings.read())
+
+    def follow(self, any_flags: Sequence[bool], driver: AnyDriver) -> None:
         """Take the other ranks' number from their `flags`: this rank shadowed their pass."""
+        self._check(any_flags, driver)
         theirs = sum(bool(one) << bit for bit, one in enumerate(any_flags[1 : 1 + _BITS]))
         self.count += (theirs - self.count) % (1 << _BITS)
         self._exchanges += 1
@@ -238,6 +313,7 @@ class Passes:
         under_way: bool,
         finite: bool,
         *,
+        parameters: Iterable[Tensor] = (),
         zeros: bool = False,
     ) -> None:
         """Refuse to step on gradients that were not averaged; take those away that are not finite.
@@ -247,22 +323,28 @@ class Passes:
             slots: of the parameters that are exchanged, by id.
             under_way: whether a backward pass is, or broke off.
             finite: whether the last exchange was.
+            parameters: as in `drop_bad`.
             zeros: whether those become zeros, because the step computes with them already.
 
         Raises:
             StenogradError: a pass is under way or failed, or a gradient was not averaged.
         """
         held = refuse_step(optimizer, slots, under_way)
-        if not self.skip_bad(optimizer, slots, finite, zeros) and held:
+        if not self.skip_bad(optimizer, slots, finite, zeros, parameters) and held:
             self._warn_of_local(optimizer, held, slots)
 
     def skip_bad(
-        self, optimizer: torch.optim.Optimizer, slots: Mapping[int, Any], finite: bool, zeros: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: Container[int],
+        finite: bool,
+        zeros: bool,
+        parameters: Iterable[Tensor] = (),
     ) -> bool:
         """Let a step change nothing if it may not apply what the last exchange left, and tell whether."""
         bad = self._skips and not finite
         if bad:
-            drop((p for g in optimizer.param_groups for p in g["params"] if id(p) in slots), zeros)
+            drop_bad(optimizer, slots, zeros, parameters)
             self._warned_of_bad = self._warned_of_bad or warn_of_skip()
         return bad
 
@@ -288,4 +370,4 @@ class Passes:
 def _by_hand(parameter: Tensor, slots: Mapping[int, Slot]) -> bool:
     """Return whether neither a backward pass nor an exchange left the gradient that a parameter has."""
     slot = slots.get(id(parameter))
-    return slot is not None and not slot.used and parameter.grad is not slot.left
+    return slot is not None and not slot.used and not slot.left(parameter.grad)

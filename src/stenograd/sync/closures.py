@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,7 +27,9 @@ class Act(Protocol):
         """
 
 
-def after_closure(act: Act, exchanges: Callable[[], int]) -> Callable[..., Changed]:
+def after_closure(
+    act: Act, exchanges: Callable[[], int], mean: Callable[[float], float] | None = None
+) -> Callable[..., Changed]:
     """Return a pre-hook of an optimizer's steps that acts once the step's gradients are there.
 
     torch's optimizers begin with their closure, so what looks at gradients (skipping a step after a bad
@@ -36,21 +39,25 @@ def after_closure(act: Act, exchanges: Callable[[], int]) -> Callable[..., Chang
 
     Args:
         act: what to do.
-        exchanges: returns how many exchanges have been made; where there is a new one, gradients are there.
+        exchanges: returns how many exchanges have been made. Where one was made outside of closures since an
+            optimizer stepped last, its gradients are there.
+        mean: averages a number over the ranks; None leaves losses as they are. LBFGS gets means, because it
+            decides by the loss how often it evaluates the closure, with or without a line search.
 
     Example:
         >>> said = []
         >>> before = after_closure(lambda optimizer, **_: said.append("looked"), lambda: 0)
-        >>> _, changed = before(None, (None,), {"closure": lambda: said.append("evaluated") or 1.5})
+        >>> sgd = torch.optim.SGD([torch.zeros(1)])
+        >>> _, changed = before(sgd, (sgd,), {"closure": lambda: said.append("evaluated") or 1.5})
         >>> said, changed["closure"](), said
         (['evaluated', 'looked'], 1.5, ['evaluated', 'looked'])
     """
-    seen = exchanges()
+    first, inside = exchanges(), 0  # exchanges in all, and those that closures made
+    seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # outside, at the last step
 
     def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
-        nonlocal seen
-        closure = _closure(args, given)
-        has_gradients, seen = exchanges() != seen, exchanges()
+        closure, outside = _closure(args, given), exchanges() - inside
+        has_gradients, seen[optimizer] = outside != seen.get(optimizer, first), outside
         if closure is None:
             act(optimizer)
             return None
@@ -60,11 +67,15 @@ def after_closure(act: Act, exchanges: Callable[[], int]) -> Callable[..., Chang
         evaluations = 0
 
         def watched() -> Any:
-            nonlocal seen, evaluations
+            nonlocal inside, evaluations
+            before = exchanges()
             result = closure()
-            evaluations, seen = evaluations + 1, exchanges()
+            inside, evaluations = inside + exchanges() - before, evaluations + 1
             if evaluations == 1:
                 act(optimizer, zeros=zeros, again=has_gradients)
+            if mean is not None and isinstance(optimizer, torch.optim.LBFGS) and result is not None:
+                loss = mean(float(result))
+                return torch.full_like(result, loss) if isinstance(result, torch.Tensor) else loss
             return result
 
         if "closure" in given:

@@ -14,6 +14,7 @@ from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.data.finite import is_finite
+from stenograd.data.flat_parameters import holds
 from stenograd.data.requests import Rounds, exchange
 from stenograd.errors import CheckpointError, MethodError
 
@@ -88,30 +89,38 @@ class Estimates:
             site: this rank and step.
 
         Returns:
-            Whether this rank's tensors and its neighbours' were finite. One whose tensors are not keeps them,
-            and its estimate stays what it was everywhere.
+            Whether this rank's tensors and its neighbours' were finite and within what the code can say, and
+            this rank's are finite after it. One whose tensors are not keeps them, and its estimate stays what
+            it was everywhere; one that would leave the range of its type keeps them, too.
         """
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
         x = torch.cat([t.detach().reshape(-1).to(wide) for t in tensors])
-        known = self._known.setdefault(group, {rank: torch.zeros_like(x) for rank in weights})
+        known = self._known.get(group) or {rank: torch.zeros_like(x) for rank in weights}
+        # What was loaded lies where it was saved, or in the CPU's memory.
+        known = self._known[group] = {rank: t.to(x.device) for rank, t in known.items()}
         site = replace(site, shapes=tuple(t.shape for t in tensors), dtype=wide, device=x.device)
         sound = is_finite(x)
         payload = self._codec.encode(x - known[site.rank] if sound else torch.zeros_like(x), site)
+        mine = self._codec.decode(payload, x, site)
+        if sound and not is_finite(mine):  # the code ends before this type does, as fp16 does at 65,504
+            sound, payload = False, self._codec.encode(torch.zeros_like(x), site)
         flag = torch.tensor([sound], dtype=torch.uint8, device=x.device)
         theirs = yield from exchange((*payload, flag), [rank for rank in weights if rank != site.rank])
-        told = {**theirs, site.rank: (*payload, flag)}
-        fit = {rank for rank, (*_, ok) in told.items() if int(ok)}
-        for rank in sorted(fit):
-            *message, _ = told[rank]
+        flags = torch.cat([ok for *_, ok in theirs.values()]).tolist() if theirs else []
+        fit = [rank for rank, ok in zip(theirs, flags, strict=True) if ok]
+        for rank in fit:
+            *message, _ = theirs[rank]
             known[rank] = known[rank] + self._codec.decode(tuple(message), x, replace(site, rank=rank))
         if sound:
-            mine = known[site.rank]
+            known[site.rank] = mine = known[site.rank] + mine
             for rank, weight in sorted(weights.items()):
                 x.add_(known[rank] - mine, alpha=self._consensus * weight)
+        moves = sound and is_finite(x) and holds(tensors[0].dtype, x)
+        if moves:
             with torch.no_grad():
                 for t, piece in zip(tensors, x.split(site.numels), strict=True):
                     t.copy_(piece.view(t.shape))
-        return len(fit) == len(weights)
+        return moves and len(fit) == len(theirs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all estimates; save them on every rank."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,20 +14,29 @@ from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.comm.traffic import Traffic
 from stenograd.data.buckets import Bucket
+from stenograd.devices import future_on, refuse_capture
 from stenograd.errors import StenogradError
-from stenograd.sync.backward_passes import at_end, drop, next_order, warn_of_skip, warn_unexchanged
+from stenograd.sync.attached import Attached, as_in_training
+from stenograd.sync.backward_passes import (
+    Passes,
+    at_end,
+    drop_bad,
+    next_order,
+    warn_of_skip,
+    warn_unexchanged,
+)
 from stenograd.sync.closures import Changed, after_closure
 from stenograd.sync.every_step import watch_every_step
-from stenograd.sync.handshake import compare, named
+from stenograd.sync.handshake import compare, named, refuse_second_momentum
+from stenograd.sync.members import Members
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["DDPHook"]
 
 
-class DDPHook:
+class DDPHook(Attached):
     """State of the hook on one model; made by `stenograd.ddp.register`.
 
     DDP calls it with its buckets in index order, and once, after the first step, makes other buckets of the
@@ -36,7 +45,6 @@ class DDPHook:
 
     Attributes:
         method: the `Method` in use.
-        finite: whether the last exchange was, alike on all ranks.
     """
 
     def __init__(
@@ -51,62 +59,56 @@ class DDPHook:
         check_buffers: bool = False,
     ) -> None:
         self.method = how
-        self.finite = True
+        self._finite = True
         self._group = ddp.process_group
         self._ddp = weakref.ref(ddp)  # which holds this hook where Python's garbage collector cannot look
         module: nn.Module = ddp.module
         self._driver = Driver.own(ddp.process_group, timeout_s=timeout_s)
-        load_kernels(how, self._driver.world_size, module.parameters(), checks=check_every > 0)
-        checks = str((check_every, repair, check_buffers))
-        settings = {"method": how.text, "skip_bad_steps": skip_bad_steps, "checks": checks}
-        device = next(module.parameters()).device
-        parameters = named(module)
-        compare(self._driver, settings, parameters, device=device)
-        self._names = {id(p): name for name, p in parameters.items()}
-        self._check_every = check_every
-        kept: Any = weakref.proxy(module)  # for the reason given above
-        self._guard = ReplicaGuard(kept, self._driver, repair=repair, check_buffers=check_buffers)
-        self._exchange = TensorExchange(how, self._driver, waits=True)
-        self._order = next_order()
-        self._waiting: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
-        self._members: list[list[int]] = []  # ids of the parameters in each bucket of the exchange
-        self._sources: list[list[Tensor]] = []  # where they lie in DDP's buckets
-        self._small: dict[Tensor, Tensor] = {}  # what travels densely, of the buckets so far
-        self._made: set[int] = set()  # ids of those that got a gradient since the last exchange
         self._handles: list[Any] = []
-        self._tracks = bool(ddp.find_unused_parameters or ddp.static_graph)  # else DDP refuses unused ones
-        if self._tracks:
-            made = self._made  # not this hook, which a parameter would keep from being collected
-            self._handles = [
-                p.register_post_accumulate_grad_hook(lambda p: made.add(id(p)))
-                for p in module.parameters()
-                if p.requires_grad
-            ]
-        self._skips = skip_bad_steps
-        # Of the optimizers seen to step, the exchanges before; -1 where they hold nothing of this model.
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._handles.append(_watch_steps(self))
-        self._warned = self._warned_local = self._at_once = self._shadows = self._closed = False
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes, collectives and seconds waited of this rank since registering."""
-        return self._driver.traffic
-
-    @property
-    def group(self) -> Any:
-        """DDP's process group."""
-        return self._group
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self._driver.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._driver.world_size
+        with self._wholly():
+            learning = [p for p in module.parameters() if p.requires_grad]  # others may be of any type
+            load_kernels(how, self._driver.world_size, learning, checks=check_every > 0)
+            checks = str((check_every, repair, check_buffers))
+            settings: dict[str, Any] = {
+                "method": how.text,
+                "skip_bad_steps": skip_bad_steps,
+                "checks": checks,
+            }
+            if ddp.broadcast_buffers:  # which DDP does by position, as it does with parameters
+                shapes = ((name, tuple(b.shape)) for name, b in ddp.named_module_buffers.items())
+                settings |= {f"buffer {name}": str(shape) for name, shape in shapes}
+            parameters = named(module)
+            compare(self._driver, settings, parameters)
+            self._names = {id(p): name for name, p in parameters.items()}
+            self._check_every = check_every
+            kept: Any = weakref.proxy(module)  # for the reason given above
+            self._guard = ReplicaGuard(kept, self._driver, repair=repair, check_buffers=check_buffers)
+            self._exchange = TensorExchange(how, self._driver, waits=True)
+            self._order = next_order()
+            self._task = -1  # autograd's number of the backward pass
+            self._waiting: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
+            self._members: list[list[int]] = []  # ids of the parameters in each bucket of the exchange
+            self._sources: list[list[Tensor]] = []  # where they lie in DDP's buckets
+            self._small: dict[Tensor, Tensor] = {}  # what travels densely, of the buckets so far
+            self._made: set[int] = set()  # ids of those that got a gradient since the last exchange
+            # Without these, DDP itself refuses parameters that are not used.
+            self._tracks = bool(ddp.find_unused_parameters or ddp.static_graph)
+            if self._tracks:
+                made = self._made  # not this hook, which a parameter would keep from being collected
+                self._handles = [
+                    p.register_post_accumulate_grad_hook(lambda p: made.add(id(p)))
+                    for p in module.parameters()
+                    if p.requires_grad
+                ]
+            self._skips, self._passes = skip_bad_steps, Passes()
+            # Of the optimizers seen to step, the exchanges before; -1 where they hold nothing of this model.
+            self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+            trained = {name: p for name, p in parameters.items() if p.requires_grad}
+            again = "wrap the model in DistributedDataParallel anew, and register the hook"
+            members = Members(module, trained, remedy=again, rehooks=False)
+            self._handles += [_watch_steps(self)]
+            self._handles += [ddp.register_forward_pre_hook(members)]
+            self._warned = self._warned_local = self._at_once = self._shadows = False
 
     @property
     def repaired(self) -> int:
@@ -123,15 +125,23 @@ class DDPHook:
         """Number of exchanges that left the compressor's state alone because a gradient was not finite."""
         return self._exchange.skipped
 
+    @property
+    def finite(self) -> bool:
+        """Whether the last exchange was, alike on all ranks."""
+        return self._finite
+
+    @torch.no_grad()  # gradients with a graph (create_graph=True) are averaged without it, as DDP does
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Take one bucket from DDP; the future holds its average once the whole step is agreed on.
+
+        With `skip_all_reduce_unused_params`, the buckets that no rank uses do not come, be it the first or
+        the last.
 
         Raises:
             StenogradError: an earlier backward pass broke off while other ranks may have gone on.
         """
-        index, buffer = bucket.index(), bucket.buffer()
-        task = torch._C._current_graph_task_id()
-        if index == 0:
+        buffer, task = bucket.buffer(), torch._C._current_graph_task_id()
+        if not self._waiting or task != self._task:
             self._begin(task)
         parameters = bucket.parameters()
         pieces = dict(zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True))
@@ -143,11 +153,7 @@ class DDPHook:
                 self._send(list(large), list(large.values()))
         else:
             self._send(parameters, [buffer])
-        if bucket.is_last():
-            self._send_small()
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.device.type == "cuda" else None
-        )
+        future = future_on(buffer.device)
         self._waiting.append((buffer, future))
         if bucket.is_last() and self._at_once:
             self._end()
@@ -157,6 +163,7 @@ class DDPHook:
         """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
         return self._exchange.state_dict()
 
+    @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`.
 
@@ -165,21 +172,18 @@ class DDPHook:
         """
         self._exchange.load_state_dict(state)
 
-    def no_sync(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally: `ddp_model.no_sync()`."""
-        context: AbstractContextManager[Any] = self._model.no_sync()
-        return context
-
-    def consensus(self) -> AbstractContextManager[None]:
-        """Put the parameters to evaluate in place for a `with` block: as every step averages, they are."""
-        return nullcontext()
+        with self._model.no_sync():
+            yield
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `stenograd.sync.tracing`.
 
         Steps are noted of the optimizers that have stepped before, since DDP does not know its optimizer.
         """
-        mine = [optimizer for optimizer, before in self._optimizers.items() if before >= 0]
+        mine = [optimizer for optimizer, before in self._seen.items() if before >= 0]
         return Tracing(path, [self._driver], self._model, mine, max_events=max_events)
 
     def join(self, **options: Any) -> AbstractContextManager[Any]:
@@ -213,11 +217,25 @@ class DDPHook:
     def _join_config(self, config: Any) -> None:
         self._model._join_config = config
 
-    def __enter__(self) -> DDPHook:
-        return self
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes exchange gradients: DDP's `require_backward_grad_sync`."""
+        return bool(self._model.require_backward_grad_sync)
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._model.require_backward_grad_sync = value
+
+    def refresh(self) -> None:
+        """Refuse to look for other parameters: DDP keeps those that it was made with.
+
+        Raises:
+            StenogradError: always.
+        """
+        raise StenogradError(
+            "DistributedDataParallel keeps the parameters that it was made with: after unfreezing some, wrap "
+            "the model again, and register"
+        )
 
     def close(self) -> None:
         """Stop the exchange; the model cannot be trained with this hook afterwards. Safe to call twice."""
@@ -226,11 +244,12 @@ class DDPHook:
         self._closed = True
         for handle in self._handles:
             handle.remove()
-        self._exchange.close()
+        if hasattr(self, "_exchange"):  # else registering failed before it
+            self._exchange.close()
         self._driver.close()
 
     @property
-    def _model(self) -> Any:
+    def _model(self) -> Any:  # type: ignore[override]
         ddp = self._ddp()
         if ddp is None:
             raise StenogradError("the model of this hook is gone: keep the DistributedDataParallel model")
@@ -271,7 +290,8 @@ class DDPHook:
                 )
             self._waiting = []
             self._exchange.abandon()
-        self._members, self._sources, self._small = [], [], {}
+        refuse_capture()
+        self._members, self._sources, self._small, self._task = [], [], {}, task
         # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
         # graph DDP calls its hooks when all nodes are done, and waits before any other callback runs.
         self._shadows = task == -1
@@ -282,12 +302,19 @@ class DDPHook:
     @torch.no_grad()
     def _end(self) -> None:
         """Wait for the averages, and give them to DDP in its own memory."""
+        self._send_small()
+        self._exchange.end_at(len(self._sources))
         used = [i in self._made for members in self._members for i in members] if self._tracks else []
-        flags = [self._shadows] if self._check_every else []
+        # Nothing travels beside what "dense" sends, whose sums are then DDP's own, bit for bit.
+        tells = bool(self._check_every) or not self.method.lossless
+        self._passes.count = self.step + self.skipped
+        flags = self._passes.flags(shadow=self._shadows) if tells else []
         outcome = self._exchange.finish(used, flags).result()
         self._exchange.join_streams()
+        if tells:
+            self._passes.exchanged(outcome.any_flags, self._driver)
         self._made.clear()
-        self.finite = outcome.applied
+        self._finite = outcome.applied
         for sources, average in zip(self._sources, outcome.averages, strict=True):
             torch._foreach_copy_(sources, list(average.split([s.numel() for s in sources])))
         waiting, self._waiting = self._waiting, []
@@ -295,7 +322,7 @@ class DDPHook:
             future.set_result(buffer)
         # A rank that ran out of inputs keeps its parameters until DDP's join ends: no comparing then.
         due = self._check_every and (self.step + self.skipped) % self._check_every == 0
-        if due and not any(outcome.any_flags):
+        if due and not self._passes.shadowed:
             self._guard.check(self.step)
 
     def _moves(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -303,32 +330,35 @@ class DDPHook:
 
         It may have got a group of them since, and then its step must not apply what is not finite.
         """
-        known = self._optimizers.get(optimizer)
+        known = self._seen.get(optimizer)
         if known is None or (known == -1 and not self.finite):
             held = (p for g in optimizer.param_groups for p in g["params"])
             if any(id(p) in self._names for p in held):
-                self._optimizers.pop(optimizer, None)
+                self._seen.pop(optimizer, None)
                 return True
-            known = self._optimizers[optimizer] = -1
+            known = self._seen[optimizer] = -1
         return known != -1
 
     def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
         """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""
-        before, now = self._optimizers.get(optimizer), self.step + self.skipped
-        self._optimizers[optimizer] = now
+        self._passes.settings.look()
+        before, now = self._seen.get(optimizer), self.step + self.skipped
+        self._seen[optimizer] = now
         if before not in (None, now) and (self.finite or not self._skips):
             return  # the usual step, without a look at every parameter
         held = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._names]
-        self._optimizers[optimizer] = now if held else -1
+        if held and before is None:
+            refuse_second_momentum(self.method, [optimizer])
+        self._seen[optimizer] = now if held else -1
         held = [p for p in held if p.grad is not None]
         if held and (before or 0) == now and not self._warned_local and self.world_size > 1:
             cause = "gradients that no exchange has averaged, as inside ddp_model.no_sync()"
             advice = f"end accumulation outside of it, or nothing travels by {self.method}"
             self._warned_local = warn_unexchanged(cause, advice)
         if held and self._skips and not self.finite:
-            drop(held, zeros)
+            drop_bad(optimizer, self._names, zeros, self._model.module.parameters())
             self._warned = self._warned or warn_of_skip()
 
 
@@ -345,7 +375,11 @@ def _watch_steps(hook: DDPHook) -> Any:
         known = weak()
         return 0 if known is None else known.step + known.skipped
 
-    watch = after_closure(act, exchanges)
+    def mean(loss: float) -> float:
+        known = weak()
+        return loss if known is None else known._mean(loss)
+
+    watch = after_closure(act, exchanges, mean)
 
     def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
         known = weak()

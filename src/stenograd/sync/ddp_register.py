@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stenograd.catalog.method import Method, method
+from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.sparse_rows import sparse_parameters
-from stenograd.compression.contract import Compressor
 from stenograd.errors import StenogradError, TensorTypeError, first_line
 from stenograd.sync.ddp_hook import DDPHook
 from stenograd.sync.handshake import unwrapped
@@ -17,7 +16,7 @@ __all__ = ["register"]
 
 def register(
     ddp_model: Any,
-    how: str | Method | Compressor,
+    how: MethodLike,
     *,
     timeout_s: float = 300.0,
     check_every: int = 0,
@@ -56,6 +55,8 @@ def register(
         MismatchError: the ranks' methods, settings, versions or kernels differ.
 
     `backward()` raises ReplicaDivergence, on all ranks, where a check finds a difference; see `ReplicaGuard`.
+    It raises MismatchError, on all ranks, where the loss's scale (GradScaler) differs; not with "dense" and
+    `check_every=0`, which send nothing beside the gradients.
 
     Example:
         hook = stenograd.ddp.register(ddp_model, "topk:ratio=0.01")
@@ -81,10 +82,10 @@ def register(
     checks: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
     hook = DDPHook(ddp, chosen, timeout_s=timeout_s, skip_bad_steps=skip_bad_steps, **checks)
     try:
-        # DDP compares annotations with its own classes; a lambda has none.
-        ddp.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
+        with hook._wholly():
+            # DDP compares annotations with its own classes; a lambda has none.
+            ddp.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
     except RuntimeError as reason:
-        hook.close()
         raise StenogradError(
             f"the model has a communication hook already, or cannot take one ({first_line(reason)}): "
             "register one only, right after wrapping the model"

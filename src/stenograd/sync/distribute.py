@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from stenograd.catalog.method import Method
+from stenograd.catalog.method import MethodLike
 from stenograd.catalog.method import method as parse
 from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
-from stenograd.compression.contract import Compressor
 from stenograd.schedules.schedule import What
+from stenograd.sync.attached import Sync
 from stenograd.sync.gossip_rounds import GossipSync
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.parameter_rounds import ParameterSync
@@ -29,7 +29,7 @@ _KINDS: dict[What, type[GradientSync | ParameterSync | GossipSync]] = {
 def distribute(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    method: str | Method | Compressor = "dense",
+    method: MethodLike = "dense",
     *,
     group: Any = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -38,21 +38,24 @@ def distribute(
     repair: bool = False,
     check_buffers: bool = False,
     skip_bad_steps: bool = True,
-) -> GradientSync | ParameterSync | GossipSync:
+) -> Sync:
     """Make every `loss.backward()` leave gradients that are averaged over all ranks.
 
     A method with a schedule, such as "local:every=8" or "diloco:every=30/topk", lets ranks train by
     themselves and meet from time to time instead, and with "gossip" each rank meets a few others only; see
     `stenograd.schedules`.
 
-    Model, optimizer and training loop stay yours: clipping, GradScaler, schedulers and accumulation work as
-    before. Rank 0's parameters and buffers are broadcast here, so all ranks start equal.
+    Model, optimizer and training loop stay yours: clipping, GradScaler and schedulers work as before. With
+    accumulation, put all passes of a step but the last inside `sync.no_sync()`: each pass outside exchanges,
+    or counts for a schedule. Rank 0's parameters and buffers are broadcast here, so all ranks start equal.
 
     Args:
         model: the same on every rank; frozen, tied and unused parameters are fine, and so are the sparse
             gradients of `nn.Embedding(sparse=True)`, which are averaged exactly whatever the method.
         optimizer: one or several, holding the model's parameters. What none of them holds is not averaged.
-        method: how gradients travel, as text such as "topk:ratio=0.01" (see `stenograd methods`).
+        method: how gradients travel, as text such as "topk:ratio=0.01" (see `stenograd methods`), or as
+            objects that mean the same: `TopK(ratio=0.01)`, `DiLoCo(every=30)`,
+            `Method(TopK(ratio=0.01), schedule=DiLoCo(every=30))`.
         group: process group, or a `DeviceMesh` of one dimension; None for all ranks. For a model that
             `fully_shard` (FSDP2) has sharded, the ranks that hold the same shards. Without an initialised
             torch.distributed the ranks are found from the launcher's variables (torchrun, mpiexec, srun), or
@@ -66,15 +69,17 @@ def distribute(
             nothing on any: neither weights, nor momenta, nor step counts. False for torch's behaviour.
 
     Returns:
-        The running synchronisation, with `no_sync()`, `traffic`, `state_dict()`, `close()`, ...
+        The running synchronisation: the same names whatever the method (see `Sync`).
 
     Raises:
         MethodError: unknown method or key, or a value outside its range.
         ConfigError: nothing to train, or the optimizer holds other parameters than the model's.
-        MismatchError: the ranks' models, methods or versions differ (raised on every rank).
+        MismatchError: the ranks' models, the order of their tensors, optimizers, methods or versions differ
+            (raised on every rank).
         PeerLost: a rank did not answer within timeout_s.
 
-    `backward()` raises ReplicaDivergence, on all ranks, where a check finds a difference; see `ReplicaGuard`.
+    `backward()` raises, on all ranks, ReplicaDivergence where a check finds a difference (`ReplicaGuard`),
+    and MismatchError where gradients are averaged and the loss's scale (GradScaler) or learning rates differ.
 
     Example:
         >>> import torch, stenograd

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from stenograd.comm.sparse_rows import Rows, average_rows, rows_of, write_rows
 from stenograd.comm.step_end import Outcome
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.data.buckets import Bucket
+from stenograd.data.finite import are_finite
 from stenograd.data.requests import Rounds
 from stenograd.errors import StenogradError, TensorTypeError
 
-__all__ = ["Filler", "Slot", "SparseFiller", "check_gradient"]
+__all__ = ["Filler", "Slot", "SparseFiller", "check_gradient", "is_own"]
 
 # A bucket of tensors smaller than this on average is filled by one call when it is complete: a call for each
 # gradient comes between two of autograd's own, out of the caches, and then takes 60 us and not 10.
@@ -25,6 +27,7 @@ _SMALL_ELEMENTS = 1 << 17
 # another took twice the time of the whole backward pass.
 _FEW_ELEMENTS = 2048
 _KEPT_VIEWS = 3  # memories that a bucket changes between: its own, an old residual's, an average's
+_marks = itertools.count(1)
 
 
 class Slot:
@@ -35,35 +38,46 @@ class Slot:
         handle: of its hook.
         used: whether a backward pass made a gradient since the last exchange.
         at: number of the pass in which its gradient was ready.
+        stays: whether the program holds the gradient of this pass, so that the average must go into it.
     """
 
-    __slots__ = ("_left", "at", "bucket", "handle", "used")
+    __slots__ = ("_mark", "at", "bucket", "handle", "stays", "used")
 
     def __init__(self, bucket: int) -> None:
         self.bucket = bucket
         self.handle: Any = None
-        self.used = False
+        self.used = self.stays = False
         self.at = 0
-        self._left: weakref.ref[Tensor] | None = None
+        self._mark = 0
 
-    @property
-    def left(self) -> Tensor | None:
-        """The gradient that the last exchange left, as long as anybody else holds it.
+    def leave(self, grad: Tensor | None) -> None:
+        """Remember the gradient that an exchange leaves.
 
-        After `zero_grad()` nobody does, and its memory must be free for the next backward pass.
+        By a number on the tensor: holding it would keep its memory from the next backward pass after
+        `zero_grad()`, and torch cannot swap tensors (`model.to`) that have a weak reference. The number is
+        negative where the tensor is the program's own.
         """
-        left: Any = None if self._left is None else self._left()
-        if left is not None:
-            left._fix_weakref()  # it may have been held from C++ only
-        return left  # type: ignore[no-any-return]
+        if grad is not None:
+            mark = next(_marks)
+            self._mark = grad._left_by_stenograd = -mark if self.stays else mark  # type: ignore[attr-defined]
 
-    @left.setter
-    def left(self, grad: Tensor | None) -> None:
-        self._left = None if grad is None else weakref.ref(grad)
+    def left(self, grad: Tensor | None) -> bool:
+        """Return whether this is the gradient that the last exchange left."""
+        return grad is not None and _mark_of(grad) == self._mark != 0
+
+    def hand_over(self, grad: Tensor) -> None:
+        """Let a gradient that was left be the program's own from now on."""
+        mark = -_mark_of(grad)
+        self._mark = mark if self.left(grad) else self._mark
+        grad._left_by_stenograd = mark  # type: ignore[attr-defined]
+
+    def follow(self, other: Slot) -> None:
+        """Know of the parameter what another slot knew."""
+        self._mark, self.used = other._mark, other.used
 
     def counts(self, grad: Tensor | None) -> bool:
         """Return whether there is something to average: a new gradient, or one that was assigned by hand."""
-        return self.used or (grad is not None and grad is not self.left)
+        return self.used or (grad is not None and not self.left(grad))
 
 
 class _Hold:
@@ -81,23 +95,44 @@ class _Hold:
         self.many = len(params) > 1 and sum(bucket.numels) < _FEW_ELEMENTS * len(params)
         self.missing = 0
         self._views: dict[int, list[Tensor]] = {}
+        self._cached: set[int] = set()  # ids of these views
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Cut a flat tensor; the views are kept, and keep its memory, so an address means one memory."""
         address = flat.data_ptr()
         known = self._views.get(address)
         if known is None:
-            known = self.bucket.views(flat)
+            # Detached, or the program could not `detach_()` the gradients that they become.
+            known = [view.detach() for view in self.bucket.views(flat)]
             if len(self.params) == 1:  # its memory may be another gradient's in each step
                 return known
             while len(self._views) >= _KEPT_VIEWS:
                 self._views.pop(next(iter(self._views)))
             self._views[address] = known
+            self._note_cached()
         return known
 
     def knows(self, flat: Tensor) -> bool:
         """Return whether there are views of this memory."""
         return flat.data_ptr() in self._views
+
+    def place(self, parameter: Tensor) -> int:
+        """Return a parameter's place in the bucket."""
+        return next(i for i, p in enumerate(self.params) if p is parameter)
+
+    def caches(self, grad: Tensor) -> bool:
+        """Return whether a gradient is one of the views that are kept here."""
+        return id(grad) in self._cached
+
+    def part_with(self, grad: Tensor) -> None:
+        """Move a gradient out of this bucket's memory; it stays the same tensor."""
+        for views in self._views.values():
+            views[:] = [view.detach() if view is grad else view for view in views]
+        self._note_cached()
+        grad.data = grad.clone()
+
+    def _note_cached(self) -> None:
+        self._cached = {id(view) for views in self._views.values() for view in views}
 
 
 class Filler:
@@ -136,20 +171,23 @@ class Filler:
     @torch.no_grad()
     def _fill_one(self, index: int, parameter: Tensor) -> None:
         hold = self.holds[index]
+        at = hold.place(parameter)
+        slot = hold.slots[at]
+        self._look(hold, parameter, slot)
         grad, scale = parameter.grad, self._exchange.scale(index)
         check_gradient(grad, parameter, hold.bucket)
         if grad is None:
-            self._view(hold, index, parameter).zero_()  # counts as zeros
+            self._view(hold, index, at).zero_()  # counts as zeros
         elif self._alone(hold, parameter, grad) and self._exchange.lend(index, grad.view(-1)):
             if scale != 1.0:
                 grad.mul_(scale)
         else:
-            view = self._view(hold, index, parameter)
+            view = self._view(hold, index, at)
             if scale != 1.0:
                 torch.mul(grad, scale, out=view)
             elif grad is not view:
                 view.copy_(grad)
-            if self._shares and parameter.is_contiguous():
+            if self._shares and not slot.stays and parameter.is_contiguous():
                 parameter.grad = view
 
     @torch.no_grad()
@@ -199,12 +237,12 @@ class Filler:
                 slot.used = False
                 if not any_used:
                     continue
-                if p.is_contiguous():
+                if p.is_contiguous() and not slot.stays:
                     if p.grad is not view:
                         p.grad = view
-                    slot.left = view
+                    slot.leave(view)
                 else:
-                    slot.left = _written(p, view)
+                    slot.leave(_written(p, view))
 
     def _copy_back(self, hold: _Hold, views: list[Tensor], used: Sequence[bool]) -> None:
         grads: list[Tensor] = []
@@ -214,9 +252,9 @@ class Filler:
             if any_used:
                 grad = p.grad
                 if grad is None:
-                    slot.left = _written(p, view)
+                    slot.leave(_written(p, view))
                 else:
-                    slot.left = grad
+                    slot.leave(grad)
                     grads.append(grad)
                     sources.append(view)
         if grads:
@@ -239,19 +277,22 @@ class Filler:
 
     def _fill_together(self, hold: _Hold, index: int, number: int) -> None:
         """Fill in the gradients that pass `number` has made."""
+        for p, slot in zip(hold.params, hold.slots, strict=True):
+            if slot.at == number:
+                check_gradient(p.grad, p, hold.bucket)
+                self._look(hold, p, slot)
         views = hold.views(self._exchange.flat(index))
         targets: list[Tensor] = []
         grads: list[Tensor] = []
         for p, slot, view in zip(hold.params, hold.slots, views, strict=True):
             if slot.at != number:
                 continue
-            check_gradient(p.grad, p, hold.bucket)
             if p.grad is None:
                 view.zero_()  # somebody took it away: it counts as zeros
             else:
                 targets.append(view)
                 grads.append(p.grad)
-                if self._shares and p.is_contiguous():
+                if self._shares and not slot.stays and p.is_contiguous():
                     p.grad = view
         if targets:
             torch._foreach_copy_(targets, grads)
@@ -268,27 +309,36 @@ class Filler:
 
         If none does, it must stay as it is; so it moves out of the memory that this exchange writes to.
         """
+        self._look(hold, parameter, slot)
         grad = parameter.grad
         assert grad is not None  # it was left
-        if self._shares:
-            grad = parameter.grad = slot.left = grad.clone()
-        torch.mul(grad, self._exchange.scale(index), out=self._view(hold, index, parameter))
+        if self._shares and not slot.stays:
+            grad = parameter.grad = grad.clone()
+            slot.leave(grad)
+        torch.mul(grad, self._exchange.scale(index), out=self._view(hold, index, hold.place(parameter)))
 
     def _alone(self, hold: _Hold, parameter: Tensor, grad: Tensor) -> bool:
         """Return whether a gradient is a whole bucket in memory of its own, so that it need not be copied."""
         return (
             self._shares
             and len(hold.params) == 1
+            and not hold.slots[0].stays
             and parameter.is_contiguous()
             and grad.is_contiguous()
             and grad.device == parameter.device
             and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size() > 0
         )
 
-    def _view(self, hold: _Hold, index: int, parameter: Tensor) -> Tensor:
+    def _look(self, hold: _Hold, parameter: Tensor, slot: Slot) -> None:
+        """Find out whether a gradient must stay the tensor that it is; then it leaves the bucket's memory."""
+        slot.stays = self._shares and is_held(parameter, hold.caches)
+        if slot.stays and _mark_of(parameter.grad) > 0:
+            hold.part_with(parameter.grad)  # type: ignore[arg-type]
+            slot.hand_over(parameter.grad)  # type: ignore[arg-type]
+
+    def _view(self, hold: _Hold, index: int, at: int) -> Tensor:
         """Return a parameter's place in this step's flat tensor."""
-        views = hold.views(self._exchange.flat(index))
-        return next(view for p, view in zip(hold.params, views, strict=True) if p is parameter)
+        return hold.views(self._exchange.flat(index))[at]
 
 
 class SparseFiller:
@@ -313,7 +363,7 @@ class SparseFiller:
     def rounds(self, used: Sequence[bool]) -> Rounds[list[Rows]] | None:
         """Return what exchanges the gradients of the used parameters; None if there are no parameters."""
         rows = [rows_of(p, use) for p, use in zip(self._slots, used, strict=False)]
-        self.bad = not all(bool(r.values.isfinite().all()) for r in rows)
+        self.bad = not are_finite(r.values for r in rows)
         return average_rows(rows, self._world_size) if rows else None
 
     def write_back(self, outcome: Outcome) -> None:
@@ -325,7 +375,61 @@ class SparseFiller:
             slot.used = False
             if used:
                 write_rows(p, rows)
-                slot.left = p.grad
+                slot.leave(p.grad)
+
+
+def _mark_of(grad: Tensor | None) -> int:
+    """Return the number that an exchange has left on a gradient; 0 where none has."""
+    return getattr(grad, "_left_by_stenograd", 0)
+
+
+def is_own(parameter: Tensor) -> bool:
+    """Return whether a gradient is the program's own tensor, as far as can be seen; see `is_held`."""
+    grad = parameter.grad
+    return grad is not None and (grad._is_view() or (_mark_of(grad) <= 0 and is_held(parameter)))
+
+
+def is_held(parameter: Tensor, cached: Callable[[Tensor], bool] = lambda _: False) -> bool:
+    """Return whether the program may hold a parameter's gradient, or the memory it is in, beyond this step.
+
+    Such as a flat buffer, of which all gradients are views, that the program itself sets to zero. What
+    autograd has just made is written to for the first time, is no view, fills its memory, and is known to
+    nobody. What an exchange left is a part of a bucket.
+
+    Args:
+        parameter: whose gradient it is.
+        cached: whether the caller holds a gradient itself.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> weight.sum().backward()
+        >>> is_held(weight)
+        False
+        >>> weight.grad = torch.zeros(4)[:2]
+        >>> weight.sum().backward()
+        >>> is_held(weight)
+        True
+    """
+    grad = parameter.grad
+    if grad is None or grad._version == 0:
+        return False
+    known = sys.getrefcount(grad) - _known_references
+    if grad._is_view() or known > 1 or (known == 1 and not cached(grad)):
+        return True
+    if (mark := _mark_of(grad)) or grad.layout is not torch.strided:
+        return mark < 0
+    return grad.untyped_storage().nbytes() != grad.nbytes
+
+
+def _references() -> int:
+    """Return how many references there are to a gradient that nobody holds, as `is_held` counts them."""
+    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
+    parameter.grad = torch.zeros(1, device="cpu")
+    grad = parameter.grad
+    return sys.getrefcount(grad)
+
+
+_known_references = _references()
 
 
 def check_gradient(grad: Tensor | None, parameter: Tensor, bucket: Bucket) -> None:

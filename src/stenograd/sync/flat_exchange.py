@@ -21,6 +21,7 @@ from stenograd.compression.transports import InOrder
 from stenograd.compressors.identity import Identity
 from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.errors import StenogradError
+from stenograd.sync.backward_passes import pass_flags, refuse_other_passes
 
 __all__ = ["IN_ORDER", "FlatExchange"]
 
@@ -74,6 +75,7 @@ class FlatExchange:
         self.exchange = TensorExchange(how, driver, want_errors=want_errors)
         self.exchange.arrange([bucket for *_, bucket in cuts])
         self._future: Future[Outcome] | None = None
+        self._passes: int | None = None  # when that was sent
 
     @property
     def chunks(self) -> list[slice]:
@@ -91,8 +93,13 @@ class FlatExchange:
         return [stream.read(stream.empty()) for stream in self.streams]
 
     @torch.no_grad()
-    def send(self, fill: Callable[[int, slice, Tensor], Any], weight: float = 1.0) -> None:
-        """Send what `fill(stream, part, out)` writes for each cut, times `weight`; returns at once."""
+    def send(
+        self, fill: Callable[[int, slice, Tensor], Any], weight: float = 1.0, passes: int | None = None
+    ) -> None:
+        """Send what `fill(stream, part, out)` writes for each cut, times `weight`; returns at once.
+
+        With the number of this rank's backward `passes`, if given; `receive` compares them.
+        """
 
         def filled() -> Iterator[Tensor]:
             for index, (at, part) in enumerate(self.cuts):
@@ -100,20 +107,20 @@ class FlatExchange:
                 fill(at, part, flat)
                 yield flat
 
-        self._submit(filled(), weight)
+        self._submit(filled(), weight, passes)
 
     @torch.no_grad()
-    def lend(self, values: Sequence[Tensor], weight: float = 1.0) -> None:
-        """Send flat tensors, one per stream, which belong to the exchange from then on."""
+    def lend(self, values: Sequence[Tensor], weight: float = 1.0, passes: int | None = None) -> None:
+        """Send flat tensors, one per stream, which belong to the exchange from then on; see `send`."""
 
         def lent() -> Iterator[Tensor]:
             for index, (at, part) in enumerate(self.cuts):
                 self.exchange.lend(index, values[at][part])
                 yield values[at][part]
 
-        self._submit(lent(), weight)
+        self._submit(lent(), weight, passes)
 
-    def _submit(self, flats: Iterator[Tensor], weight: float) -> None:
+    def _submit(self, flats: Iterator[Tensor], weight: float, passes: int | None) -> None:
         """Hand over all chunks, times `weight`."""
         for index, flat in enumerate(flats):
             if (factor := weight * self.exchange.scale(index)) != 1:
@@ -122,15 +129,22 @@ class FlatExchange:
                 self.exchange.submit(index)
             except StenogradError:
                 break  # an earlier chunk failed meanwhile; `receive` raises what happened to it
-        self._future = self.exchange.finish()
+        self._future = self.exchange.finish(flags=() if passes is None else pass_flags(passes))
+        self._passes = passes
 
     def receive(self) -> Outcome | None:
-        """Wait for what was sent; None where nothing was, or where a rank's values were not finite."""
+        """Wait for what was sent; None where nothing was, or where a rank's values were not finite.
+
+        Raises:
+            StenogradError: on all ranks: they sent it at different backward passes.
+        """
         if self._future is None:
             return None
         future, self._future = self._future, None
         outcome = future.result()
-        self.exchange.join_streams()
+        self.exchange.join_streams(t for t in (*outcome.averages, *outcome.errors) if t is not None)
+        if self._passes is not None:
+            refuse_other_passes(outcome.any_flags, self._passes)
         return outcome if outcome.applied else None
 
     def by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -16,12 +16,13 @@ from stenograd.catalog.method import Method, method
 from stenograd.comm.driver import Driver, Pipeline
 from stenograd.comm.traffic import Label
 from stenograd.compression.contract import Site
+from stenograd.data.carried import can_average
 from stenograd.data.requests import gather
 from stenograd.errors import CheckpointError, ConfigError, PeerLost, TensorTypeError, bad_value
 from stenograd.sync.compressed_gossip import Estimates, codec_of
 from stenograd.sync.handshake import compare
 from stenograd.sync.lost_ranks import watch_ranks
-from stenograd.sync.mixing import by_dtype, mixing
+from stenograd.sync.mixing import Number, by_dtype, mixing
 from stenograd.topology.directed import Directed
 from stenograd.topology.mixing import Checked, Topology, describe
 
@@ -52,11 +53,11 @@ class Gossip:
     own: `W_ii <- W_ii + W_ij`. So rows still sum to 1, and if the matrix was symmetric, what is left of it is
     symmetric and keeps the mean over the survivors. With push-sum a rank keeps what it would have given to a
     lost one, `W_ii <- W_ii + W_ji`, so that columns still sum to 1. It costs the timeout where nobody's
-    connection broke, the roll call of at most 2 s, and a new meeting. A rank that was a mixing behind when it
-    noticed leaves that one out, so that all are in step again; the mean may move by that one. PeerLost is
-    raised all the same
-    where it is not known who was lost, or where the lost rank 0 hosted the store at which the survivors would
-    meet (with torchrun and `run_local` it does not).
+    connection broke, the roll call of 2 to 30 s (half the timeout) where a rank is silent, and a new meeting.
+    A rank that was a mixing behind when it noticed leaves that one out, so that all are in step again; the
+    mean may move by that one. PeerLost is raised all the same where it is not known who was lost, or where
+    the lost rank 0 hosted the store at which the survivors would meet (with torchrun and `run_local` it does
+    not).
 
     Attributes:
         step: number of mixings.
@@ -101,7 +102,7 @@ class Gossip:
         what = {"topology": describe(topology, driver.world_size), "lost": lost, "push-sum": push_sum}
         described = {**what, "method": self.method.text, "consensus": consensus}
         # Before anything is checked, so that all ranks are told of one rank's mistake.
-        compare(self.driver, described, device=self.driver.words_device())
+        compare(self.driver, described)
         self._checked = Checked(topology, driver.world_size, push_sum=push_sum)
         if lost not in _LOST:
             raise bad_value("lost", f"must be one of {', '.join(_LOST)}", lost, "use 'raise'")
@@ -120,7 +121,7 @@ class Gossip:
         self._held = 0  # collectives of all ranks; see `together`
         self._last: Callable[[], object] | None = None
         self.events: list[dict[str, Any]] = []
-        self.share = torch.ones((), dtype=torch.float64) if push_sum else None
+        self.share = torch.ones((), dtype=torch.float64, device="cpu") if push_sum else None
         self.topology = topology
         self.step = 0
         self.skipped = 0
@@ -137,17 +138,24 @@ class Gossip:
                 self._estimates.anchor(f"0.{number}", group, list(row))
 
     def mix(
-        self, tensors: Sequence[Tensor], *, dense: Sequence[Tensor] = (), separately: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        carried: Sequence[Tensor] = (),
+        separately: bool = False,
+        passes: int | None = None,
     ) -> None:
         """Mix tensors in place with the weights of this step.
 
         Args:
             tensors: as for `mixing`, in the same order on all ranks. With a codec, those with fewer elements
                 than the method's `dense_below` travel as they are.
-            dense: more of them, which travel as they are with a codec, too.
+            carried: buffers, in the same message, which decide nothing; as for `mixing`.
             separately: one message a tensor and neighbour instead of one for all: less memory, more latency.
+            passes: number of this rank's backward passes, which neighbours compare.
 
         Raises:
+            StenogradError: this rank and a neighbour are at different backward passes; both raise.
             TensorTypeError: a tensor is integer, boolean or complex.
             PeerLost: a neighbour did not answer in time; the tensors of that message are kept.
             ConfigError: `separately`, and lost ranks are to be dropped: a mixing must fail or succeed as one;
@@ -158,20 +166,20 @@ class Gossip:
                 "separately must be False where lost ranks are dropped, or with push-sum: mix all in one "
                 "message"
             )
-        for t in (*tensors, *dense):
-            if not t.is_floating_point():
+        for t in (*tensors, *carried):
+            if not can_average(t):
                 advice = "leave it out, or mix its real and imaginary parts"
                 raise TensorTypeError(
                     f"only real floating-point tensors can be mixed, got {t.dtype}: {advice}"
                 )
         coded, plain = self._split(tensors)
-        plain += dense
-        parts = [(coded, plain)]
+        parts = [(coded, plain, list(carried))]
         if separately:
-            parts = [*(([t], []) for t in coded), *(([], [t]) for t in plain)]
+            parts = [*(([t], [], []) for t in coded), *(([], [t], []) for t in plain)]
+            parts += [([], [], [t]) for t in carried]
         while self.step >= self._skip_to:
             try:
-                self._mix(parts)
+                self._mix(parts, passes)
                 break
             except PeerLost as error:
                 if not (self._drops and error.ranks):
@@ -203,23 +211,29 @@ class Gossip:
         self._held, self._last = self._held + 1, collective
         return found
 
-    def _mix(self, parts: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+    def _mix(
+        self, parts: Sequence[tuple[list[Tensor], list[Tensor], list[Tensor]]], passes: int | None
+    ) -> None:
         weights, targets, driver = self._weights(), self._targets(), self.driver
         pipeline: Pipeline[bool] = Pipeline(driver)
         site = Site(shapes=(), rank=driver.rank, world_size=driver.world_size, step=self.step)
-        for at, (coded, plain) in enumerate(parts):
-            if plain:
+        number = None if passes is None else Number(passes)
+        for at, (coded, plain, carried) in enumerate(parts):
+            if plain or carried:
                 if self.share is not None:
-                    self.share = self.share.to(plain[0].device)  # one message lies on one device
-                rounds = mixing(plain, weights, driver.rank, targets, self.share)
-                pipeline.add(rounds, Label(method="gossip"))
+                    self.share = self.share.to((plain or carried)[0].device)  # one message lies on one device
+                rounds = mixing(plain, weights, driver.rank, targets, self.share, carried=carried)
+                pipeline.add(rounds if number is None else number.carried_by(rounds), Label(method="gossip"))
             if self._estimates is None:
                 continue
-            for number, group in enumerate(by_dtype(coded)):
-                mixed = self._estimates.mix(f"{at}.{number}", group, weights, replace(site, key=at + number))
+            for i, group in enumerate(by_dtype(coded)):
+                mixed = self._estimates.mix(f"{at}.{i}", group, weights, replace(site, key=at + i))
+                mixed = mixed if number is None else number.carried_by(mixed)
                 pipeline.add(mixed, Label(method=self.method.text))
         if not all(pipeline.finish()):
             self._left_out()
+        if number is not None:
+            number.refuse_others()
 
     def _split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors that travel by codes, and those that travel as they are."""
@@ -270,7 +284,7 @@ class Gossip:
         me = before.name_of(before.rank)
         self.driver = before.without(error.ranks)
         self._left = [rank for i, rank in enumerate(self._left) if before.name_of(i) not in error.ranks]
-        mine = torch.tensor([self.step, self._held], device=self.driver.words_device())
+        mine = torch.tensor([self.step, self._held], device="cpu")
         told = [row.tolist() for (row,) in self.driver.run(gather(mine), Label(method="gossip"))]
         self._skip_to = max(step for step, _ in told)
         if self._last is not None and self._held > min(held for _, held in told):

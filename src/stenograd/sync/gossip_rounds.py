@@ -13,8 +13,9 @@ from stenograd.comm.driver import Driver
 from stenograd.data.requests import gather
 from stenograd.errors import ConfigError, StenogradError
 from stenograd.schedules.gossip import Gossip as Schedule
+from stenograd.sync.attached import as_in_training
 from stenograd.sync.gossip import Gossip
-from stenograd.sync.parameter_averaging import average
+from stenograd.sync.parameter_averaging import average, average_carried
 from stenograd.sync.round_parts import floating_buffers
 from stenograd.sync.round_sync import RoundSync
 
@@ -101,8 +102,10 @@ class GossipSync(RoundSync):
 
         Raises:
             PeerLost: a neighbour did not answer in time, and lost=raise or nobody knows which.
+            StenogradError: a neighbour is at another backward pass.
         """
-        self._gossip.mix(self._tensors(), dense=self._buffers())
+        with self._copies.follow(self._parameters.values()):
+            self._gossip.mix(self._tensors(), carried=self._buffers(), passes=self._begun)
         self._driver = self._gossip.driver  # another one, if ranks were lost
         self.round += 1
 
@@ -117,6 +120,7 @@ class GossipSync(RoundSync):
         super()._before_step(optimizer, zeros=zeros)
         if self._before and not again:  # else the step may have moved the parameters for a while, as SAM does
             self._hold_if_due()
+            self._copies.steps()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._before and self._due:
@@ -127,6 +131,7 @@ class GossipSync(RoundSync):
         super()._after_step(optimizer)
 
     @contextmanager
+    @as_in_training
     def consensus(self) -> Iterator[None]:
         """Put the exact mean of the ranks' models in place for a `with` block, on all ranks.
 
@@ -138,13 +143,15 @@ class GossipSync(RoundSync):
             PeerLost: a rank is lost, and lost=raise or nobody knows which.
         """
         self._hold_if_due()
-        tensors = [*self._tensors(), *self._buffers()]
+        parameters, buffers = self._tensors(), self._buffers()
+        tensors = [*parameters, *buffers]
 
         def mean() -> list[Tensor]:
             self._driver = self._gossip.driver  # another one, if ranks were lost
-            found = [t.clone() for t in tensors]
-            average(found, self._driver, self._weight(), in_order=True)
-            return found
+            found, weights = [t.clone() for t in parameters], self._weights()
+            average(found, self._driver, weights[self.rank], in_order=True)
+            means = average_carried(buffers, self._driver, weights)
+            return [*found, *(mean.to(b.dtype) for b, mean in zip(buffers, means, strict=True))]
 
         kept = self._gossip.together(mean)
         _swap(tensors, kept)
@@ -153,14 +160,15 @@ class GossipSync(RoundSync):
         finally:
             _swap(tensors, kept)
 
-    def _weight(self) -> float:
-        """Return this rank's weight in the mean; the ranks' weights have mean 1."""
+    def _weights(self) -> list[float]:
+        """Return all ranks' weights in the mean, whose mean is 1."""
         if self._gossip.share is None:
-            return 1.0
-        mine = self._gossip.share.to(self._driver.words_device())
-        total = sum(float(theirs) for (theirs,) in self._driver.run(gather(mine)))
-        return self.share * self.world_size / total
+            return [1.0] * self.world_size
+        told = self._driver.run(gather(self._gossip.share.cpu()))
+        shares = [float(theirs) for (theirs,) in told]
+        return [share * self.world_size / sum(shares) for share in shares]
 
+    @as_in_training
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the next mixings on this rank, besides the model and its optimizer.
 
@@ -185,6 +193,7 @@ class GossipSync(RoundSync):
             "parameters": parameters,
         }
 
+    @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`; load the model and its optimizer, too.
 
@@ -203,12 +212,13 @@ class GossipSync(RoundSync):
             known = state["own"]["neighbours"]
             estimates = {group: {int(r): t for r, t in theirs.items()} for group, theirs in known.items()}
             self._gossip.load_state_dict({**named, "share": share, "estimates": estimates})
-        self._passes, self.round = int(state["passes"]), int(state["round"])
+        self._passes = self._begun = int(state["passes"])
+        self.round = int(state["round"])
         self._skipped = int(state["own"]["skipped"])
         self._due, self._finite = [], True
         self._stepped.clear()
 
-    @torch.no_grad()
+    @as_in_training
     def after_load(self) -> None:
         """Start all ranks from the mean, where another number of ranks saved.
 
@@ -218,8 +228,9 @@ class GossipSync(RoundSync):
         owed, self._owed = self._owed, {}
         if not owed:
             return
-        for name, p in self._parameters.items():
-            p.copy_(owed[name])
+        with self._copies.follow(self._parameters.values()):
+            for name, p in self._parameters.items():
+                p.copy_(owed[name])
         self._gossip.anchor(self._tensors())
 
 

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from stenograd.catalog.method import Method, method
+from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.sparse_rows import sparse_parameters
 from stenograd.comm.step_end import Outcome
 from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES, TensorExchange
-from stenograd.compression.contract import Compressor
 from stenograd.data.buckets import assign
 from stenograd.errors import StenogradError
 from stenograd.launch.process_group import join
-from stenograd.sync.attached import Attached
+from stenograd.sync.attached import Attached, as_in_training
 from stenograd.sync.backward_passes import Passes, next_order
 from stenograd.sync.closures import after_closure
-from stenograd.sync.filling import Filler, Slot, SparseFiller
+from stenograd.sync.filling import Filler, Slot, SparseFiller, is_own
 from stenograd.sync.handshake import (
     Wrapping,
     as_optimizers,
     broadcast_model,
+    broadcast_tensors,
     refuse_second_momentum,
     refuse_taken,
     synced_parameters,
@@ -34,11 +35,14 @@ from stenograd.sync.handshake import (
 )
 from stenograd.sync.hooks import Hooked
 from stenograd.sync.other_optimizers import watch_others
+from stenograd.sync.own_copies import Copies
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
+from stenograd.sync.step_settings import StepSettings
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
 
 
+_NAMED = 3  # parameters that a warning lists
 _SETTINGS = "check_every, repair, check_buffers, skip_bad_steps"
 # Shares of the bytes from which the first, and the last, gradients get a bucket of their own. It is one more
 # collective, about 1 ms, which a slow link saves manyfold: it is busy earlier, and the last bucket, which is
@@ -57,7 +61,8 @@ class GradientSync(Hooked, Attached):
         traffic: this rank's totals (`payload_bytes`, `moved_bytes`, `collectives`, `wait_s`).
 
     After `backward()`, gradients live in the buckets' memory, which the next pass fills again: copy one that
-    is to outlive its step.
+    is to outlive its step. A tensor that the program itself has made the gradient, such as a view of its own
+    flat buffer, stays the gradient; the average is written into it.
     """
 
     # Whether gradients may live where they are averaged, which saves two copies.
@@ -67,7 +72,7 @@ class GradientSync(Hooked, Attached):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        how: str | Method | Compressor = "dense",
+        how: MethodLike = "dense",
         *,
         group: Any = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -89,29 +94,34 @@ class GradientSync(Hooked, Attached):
         join(timeout_s=timeout_s)
         self._group = group
         self._driver = Driver.own(group, timeout_s=timeout_s)
-        load_kernels(
-            self.method,
-            self._driver.world_size,
-            parameters.values(),
-            checks=check_every > 0,
-        )
-        self._bucket_bytes = bucket_bytes
-        self._enabled, self._closed, self._finite = True, False, True
-        self._check_every = check_every
-        self._checks = str((check_every, repair, check_buffers, skip_bad_steps))
-        self._order = next_order()
         self._slots: dict[int, Slot] = {}
-        self._wrapping = Wrapping(self)
-        self._exchange = TensorExchange(self.method, self._driver, waits=self._shares_memory)
-        self.refresh()
-        broadcast_model(self._driver, self._model)
-        self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
-        local = any(p.grad is not None for p in self._parameters.values())
-        self._passes = Passes(local=local, skip_bad_steps=skip_bad_steps)
-        self._leave_uncompiled()
-        self._watch({id(model): model, id(self._model): self._model}.values())
-        check = torch.compiler.disable(after_closure(self._check_step, lambda: self.step + self.skipped))
-        self._watches += [*(o.register_step_pre_hook(check) for o in self._optimizers), watch_others(self)]
+        self._met: list[Tensor] = []  # parameters that are equal on all ranks; kept, so that ids stay theirs
+        self._watches, self._wrapping = [], Wrapping(self)
+        with self._wholly():
+            load_kernels(
+                self.method,
+                self._driver.world_size,
+                parameters.values(),
+                checks=check_every > 0,
+            )
+            self._bucket_bytes = bucket_bytes
+            self._enabled, self._finite = True, True
+            self._check_every = check_every
+            self._checks = str((check_every, repair, check_buffers, skip_bad_steps))
+            self._order = next_order()
+            self._exchange = TensorExchange(self.method, self._driver, waits=self._shares_memory)
+            self.refresh()
+            with Copies(optimizer).follow(self._model.parameters()):
+                broadcast_model(self._driver, self._model)
+            self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
+            local = any(p.grad is not None for p in self._parameters.values())
+            self._passes = Passes(local, skip_bad_steps, StepSettings(self._optimizers))
+            self._leave_uncompiled()
+            self._watch({id(model): model, id(self._model): self._model}.values())
+            watch = after_closure(self._check_step, lambda: self.step + self.skipped, self._mean)
+            check = torch.compiler.disable(watch)
+            self._watches += [o.register_step_pre_hook(check) for o in self._optimizers]
+            self._watches += [watch_others(self)]
 
     @property
     def step(self) -> int:
@@ -146,9 +156,15 @@ class GradientSync(Hooked, Attached):
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
 
-        `optimizer.add_param_group` does this by itself. State of parameters that stay is kept.
+        `optimizer.add_param_group` does this by itself. State of parameters that stay is kept, under other
+        names, too; that of parameters that were replaced is dropped with a warning, and the new ones take
+        rank 0's values.
         """
         parameters = self._found()
+        settings = {"bucket_bytes": self._bucket_bytes, _SETTINGS: self._checks}
+        met = {id(p) for p in self._met}
+        new = [name for name, p in parameters.items() if self._met and id(p) not in met]
+        self._compare(parameters, {**settings, "new parameters": new})
         thin = sparse_parameters(self._model)
         ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
         device = next(iter(parameters.values())).device
@@ -160,11 +176,19 @@ class GradientSync(Hooked, Attached):
             tail=share >= _TAIL_SHARE,
             dense_below=self.method.dense_below,
         )
-        settings = {"bucket_bytes": self._bucket_bytes, _SETTINGS: self._checks}
-        self._compare(parameters, settings)
-        self._exchange.arrange(buckets, device)
-        before = self._slots
-        for slot in before.values():
+        before, now = vars(self).get("_parameters", {}), {id(p): name for name, p in parameters.items()}
+        broadcast_tensors(self._driver, [parameters[name].detach() for name in new])
+        self._met = list(self._model.parameters())
+        kept = {name: now.get(id(p), "") for name, p in before.items()}
+        if lost := sorted(set(self._exchange.arrange(buckets, device, kept)) & parameters.keys()):
+            warnings.warn(
+                f"parameters were replaced, {', '.join(lost[:_NAMED])} and {len(lost)} in all: what "
+                f"{self.method} still owed to the old ones is dropped",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        old = self._slots
+        for slot in old.values():
             slot.handle.remove()
         self._parameters = parameters
         by_bucket = [[parameters[name] for name in bucket.names] for bucket in buckets]
@@ -172,17 +196,18 @@ class GradientSync(Hooked, Attached):
         sparse = {p: Slot(-1) for p in parameters.values() if id(p) in thin}
         self._slots |= {id(p): slot for p, slot in sparse.items()}
         self._sparse = SparseFiller(sparse, self.world_size)
-        for i in before.keys() & self._slots.keys():
-            self._slots[i].left, self._slots[i].used = before[i].left, before[i].used
+        for i in old.keys() & self._slots.keys():
+            self._slots[i].follow(old[i])
         slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
         self._filler = Filler(self._exchange, by_bucket, slots, self._shares_memory)
         self._hook(parameters.values())
-        self._wrapping.watch(parameters.values())
+        self._wrapping.watch(parameters.values(), self._members_of(parameters))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
         return self._exchange.state_dict()
 
+    @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`; the next steps equal an uninterrupted run's bit for bit.
 
@@ -197,9 +222,11 @@ class GradientSync(Hooked, Attached):
             return
         self._closed = True
         for slot in self._slots.values():
-            slot.handle.remove()
+            if slot.handle is not None:
+                slot.handle.remove()
         self._unwatch()
-        self._exchange.close()
+        if hasattr(self, "_exchange"):  # else attaching failed before it
+            self._exchange.close()
         self._driver.close()
 
     def shadow(self) -> None:
@@ -212,19 +239,33 @@ class GradientSync(Hooked, Attached):
         flags = self._passes.flags(shadow=True)
         used = [False] * len(self._slots)
         outcome = self._exchange.finish(used, flags, extra=self._sparse.rounds(used)).result()
-        self._passes.follow(outcome.any_flags)
+        self._passes.follow(outcome.any_flags, self._driver)
         self._finite = outcome.applied
         for p in self._parameters.values():
-            p.grad = None  # they may lie in the memory that was just used
+            if not is_own(p):
+                p.grad = None  # it may lie in the memory that was just used
+
+    @torch.no_grad()
+    def take_part(self) -> None:
+        """Average zeros with the others' gradients: this rank has no backward pass where they have one."""
+        self._check_pass()
+        self._passes.begun()
+        self._finite, self._next, self._late = True, 0, []
+        self._filler.begin()
+        self._end_pass()
 
     def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
-        self._passes.check_step(optimizer, self._slots, self._pass_id != -1, self._finite, zeros=zeros)
+        self._wrapping.look_before_step()
+        self._passes.settings.look()
+        told = self._slots, self._pass_id != -1, self._finite
+        self._passes.check_step(optimizer, *told, parameters=self._parameters.values(), zeros=zeros)
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
-        self._passes.skip_bad(optimizer, self._slots, self._finite, zeros)
+        parameters = self._parameters.values()
+        self._passes.skip_bad(optimizer, self._slots, self._finite, zeros, parameters)
 
     @torch.no_grad()
     def _end_pass(self) -> None:
@@ -250,7 +291,7 @@ class GradientSync(Hooked, Attached):
     @torch.no_grad()
     def _write_back(self, outcome: Outcome) -> None:
         self._exchange.join_streams()
-        self._passes.exchanged(outcome.any_flags)
+        self._passes.exchanged(outcome.any_flags, self._driver)
         self._finite = outcome.applied
         self._filler.write_back(outcome)
         self._sparse.write_back(outcome)

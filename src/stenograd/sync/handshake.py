@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
+from stenograd.data.carried import form_of, in_memory, refuse_unfit
 from stenograd.errors import ConfigError, MethodError, MismatchError, TensorTypeError
 from stenograd.kernels.backend import wanted
+from stenograd.sync.members import Members
 from stenograd.version import __version__
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "broadcast_tensors",
     "compare",
     "describe",
+    "describe_optimizers",
     "named",
     "refuse_second_momentum",
     "refuse_taken",
@@ -88,6 +91,8 @@ def as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
 def refuse_second_momentum(how: Method, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Refuse an optimizer with momentum where the method has momentum of its own: it would act twice.
 
+    The first beta of Adam and its like is a momentum.
+
     Raises:
         MethodError: names the optimizer and its momentum.
 
@@ -102,11 +107,15 @@ def refuse_second_momentum(how: Method, optimizers: Iterable[torch.optim.Optimiz
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if group.get("momentum"):
+            mine = {key: group[key] for key in ("momentum", "betas") if group.get(key)}
+            if not (mine.get("momentum") or mine.get("betas", (0,))[0]):
+                continue
+            if any(how.compressor.moves(p.shape) for p in group["params"]):
+                said = " and ".join(f"{key}={value}" for key, value in mine.items())
                 raise MethodError(
-                    f"{how} has momentum of its own, and {type(optimizer).__name__} has "
-                    f"momentum={group['momentum']}: set the optimizer's momentum to 0 (dgc takes it over "
-                    "as dgc:momentum=0.9)"
+                    f"{how} has momentum of its own, and {type(optimizer).__name__} has {said}: set the "
+                    "optimizer's momentum to 0, and use torch.optim.SGD in place of Adam and its like (dgc "
+                    "takes the momentum over as dgc:momentum=0.9)"
                 )
 
 
@@ -166,6 +175,8 @@ def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
 class Wrapping:
     """A forward pre-hook that refuses a pass inside DistributedDataParallel, which averages gradients again.
 
+    And one through parameters that are no longer those that were attached; see `Members`.
+
     DDP's averages would overwrite ours: training would go on exactly as with DDP alone, at DDP's bytes.
 
     Args:
@@ -181,9 +192,10 @@ class Wrapping:
 
     def __init__(self, keeps: object = None) -> None:
         self._keeps = keeps
-        self._mine: set[int] = set()
+        self._mine: dict[int, Tensor] = {}  # torch cannot swap (`model.to`) what has a weak reference
         self._harmless: set[int] = set()
-        self._alive: dict[int, weakref.ref[Tensor]] = {}
+        self._members = Members()
+        self._looked = False
         with self._lock:
             self._all.add(self)
 
@@ -193,14 +205,24 @@ class Wrapping:
         with cls._lock:
             return list(cls._all)
 
-    def watch(self, parameters: Iterable[Tensor]) -> None:
+    def watch(self, parameters: Iterable[Tensor], members: Members | None = None) -> None:
         """Take the parameters that are averaged here; none when that has ended."""
-        self._alive = {id(p): weakref.ref(p) for p in parameters}
-        self._mine, self._harmless = set(self._alive), set()
+        self._mine, self._harmless = {id(p): p for p in parameters}, set()
+        self._members = members or Members()
+
+    def look(self) -> None:
+        """Look at all that `Members` knows."""
+        self._members.look()
+
+    def look_before_step(self) -> None:
+        """Look at the parameters if no forward pass did, because all were compiled."""
+        if not self._looked:
+            self._members()
+        self._looked = False
 
     def watches(self, ids: set[int]) -> bool:
         """Return whether some of the parameters with these ids are averaged here."""
-        return any(self._alive[i]() is not None for i in self._mine & ids)  # a dead one's id may be another's
+        return not ids.isdisjoint(self._mine)
 
     def __reduce__(self) -> Any:
         return Wrapping, ()
@@ -209,10 +231,12 @@ class Wrapping:
         """Look which DDP model's forward pass this is."""
         if torch.compiler.is_compiling():
             return  # seen in passes that are not compiled; in others this must not break the graph
+        self._looked = True
+        self._members()
         active = DistributedDataParallel._active_ddp_module
         if active is None or id(active) in self._harmless or not active.require_backward_grad_sync:
             return
-        if not self._mine.isdisjoint(map(id, active.parameters())):
+        if self.watches(set(map(id, active.parameters()))):
             raise ConfigError(
                 "the model runs inside DistributedDataParallel, which averages its gradients densely again, "
                 "so nothing would be saved: use stenograd.ddp.register(ddp_model, method) instead of "
@@ -264,22 +288,59 @@ def synced_parameters(
 
 
 def describe(
-    settings: Mapping[str, Any],
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    others: Mapping[str, Tensor] = MappingProxyType({}),
+    settings: Mapping[str, Any], parameters: Mapping[str, Tensor], model: nn.Module | None = None
 ) -> dict[str, Any]:
     """Return what must be equal on all ranks, by what it is: versions and kernels, settings, tensors.
 
     Example:
-        >>> found = describe({"method": "topk"}, {"w": torch.zeros(2)}, {})
+        >>> found = describe({"method": "topk"}, {"w": torch.zeros(2)})
         >>> found["method"], found["parameters"], found["parameter w"], "kernels" in found
         ('topk', 1, '(2,) torch.float32', True)
     """
-    tensors = {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in parameters.items()}
-    tensors |= {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}, not averaged" for n, p in others.items()}
-    tensors |= {f"buffer {n}": f"{tuple(b.shape)} {b.dtype}" for n, b in buffers.items()}
-    return {**versions(), **settings, "parameters": len(parameters), **tensors}
+    tensors = {f"parameter {n}": form_of(p) for n, p in parameters.items()}
+    if model is not None:
+        synced = {id(p) for p in parameters.values()}
+        others = ((n, p) for n, p in model.named_parameters() if id(p) not in synced)
+        tensors |= {f"parameter {n}": f"{form_of(p)}, not averaged" for n, p in others}
+        tensors |= {f"buffer {n}": form_of(b) for n, b in model.named_buffers()}
+    return {**versions(), "parameters": len(parameters), **tensors, **settings}
+
+
+def describe_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, alike: bool
+) -> dict[str, str]:
+    """Return what must be equal on all ranks of optimizers: which parameters they hold, in which groups.
+
+    Args:
+        model: names their parameters.
+        optimizers: in the order in which they were given.
+        alike: whether all ranks must take the same steps; then settings such as the learning rate, and
+            whether there is a state, must be equal, too.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> describe_optimizers(layer, [torch.optim.SGD(layer.parameters(), lr=0.5)], alike=False)
+        {'optimizer 0': 'SGD', "optimizer 0's weight": 'in group 0'}
+    """
+    names = {id(p): name for name, p in named(model).items()}
+    found: dict[str, str] = {}
+    for i, optimizer in enumerate(optimizers):
+        found[f"optimizer {i}"] = type(optimizer).__name__
+        if alike:
+            found[f"whether optimizer {i} has a state"] = str(bool(optimizer.state))
+        for g, group in enumerate(optimizer.param_groups):
+            found |= {f"optimizer {i}'s {names.get(id(p), '?')}": f"in group {g}" for p in group["params"]}
+            plain = {key: _plain(value) for key, value in group.items() if alike and key != "params"}
+            found |= {f"{k} of optimizer {i}'s group {g}": v for k, v in plain.items() if v is not None}
+    return found
+
+
+def _plain(value: Any) -> str | None:
+    """Return a setting as text, if it is a number or a few; others may look different on equal ranks."""
+    if isinstance(value, Tensor):
+        return str(value.tolist()) if value.numel() == 1 else None
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return str(value) if all(isinstance(part, (bool, int, float)) for part in parts) else None
 
 
 def compare(
@@ -287,9 +348,7 @@ def compare(
     settings: Mapping[str, Any],
     parameters: Mapping[str, Tensor] = MappingProxyType({}),
     *,
-    buffers: Mapping[str, Tensor] = MappingProxyType({}),
-    others: Mapping[str, Tensor] = MappingProxyType({}),
-    device: torch.device | None = None,
+    model: nn.Module | None = None,
 ) -> None:
     """Check that every rank describes the same thing; also find out who is on which host, for `traffic`.
 
@@ -297,20 +356,17 @@ def compare(
         driver: the way to the other ranks.
         settings: JSON-able values by what they are, such as "method"; versions and kernels are added.
         parameters: whose names, shapes and types are compared, in this order.
-        buffers: likewise.
-        others: parameters that are not averaged, likewise; they are broadcast, too.
-        device: where messages may live (NCCL wants CUDA); None for where the first parameter does.
+        model: whose other parameters, and whose buffers, are compared likewise: they are broadcast, too.
 
     Raises:
-        MismatchError: on every rank, naming the first difference and the two ranks.
+        MismatchError: on every rank, naming the first difference and the two ranks; the order counts, too.
+        TensorTypeError: on every rank: a tensor is not fit to travel; see `data.carried.refuse_unfit`.
 
     Versions of torch that differ in their last part only, as 2.13.0 and 2.13.1 do, are a warning on rank 0.
     """
-    if device is None:
-        device = next((p.device for p in parameters.values()), driver.words_device())
-    mine = json.dumps(describe(settings, parameters, buffers, others))
+    mine = json.dumps(describe(settings, parameters, model))
     digest = hashlib.sha256(mine.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
-    messages = driver.gather_bytes(json.dumps([_host(), digest, torch.__version__]).encode(), device)
+    messages = driver.gather_bytes(json.dumps([_host(), digest, torch.__version__]).encode())
     about: list[list[str]] = [json.loads(text) for text in messages]
     driver.traffic.hosts = [host for host, _, _ in about]
     builds = sorted({build for _, _, build in about})
@@ -322,8 +378,11 @@ def compare(
                 RuntimeWarning,
                 stacklevel=2,
             )
+        refuse_unfit({f"parameter {name}": p for name, p in parameters.items()})
+        if model is not None:
+            refuse_unfit(_carried(model))
         return
-    told: list[dict[str, Any]] = [json.loads(text) for text in driver.gather_bytes(mine.encode(), device)]
+    told: list[dict[str, Any]] = [json.loads(text) for text in driver.gather_bytes(mine.encode())]
     first = told[0]
     for rank, other in enumerate(told[1:], start=1):
         for what in [*first, *(k for k in other if k not in first)]:
@@ -332,32 +391,41 @@ def compare(
                 raise MismatchError(
                     f"ranks differ in {what}: rank 0 has {a}, rank {rank} has {b}: make them equal"
                 )
+        for a, b in zip(first, other, strict=True):  # what travels by position would change places
+            if a != b:
+                raise MismatchError(
+                    f"ranks differ in the order of tensors: where rank 0 has {a}, rank {rank} has {b}: "
+                    "register parameters and buffers, and add parameters to optimizers, in the same order"
+                )
 
 
 @torch.no_grad()
 def broadcast_model(driver: AnyDriver, model: nn.Module, source: int = 0) -> None:
-    """Overwrite all parameters and buffers with those of one rank."""
-    tensors = {id(t): t.detach() for t in (*model.parameters(), *model.buffers())}
+    """Overwrite all parameters and buffers with those of one rank.
+
+    Raises:
+        TensorTypeError: one of them is not fit to travel; see `data.carried.refuse_unfit`.
+    """
+    carried = _carried(model)
+    refuse_unfit(carried)
+    tensors = {id(t): t.detach() for t in carried.values()}
     broadcast_tensors(driver, list(tensors.values()), source)
 
 
 @torch.no_grad()
-def broadcast_tensors(
-    driver: AnyDriver, tensors: Sequence[Tensor], source: int = 0, device: torch.device | None = None
-) -> None:
+def broadcast_tensors(driver: AnyDriver, tensors: Sequence[Tensor], source: int = 0) -> None:
     """Overwrite tensors with those of one rank, many small ones in one message.
 
     Args:
         driver: the way to the other ranks.
-        tensors: of the same types and shapes on all ranks.
+        tensors: dense, of any types and shapes, alike on all ranks; what `expand` repeats travels once.
         source: whose values all take.
-        device: where messages must live, if not where the tensors do.
     """
     if driver.world_size == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for t in tensors:
+    for t in map(in_memory, tensors):
         kind, nbytes = (t.dtype, t.device), t.numel() * t.element_size()
         parts = kinds.setdefault(kind, [[]])
         sizes[kind] = sizes.get(kind, 0) + nbytes
@@ -367,11 +435,17 @@ def broadcast_tensors(
         parts[-1].append(t)
     for parts in kinds.values():
         for part in parts:
-            flat = torch.cat([t.reshape(-1) for t in part]).to(device or part[0].device)
+            flat = torch.cat([t.reshape(-1) for t in part])
             driver.broadcast(flat, source)
             if driver.rank != source:
-                pieces = flat.to(part[0].device).split([t.numel() for t in part])
+                pieces = flat.split([t.numel() for t in part])
                 torch._foreach_copy_(part, [p.view(t.shape) for p, t in zip(pieces, part, strict=True)])
+
+
+def _carried(model: nn.Module) -> dict[str, Tensor]:
+    """Return all that a model holds, by what messages call it."""
+    found: dict[str, Tensor] = {f"parameter {name}": p for name, p in model.named_parameters()}
+    return found | {f"buffer {name}": b for name, b in model.named_buffers()}
 
 
 def _host() -> str:

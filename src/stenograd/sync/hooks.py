@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.errors import StenogradError
-from stenograd.sync.backward_passes import Passes, at_end, forget_end, refuse_nested
+from stenograd.sync.backward_passes import Passes, at_end, refuse_nested
 from stenograd.sync.filling import Filler, Slot
 from stenograd.sync.handshake import refuse_taken
 from stenograd.sync.uneven import Uneven
@@ -147,7 +147,6 @@ class Hooked(Uneven):
                 "the last backward pass did not finish (an error in it), so the ranks may be out of step: "
                 "restart from a checkpoint"
             )
-        forget_end(self._pass_id)
         self._exchange.abandon()  # an interrupted pass of one rank harms nobody else
 
     def _submit_next(self) -> None:

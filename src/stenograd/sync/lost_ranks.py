@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,26 +20,32 @@ from stenograd.sync.round_parts import Part
 
 __all__ = ["Survivors", "watch_ranks"]
 
+T = TypeVar("T")
+
 
 def watch_ranks(driver: Driver, owner: object) -> None:
     """Make sure that after a failure the ranks can find out who is left; ends with the owner.
 
     Raises:
+        ConfigError: on all ranks: a loss in this group would end the processes.
         LaunchError: on all ranks: some cannot be reached by the others.
     """
+    driver.stay_in_memory()
     if driver.world_size > 1 and not attends():
         driver.presence = _attend(driver)
         weakref.finalize(owner, driver.presence.close)
 
 
 class Survivors:
-    """Takes a round's averages on all ranks or on none, and without those that are lost meanwhile.
+    """Lets averages be taken on all ranks or on none, and without those that are lost meanwhile.
 
-    A rank takes what has arrived only when it knows, by one more message, that it has arrived everywhere. If
-    a rank is lost before that, the others make a new group and tell each other what they have. If all have
-    the averages they take them, and they hold what the lost rank sent. Otherwise the round is held again with
-    what they have had all the time, so its average is the exact mean of those that are left. No local step is
-    lost.
+    A rank takes what has arrived only when it knows, by one more message, that it has arrived everywhere.
+    That message may reach some ranks and not others, if a rank is lost while it is sent: those go on, and
+    find out in the next round. So after a loss the others make a new group and tell each other how many
+    averages they have taken, and whether the next have arrived. A rank that is behind takes what has arrived,
+    because all had it when the first of them went on. Where none is behind, all take it if all have it, with
+    what the lost rank sent. Otherwise the round is held again with what they have had all the time, so its
+    average is the exact mean of those that are left. No local step is lost.
 
     Args:
         driver: the way to the other ranks.
@@ -52,47 +58,54 @@ class Survivors:
 
     def __init__(self, driver: Driver, owner: object) -> None:
         self.driver, self.events = driver, list[dict[str, Any]]()
+        self._taken = 0
         watch_ranks(driver, owner)
 
-    def merge(
-        self, part: Part, parts: Sequence[Part], others: Sequence[Callable[[], None]], number: int
-    ) -> bool:
-        """End a round; see `Part.merge`.
+    def hold(self, bring: Callable[[], T], parts: Sequence[Part], sent: Part | None, number: int) -> T:
+        """Return what `bring` returned, on all ranks alike: once every rank has it.
 
         Args:
-            part: what was sent.
+            bring: waits for messages of the other ranks, by `driver`, and changes nothing but what it
+                returns; it may be called again.
             parts: all that exchange with these ranks.
-            others: these average what else belongs to the round; they may be called again.
+            sent: the part whose messages `bring` waits for, which then sends them again; None if it sends
+                all that it waits for.
             number: of the round.
 
         Raises:
             PeerLost: it is not known who was lost, or another rank was lost before the others had met again.
         """
         while True:
+            brought: list[T] = []
             try:
-                part.arrive()
-                for average in others:
-                    average()
-                self.driver.run(
-                    gather(torch.zeros(1, dtype=torch.float32, device=self.driver.words_device()))
-                )
-                return part.merge()
+                brought.append(bring())
+                self._confirm()
+                break
             except PeerLost as error:
                 if not error.ranks:
                     raise
-                everywhere = self._go_on_without(error, part.arrived, number)
-            for other in parts:
-                other.move(self.driver, undo=other is part and not everywhere)
-            if everywhere:
-                return part.merge()
-            part.send()
+                takes = self._go_on_without(error, bool(brought), number)
+            for part in parts:
+                part.move(self.driver, undo=part is sent and not takes)
+            if takes:
+                break
+            if sent is not None:
+                sent.send()
+        self._taken += 1
+        return brought[0]
+
+    def _confirm(self) -> None:
+        """Hear from every rank that everything has arrived there."""
+        self.driver.run(gather(torch.zeros(1, dtype=torch.float32, device="cpu")))
 
     def _go_on_without(self, error: PeerLost, arrived: bool, number: int) -> bool:
-        """Make a group of those that are left, and tell whether all of them have the round's averages."""
+        """Make a group of those that are left, and tell whether this rank is to take what has arrived."""
         start, before = time.monotonic(), self.driver
         self.driver = before.without(error.ranks)
-        mine = torch.tensor([arrived], dtype=torch.uint8, device=self.driver.words_device())
-        everywhere = all(int(theirs) for (theirs,) in self.driver.run(gather(mine)))
+        mine = torch.tensor([self._taken, arrived], device="cpu")
+        told = [theirs.tolist() for (theirs,) in self.driver.run(gather(mine))]
+        most = max(taken for taken, _ in told)
+        takes = self._taken < most or all(theirs == [most, 1] for theirs in told)
         seconds = time.monotonic() - start
         self.events.append({"round": number, "lost": list(error.ranks), "seconds": seconds})
         warnings.warn(
@@ -101,7 +114,7 @@ class Survivors:
             RuntimeWarning,
             stacklevel=9,
         )
-        return everywhere
+        return takes
 
 
 def _attend(driver: Driver) -> Presence:
@@ -118,7 +131,7 @@ def _attend(driver: Driver) -> Presence:
     names = [driver.name_of(rank) for rank in range(driver.world_size)]
     presence = attend(names[driver.rank], lambda: "127.0.0.1" if one_host else own_address())
     mine = "" if presence is None else presence.card
-    cards = [card.decode() for card in driver.gather_bytes(mine.encode(), driver.words_device())]
+    cards = [card.decode() for card in driver.gather_bytes(mine.encode())]
     if presence is not None and all(cards):
         presence.meet(dict(zip(names, cards, strict=True)))
         return presence

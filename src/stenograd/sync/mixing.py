@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from stenograd.data.finite import is_finite
-from stenograd.data.requests import Rounds, exchange
+from stenograd.data.carried import mean_of_finite, wide
+from stenograd.data.finite import are_finite
+from stenograd.data.requests import Op, Rounds, exchange
+from stenograd.errors import StenogradError
 
-__all__ = ["by_dtype", "mixing"]
+__all__ = ["Number", "by_dtype", "mixing"]
+
+T = TypeVar("T")
 
 
 def mixing(
@@ -20,6 +26,8 @@ def mixing(
     rank: int,
     targets: Sequence[int] | None = None,
     share: Tensor | None = None,
+    *,
+    carried: Sequence[Tensor] = (),
 ) -> Rounds[bool]:
     """Mix tensors in place: `x_i <- sum_j W_ij x_j`, summed in rank order, in float32 or wider.
 
@@ -45,6 +53,8 @@ def mixing(
         rank: this rank.
         targets: the other ranks that this one sends to; None for those in its row.
         share: this rank's push-sum weight, 0-d float64, changed in place; on all ranks or on none.
+        carried: more tensors, such as buffers, which decide nothing: where they are not finite they are left
+            out, element by element, and where they are equal they stay; see `data.carried`.
 
     Returns:
         Whether this rank's tensors and those that came were finite.
@@ -59,22 +69,66 @@ def mixing(
 
     Reference: Kempe et al., "Gossip-Based Computation of Aggregate Information", FOCS 2003 (push-sum).
     """
-    groups = by_dtype(tensors)
+    judged = len(by_dtype(tensors))
+    groups = [*by_dtype(tensors), *by_dtype(carried)]
     mine = [torch.cat([t.detach().reshape(-1) for t in group]) for group in groups]
     told = [] if share is None else [share]
     sources = [r for r in weights if r != rank]
     message = [flat.clone() for flat in (*mine, *told)]
     theirs = yield from exchange(message, sources if targets is None else targets, sources)
     rows = {r: (*mine, *told) if r == rank else theirs[r] for r in sorted(weights)}
-    fit = {r for r, flats in rows.items() if all(map(is_finite, flats))}
+    fit = {r for r, flats in rows.items() if are_finite(flats[:judged])}
     kept = _without(weights, fit, rank) if share is None else _pushed(weights, fit, rank, rows, share)
     with torch.no_grad():
         for i, (group, flat) in enumerate(zip(groups, mine, strict=True)):
-            weighted = ((kept[r], rows[r][i]) for r in sorted(kept))
-            mixed = _weighted_sum(weighted, flat).split([t.numel() for t in group])
-            for t, piece in zip(group, mixed, strict=True):
+            weighted = [(kept[r], rows[r][i]) for r in sorted(kept) if kept[r]]
+            mixed = _weighted_sum(weighted, flat)
+            if i >= judged:
+                mixed = mean_of_finite([row for _, row in weighted], [w for w, _ in weighted], mixed, flat)
+            for t, piece in zip(group, mixed.split([t.numel() for t in group]), strict=True):
                 t.copy_(piece.view(t.shape))
     return len(fit) == len(rows)
+
+
+class Number:
+    """The number of a rank's backward passes modulo 256, one byte behind the first message to neighbours.
+
+    Args:
+        passes: this rank's.
+    """
+
+    def __init__(self, passes: int) -> None:
+        self._passes = passes
+        self._others: dict[int, int] = {}
+        self._sent = False
+
+    def carried_by(self, rounds: Rounds[T]) -> Rounds[T]:
+        """Run a coroutine; the first that sends to neighbours takes the number along, and brings theirs."""
+        reply: Any = None
+        while True:
+            try:
+                request = rounds.send(reply)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            if self._sent or request.op is not Op.EXCHANGE:
+                reply = yield request
+                continue
+            self._sent = True
+            device = request.tensors[0].device
+            mine = torch.tensor([self._passes % 256], dtype=torch.uint8, device=device)
+            told = yield replace(request, tensors=(*request.tensors, mine))
+            self._others = {rank: int(theirs[-1]) for rank, theirs in told.items()}
+            reply = {rank: theirs[:-1] for rank, theirs in told.items()}
+
+    def refuse_others(self) -> None:
+        """Raise a StenogradError, here and there, if a neighbour is at another backward pass."""
+        for rank, number in sorted(self._others.items()):
+            if number != self._passes % 256:
+                raise StenogradError(
+                    f"the ranks are at different backward passes, this one at number {self._passes} and its "
+                    f"neighbour {rank} at another: use no_sync() and backward() for the same batches on "
+                    "every rank, and restart from a checkpoint"
+                )
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -117,7 +171,7 @@ def _pushed(
 
 
 def _weighted_sum(rows: Iterable[tuple[float, Tensor]], like: Tensor) -> Tensor:
-    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    total = torch.zeros_like(like, dtype=wide(like.dtype))
     for weight, row in rows:
-        total.add_(row, alpha=weight)
+        total.add_(row.to(total.dtype), alpha=weight)
     return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
-from stenograd.data.finite import is_finite
+from stenograd.data.finite import are_finite
+from stenograd.errors import NonFiniteError
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.sync.flat_exchange import IN_ORDER, FlatExchange
 from stenograd.sync.parameter_averaging import average
@@ -32,6 +33,9 @@ class OuterPart(Part):
         how: the method that carries pseudo-gradients.
         schedule: the values of the outer step.
         chunk: largest number of elements sent at once.
+        side: the way to the other ranks for what is under way while training goes on, which must not mix with
+            the averages of buffers; None where nothing is. All parts of a model share it: one of them is
+            under way at a time.
     """
 
     def __init__(
@@ -41,20 +45,14 @@ class OuterPart(Part):
         how: Method,
         schedule: DiLoCo,
         chunk: int,
+        side: AnyDriver | None = None,
     ) -> None:
         super().__init__(parameters, driver)
         self._schedule = schedule
-        self._side: AnyDriver | None = None
-        if schedule.eager or schedule.delay:
-            # What is under way while training goes on must not mix with the averages of buffers.
-            (self._side,) = driver.split([range(driver.world_size)], "rounds")
-            assert self._side is not None  # every rank is in the one part
-            self._side.traffic = driver.traffic
         method = IN_ORDER if how.lossless else how
         self._make = partial(FlatExchange, parameters, how=method, chunk=chunk)
-        self._flat = self._make(driver=self._side or driver)
+        self._flat = self._make(driver=side or driver)
         self._before: dict[str, Any] = {}  # of the exchange, when it last sent
-        self._heard = False
         self.anchor()
 
     @torch.no_grad()
@@ -78,17 +76,14 @@ class OuterPart(Part):
         own = self._flat.values()
         if self._schedule.lost == "drop":
             self._before = self._flat.exchange.state_dict()
-        self._flat.send(lambda at, part, out: torch.sub(self._outer[at][part], own[at][part], out=out))
+        self._flat.send(
+            lambda at, part, out: torch.sub(self._outer[at][part], own[at][part], out=out),
+            passes=self.passes,
+        )
 
-    @property
-    def arrived(self) -> bool:
-        """Whether `arrive` has heard from all ranks."""
-        return self._heard
-
-    def arrive(self) -> None:
+    def arrive(self) -> bool:
         """Wait for what was sent, for `merge` to apply."""
-        self.wait()
-        self._heard = True
+        return self._await_arrival()
 
     def move(self, driver: AnyDriver, *, undo: bool) -> None:
         """Exchange through another driver; with `undo` as if nothing had been sent in this round."""
@@ -97,28 +92,26 @@ class OuterPart(Part):
         self.driver, self._flat = driver, self._make(driver=driver)
         self._flat.load({key: state[key] for key in ("step", "skipped", "parameters")})
         if undo:
-            self._arrived, self._heard = [], False
+            self._arrived = []
 
     @torch.no_grad()
     def merge(self) -> bool:
         """Wait for what was sent, make the outer step, and take (a share of) its result.
 
         Returns:
-            Whether all ranks' parameters were finite; if not, nothing changed.
+            Whether all ranks' parameters were finite, and are after the step; if not, nothing changed.
         """
         if self._schedule.eager:
             return self._turn()
-        self._heard = False
         if not self._await_arrival():
             return False
-        self._step(self._arrived)
-        self._arrived = []
-        return True
+        arrived, self._arrived = self._arrived, []
+        return self._step(arrived)
 
     def _turn(self) -> bool:
         """Merge what was sent a round ago, with this rank's newest share in it, and send that."""
         own = [outer - mine for outer, mine in zip(self._outer, self._flat.values(), strict=True)]
-        self.lost_own = not all(map(is_finite, own))
+        self.lost_own = not are_finite(own)
         if self.lost_own:  # this rank brings nothing, and goes on from its outer parameters
             own = [torch.zeros_like(t) for t in own]
         share = 1.0 / self.driver.world_size
@@ -133,13 +126,10 @@ class OuterPart(Part):
             self._arrived = [new * share for new in own]
         applied, self._arrived = self._arrived, []
         self._send_eagerly(own)
-        self._step(applied)
+        if not self._step(applied):  # outer parameters are each rank's own here
+            self.lost_own = True
+            self.take_outer()
         return True
-
-    @property
-    def side(self) -> AnyDriver | None:
-        """The driver of what is under way while training goes on."""
-        return self._side
 
     def take_common(self) -> bool:
         """Take the outer parameters; say whether they are equal on all ranks."""
@@ -147,10 +137,9 @@ class OuterPart(Part):
         self.take_outer()
         return self._schedule.shares_outer
 
-    def restart(self, bad: set[int]) -> None:
-        """Take the outer parameters."""
-        if self.driver.rank in bad:
-            self.take_outer()
+    def restart(self, bad: set[int]) -> Callable[[], object]:
+        """Take the outer parameters, which need no message."""
+        return self.take_outer if self.driver.rank in bad else bool
 
     @torch.no_grad()
     def take_outer(self, share: float = 1.0) -> None:
@@ -198,38 +187,53 @@ class OuterPart(Part):
         self._arrived, self._sent = found.get("arrived", []), found.get("own share", [])
 
     @torch.no_grad()
-    def settle(self, own: Mapping[str, Tensor] | None) -> bool:
+    def settle(self, own: Mapping[str, Tensor] | None, ranks: int) -> bool:
         """Finish the round with the mean of what other ranks had: after their number has changed.
 
         Args:
             own: the mean over the ranks that saved of their parameters, by name; None if all had the outer.
+            ranks: number of those ranks.
 
         Returns:
             Whether there was a round to finish.
         """
+        self.wait()
         if own is None:
             self.take_outer()
             return False
+        late, mean = self._arrived, self._flat.flat(own)
         if not self._schedule.shares_outer:
-            average([*self._outer, *self._momentum], self.driver, in_order=True)
-        mean = self._flat.flat(own)
-        if self._arrived:
-            self._apply(self._arrived)
-            mean = [m.lerp(phi, 1.0 - self._schedule.mix) for m, phi in zip(mean, self._outer, strict=True)]
+            # Each rank's outer parameters have its own share of what is under way already, but no other's.
+            sent = self._sent or [torch.zeros_like(t) for t in late]
+            late = [total.sub(share, alpha=1.0 / ranks) for total, share in zip(late, sent, strict=True)]
+            average([*self._outer, *self._momentum, *late], self.driver, in_order=True)
+        if late:
+            before = [phi.clone() for phi in self._outer]
+            self._settle_by(late)
+            if self._schedule.eager:  # local steps count from the outer parameters
+                mean = [m + (phi - was) for m, phi, was in zip(mean, self._outer, before, strict=True)]
+            else:
+                share = 1.0 - self._schedule.mix
+                mean = [m.lerp(phi, share) for m, phi in zip(mean, self._outer, strict=True)]
         self._arrived, self._sent = [], []
-        self._apply([phi - m for phi, m in zip(self._outer, mean, strict=True)])
+        self._settle_by([phi - m for phi, m in zip(self._outer, mean, strict=True)])
         self.take_outer()
         return True
+
+    def _settle_by(self, averages: list[Tensor]) -> None:
+        if not self._apply(averages):
+            raise NonFiniteError(
+                "the outer step that ends the round under way is beyond what float16 holds: continue on as "
+                "many ranks as saved, from an earlier checkpoint, or with a smaller outer_lr"
+            )
 
     def close(self) -> None:
         """Stop the thread that sends."""
         self._flat.close()
-        if self._side is not None:
-            self._side.close()
 
     def _send_eagerly(self, own: list[Tensor]) -> None:
         self._sent = own
-        self._flat.send(lambda at, part, out: out.copy_(own[at][part]))
+        self._flat.send(lambda at, part, out: out.copy_(own[at][part]), passes=self.passes)
 
     def _await_arrival(self) -> bool:
         """Wait for what was sent, and keep the averages; False where a rank's parameters were not finite."""
@@ -243,16 +247,37 @@ class OuterPart(Part):
             self._arrived[at][part] = mean
         return True
 
-    def _step(self, averages: list[Tensor]) -> None:
-        self._apply(averages)
+    def _step(self, averages: list[Tensor]) -> bool:
+        """Make the outer step and take its result; False where nothing changed, see `_apply`."""
+        if not self._apply(averages):
+            return False
         self.take_outer(1.0 - self._schedule.mix)
+        return True
 
-    def _apply(self, averages: list[Tensor]) -> None:
-        """Make the outer optimizer's step, as torch.optim.SGD does; the averages are overwritten."""
-        momentum, nesterov = self._schedule.momentum, self._schedule.nesterov
-        for outer, velocity, mean in zip(self._outer, self._momentum, averages, strict=True):
-            direction = mean
-            if momentum:
-                velocity.mul_(momentum).add_(mean)
-                direction = mean.add_(velocity, alpha=momentum) if nesterov else velocity
-            outer.add_(direction, alpha=-self._schedule.outer_lr)
+    def _apply(self, averages: list[Tensor]) -> bool:
+        """Make the outer optimizer's step, as torch.optim.SGD does; the averages are overwritten.
+
+        Returns:
+            False where float16 parameters cannot hold the result; then nothing has changed. Where the outer
+            parameters are equal on all ranks, so is this.
+        """
+        tried = {}  # copies, since a step that is not taken must leave no trace in the momentum
+        for i, stream in enumerate(self._flat.streams):
+            if stream.is_narrow:
+                tried[i] = self._outer[i].clone(), self._momentum[i].clone()
+                self._descend(*tried[i], averages[i])
+                if not stream.holds(tried[i][0]):
+                    return False
+        for i, mean in enumerate(averages):
+            if i in tried:
+                self._outer[i], self._momentum[i] = tried[i]
+            else:
+                self._descend(self._outer[i], self._momentum[i], mean)
+        return True
+
+    def _descend(self, outer: Tensor, velocity: Tensor, mean: Tensor) -> None:
+        momentum, direction = self._schedule.momentum, mean
+        if momentum:
+            velocity.mul_(momentum).add_(mean)
+            direction = mean.add_(velocity, alpha=momentum) if self._schedule.nesterov else velocity
+        outer.add_(direction, alpha=-self._schedule.outer_lr)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stenograd.comm.drivers import AnyDriver
-from stenograd.data.finite import is_finite
+from stenograd.data.finite import are_finite
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.sync.flat_exchange import IN_ORDER
 from stenograd.sync.gossip import Gossip
@@ -65,12 +65,12 @@ class PairPart(OuterPart):
             PeerLost: the partner did not answer in time, and lost=raise or nobody knows which.
         """
         values = self._flat.values()
-        self.lost_own = not all(map(is_finite, values))
-        self._pairs.mix(values, dense=self._beside())
+        self.lost_own = not are_finite(values)
+        self._pairs.mix(values, carried=self._beside(), passes=self.passes)
         self.driver = self._pairs.driver  # another one, if ranks were lost
-        if all(map(is_finite, values)):
-            self._step([outer - mean for outer, mean in zip(self._outer, values, strict=True)])
-        else:
+        found = [outer - mean for outer, mean in zip(self._outer, values, strict=True)]
+        if not (are_finite(values) and self._step(found)):
+            self.lost_own = True
             self.take_outer()
         return True
 

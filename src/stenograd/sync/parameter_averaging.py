@@ -7,23 +7,30 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stenograd.catalog.method import Method, method
+from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.comm.drivers import AnyDriver
-from stenograd.compression.contract import Compressor
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.small_all_reduce import mean_in_order
-from stenograd.data.finite import is_finite
+from stenograd.data.carried import averaged_buffers
+from stenograd.data.finite import are_finite
 from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.data.requests import mean
 from stenograd.errors import CheckpointError, MethodError, NonFiniteError
 from stenograd.sync.flat_exchange import IN_ORDER, FlatExchange
 
-__all__ = ["ParameterAverager", "average", "difference_method", "spread"]
+__all__ = [
+    "ParameterAverager",
+    "average",
+    "average_buffers",
+    "average_carried",
+    "difference_method",
+    "spread",
+]
 
 
-def difference_method(how: str | Method | Compressor) -> Method:
+def difference_method(how: MethodLike) -> Method:
     """Return a method fit for differences: error feedback is taken off, since differences carry it already.
 
     What a message leaves out stays in the difference from what was sent so far, and so goes out later.
@@ -68,6 +75,10 @@ class ParameterAverager:
         chunk: largest number of elements sent at once; a remainder goes first. Methods that are neither dense
             nor a cast cut between parameters only.
 
+    Attributes:
+        stayed: whether the last `merge` left parameters of this rank where they were, because what it led to
+            is beyond what float16 holds. The difference goes on being sent.
+
     Reference: Koloskova et al., "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
     Communication", ICML 2019 (CHOCO, here with everyone as neighbour and with h moved).
     """
@@ -76,7 +87,7 @@ class ParameterAverager:
         self,
         parameters: Mapping[str, Tensor],
         driver: AnyDriver,
-        how: str | Method | Compressor,
+        how: MethodLike,
         *,
         weight: float = 1.0,
         chunk: int = 10_000_000,
@@ -95,6 +106,7 @@ class ParameterAverager:
         self._mine: list[Tensor] = []
         self._mean: list[Tensor] = []
         self._arrived = False
+        self.stayed = False
 
     @property
     def chunks(self) -> list[slice]:
@@ -117,8 +129,12 @@ class ParameterAverager:
             stream.read(packed)
 
     @torch.no_grad()
-    def send(self) -> None:
-        """Send what `pack` read; returns at once. What was sent before must have been merged."""
+    def send(self, passes: int | None = None) -> None:
+        """Send what `pack` read; returns at once. What was sent before must have been merged.
+
+        Args:
+            passes: see `FlatExchange.send`.
+        """
         self._packed, self._sent = self._sent, self._packed
 
         def fill(at: int, part: slice, out: Tensor) -> None:
@@ -127,7 +143,7 @@ class ParameterAverager:
             else:
                 torch.sub(self._sent[at][part], self._mine[at][part], out=out)
 
-        self._flat.send(fill, self.weight)
+        self._flat.send(fill, self.weight, passes)
 
     @torch.no_grad()
     def merge(self, share: float) -> bool:
@@ -139,8 +155,12 @@ class ParameterAverager:
         self._await_arrival()
         arrived, self._arrived = self._arrived, False
         if arrived:
+            self.stayed = False
             for stream, target in zip(self._flat.streams, self._sent, strict=True):
-                stream.approach(target, share)
+                if stream.holds(target):
+                    stream.approach(target, share)
+                else:
+                    self.stayed = True
             for mine, mean_ in zip(self._mine, self._mean, strict=True):
                 mine.lerp_(mean_, share)
         return arrived
@@ -162,11 +182,12 @@ class ParameterAverager:
         return values is not None
 
     @torch.no_grad()
-    def exact(self, *, in_order: bool = False) -> list[Tensor] | None:
+    def exact(self, *, in_order: bool = False, passes: int | None = None) -> list[Tensor] | None:
         """Return the parameters' exact average, as flat tensors; None if it is not finite.
 
         Args:
             in_order: whether to add up in rank order, so that the result is that of a loop in one process.
+            passes: see `FlatExchange.send`.
         """
         exact = self._exact.get(in_order)
         if exact is None:
@@ -174,7 +195,7 @@ class ParameterAverager:
             exact = FlatExchange(self._parameters, self.driver, how, chunk=self._chunk)
             self._exact[in_order] = exact
         values = exact.values()
-        exact.lend(values, self.weight)
+        exact.lend(values, self.weight, passes)
         outcome = exact.receive()
         if outcome is None:  # every rank keeps its own, for whoever wants to save what is left
             return None
@@ -291,10 +312,45 @@ def average(
         mine = [stream.read(stream.empty()).mul_(weight) for stream in streams]
         rounds = [mean_in_order(x, driver.world_size) if in_order else mean(x) for x in mine]
         means = [driver.run(one) for one in rounds]
-        if not all(map(is_finite, means)):
+        if not are_finite(means):
             raise _not_finite("tensors")
         for stream, values in zip(streams, means, strict=True):
             stream.write(values)
+
+
+@torch.no_grad()
+def average_carried(
+    tensors: Sequence[Tensor], driver: AnyDriver, weights: Sequence[float] | None = None
+) -> list[Tensor]:
+    """Return the means over the ranks of what is not trained, such as buffers; one message per dtype.
+
+    What is not finite on some ranks is left out; see `data.carried.mean_of_finite`. So it ends no training.
+
+    Args:
+        tensors: floating, alike on all ranks.
+        driver: the way to the other ranks.
+        weights: of all ranks, with mean 1; None for equal ones.
+
+    Returns:
+        A mean for each tensor, in float32 or float64, equal on all ranks.
+    """
+    size = driver.world_size
+    weights = [1.0] * size if weights is None else weights
+    named = {str(i): t for i, t in enumerate(tensors)}
+    means: dict[str, Tensor] = {}
+    for stream in map(Stream, by_kind(named)):
+        mean_ = driver.run(mean_in_order(stream.read(stream.empty()), size, weights=weights))
+        pieces = mean_.split(stream.numels)
+        means |= {n: x.view(t.shape) for n, x, t in zip(stream.names, pieces, stream.parameters, strict=True)}
+    return [means[name] for name in named]
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, driver: AnyDriver) -> None:
+    """Replace a model's floating buffers by their means over the ranks; see `average_carried`."""
+    buffers = averaged_buffers(model)
+    for buffer, mean_ in zip(buffers, average_carried(buffers, driver), strict=True):
+        buffer.copy_(mean_)
 
 
 @torch.no_grad()

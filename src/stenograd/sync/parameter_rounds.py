@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +19,59 @@ from stenograd.errors import ConfigError, NonFiniteError
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
+from stenograd.sync.attached import as_in_training
 from stenograd.sync.fragments import fragments_of
 from stenograd.sync.gossip import Gossip
 from stenograd.sync.lost_ranks import Survivors
 from stenograd.sync.optimizer_states import average_states, forget_states
 from stenograd.sync.outer_averaging import OuterPart
 from stenograd.sync.pair_averaging import PairPart
-from stenograd.sync.parameter_averaging import average
+from stenograd.sync.parameter_averaging import average, average_carried
 from stenograd.sync.round_parts import LocalPart, Part, floating_buffers
 from stenograd.sync.round_state import check_shapes, joined, of_part
 from stenograd.sync.round_sync import RoundSync
 from stenograd.topology.pairs import RandomPairs
 
 __all__ = ["ParameterSync"]
+
+T = TypeVar("T")
+
+_LOST, _VOID = 1, 2  # this rank's parameters were not finite; so nobody took anything from the round
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What came of a round; nothing has changed for it yet.
+
+    Attributes:
+        codes: of `_LOST` and `_VOID`, by node and place in it; on one level every rank is a node, and where
+            the round is sound nobody asks the others.
+        names: of the nodes, which stay when ranks are lost.
+        node, place: this rank's in `codes`.
+        start: gives the ranks that made the round void finite parameters.
+    """
+
+    codes: list[list[int]]
+    names: list[int]
+    node: int
+    place: int
+    start: Callable[[], object] = bool
+
+    @property
+    def bad(self) -> list[set[int]]:
+        """For each place the nodes that made the round void there."""
+        places = range(len(self.codes[0]))
+        return [{i for i, codes in enumerate(self.codes) if codes[at] == _VOID | _LOST} for at in places]
+
+    @property
+    def sound(self) -> bool:
+        """Whether the round is, in all places."""
+        return not any(code & _VOID for codes in self.codes for code in codes)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no node is left in some place from which the others could start."""
+        return any(len(nodes) == len(self.codes) for nodes in self.bad)
 
 
 class ParameterSync(RoundSync):
@@ -75,14 +117,16 @@ class ParameterSync(RoundSync):
             )
         self._survivors: Survivors | None = None
         self._pairs: Gossip | None = None  # what mixes with a partner, where rounds are held in pairs
-        for warning in schedule.doubts():
+        for warning in schedule.doubts(self._each_round):
             warnings.warn(f"{self.method}: {warning}", UserWarning, stacklevel=5)
         self._flying: dict[int, int] = {}  # fragments under way, with the pass that sent them
         self._next = schedule.every  # the pass of the next round of `local`
         self._common_at: int | None = 0  # the pass after which all ranks' parameters were equal
         self._owed: list[dict[str, Any]] = []  # a round to end when the model is loaded, too
-        self._void: set[int] = set()  # ranks that made the last round void
+        self._saved_by = 0  # ranks that saved it
+        self._void: set[int] = set()  # names of the nodes that made the last round void
         self._parts: list[Part] = []
+        self._side: Driver | None = None  # for what is under way while training goes on, whichever fragment
 
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
         self._dismantle()
@@ -95,13 +139,17 @@ class ParameterSync(RoundSync):
         schedule, how, nodes = self._schedule, self._each_round, self._nodes
         self._parts, self._whole = [], fragments_of(parameters, schedule.fragments, schedule.layout)
         driver = self._driver if nodes is None else nodes.between
+        if isinstance(schedule, DiLoCo) and (schedule.eager or schedule.delay):
+            (self._side,) = driver.split([range(driver.world_size)], "rounds")
+            assert self._side is not None  # every rank is in the one part
+            self._side.traffic = driver.traffic
         for whole in self._whole:
             part = whole if nodes is None else nodes.share_of(whole)
             if isinstance(schedule, DiLoCo) and self._pairs is not None:
                 beside: Any = list if self._parts else self._buffers  # in the first fragment's message
                 self._parts.append(PairPart(part, driver, self._pairs, schedule, chunk, beside))
             elif isinstance(schedule, DiLoCo):
-                self._parts.append(OuterPart(part, driver, how, schedule, chunk))
+                self._parts.append(OuterPart(part, driver, how, schedule, chunk, self._side))
             else:
                 self._parts.append(LocalPart(part, driver, how, chunk))
         self._common_at = max(self._passes - schedule.after, 0)
@@ -114,6 +162,9 @@ class ParameterSync(RoundSync):
     def _dismantle(self) -> None:
         for part in self._parts:
             part.close()
+        if self._side is not None:
+            self._side.close()
+            self._side = None
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -126,11 +177,12 @@ class ParameterSync(RoundSync):
             for part, whole in zip(self._parts, self._whole, strict=True):
                 means = {name: p.detach().clone() for name, p in part.parameters.items()}
                 average(list(means.values()), part.driver, in_order=True)
-                part.settle(means)
+                part.settle(means, part.driver.world_size)
                 if self._nodes is not None:
                     self._nodes.spread(whole)
         super().refresh()
 
+    @as_in_training
     def flush(self) -> None:
         """Hold the round that is due because a step was skipped, and finish what is under way."""
         super().flush()
@@ -138,10 +190,10 @@ class ParameterSync(RoundSync):
             self._finish(fragment)
 
     def _drivers(self) -> list[AnyDriver]:
-        found = [*super()._drivers(), *(part.side for part in self._parts)]
-        return [driver for driver in found if driver is not None]
+        return [*super()._drivers(), *([] if self._side is None else [self._side])]
 
     @contextmanager
+    @as_in_training
     def consensus(self) -> Iterator[None]:
         """Put the parameters to evaluate or export in place for a `with` block, on all ranks.
 
@@ -154,21 +206,30 @@ class ParameterSync(RoundSync):
         if self._is_common:
             yield
             return
-        tensors = [*self._parameters.values(), *self._buffers()]
+        parameters, buffers = [p.detach() for p in self._parameters.values()], self._buffers()
+        tensors = [*parameters, *buffers]
         own = [t.detach().clone() for t in tensors]
-        alone = [part.take_common() for part in self._parts]
-        if self._nodes is not None:
-            for whole in self._whole:  # by fragments: that is how a node's ranks share them out
-                self._nodes.spread(whole)
-        if apart := self._buffers() if all(alone) else tensors:
-            average([t.detach() for t in apart], self._driver, in_order=True)
         try:
+            alone = [part.take_common() for part in self._parts]
+            if self._nodes is not None:
+                for whole in self._whole:  # by fragments: that is how a node's ranks share them out
+                    self._nodes.spread(whole)
+            apart = [] if all(alone) else parameters
+
+            def means() -> list[Tensor]:
+                found = [p.clone() for p in apart]
+                average(found, self._way, in_order=True)
+                return [*found, *average_carried(buffers, self._way)]
+
+            if apart or buffers:
+                _put([*apart, *buffers], self._together(means))
             yield
         finally:
             with torch.no_grad():
                 for t, mine in zip(tensors, own, strict=True):
                     t.copy_(mine)
 
+    @as_in_training
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the next rounds on this rank, besides the model and its optimizer.
 
@@ -188,10 +249,11 @@ class ParameterSync(RoundSync):
             **counters,
             **joined(self._parts, own=not self._is_common),
             "flying": flying,
-            "void": sorted(self._void),
+            "void": [i for i, name in enumerate(self._names()) if name in self._void],
             "own": {"skipped": self.skipped},
         }
 
+    @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`, also in mid-round; load the model and its optimizer, too.
 
@@ -203,23 +265,27 @@ class ParameterSync(RoundSync):
         parts = [of_part(part, i, state) for i, part in enumerate(self._parts)]
         for part, mine in zip(self._parts, parts, strict=True):
             part.load_state_dict(mine)
-        self._passes, self.round = int(state["passes"]), int(state["round"])
-        self._next, self._void, self._common_at = int(state["next"]), set(state["void"]), state["common"]
+        self._passes = self._begun = int(state["passes"])
+        self.round = int(state["round"])
+        self._next, self._common_at = int(state["next"]), state["common"]
+        self._void = {name for i, name in enumerate(self._names()) if i in state["void"]}
         self._flying = {int(f): int(t) for f, t in state["flying"].items()}
-        self._skipped = int(state["own"]["skipped"])
+        self._skipped = int(state["own"]["skipped"]) - (self.skipped - self._skipped)
         self._due, self._finite = [], True
         self._stepped.clear()
-        if self._passes >= self._dense_passes:
-            self._end_dense()
+        self._saved_by = int(state.get("saved_by", self.world_size))
         self._owed = parts if state.get("resharded") else []
 
-    @torch.no_grad()
+    @as_in_training
     def after_load(self) -> None:
-        """End the round that was under way when another number of ranks saved, with the mean of theirs.
+        """Do what needs all ranks: average gradients or not, as when the state was saved, and end a round.
 
-        `load_checkpoint` calls it. After a `load_state_dict` of a re-sharded state it happens with the next
-        training forward pass at the latest.
+        A round that was under way when another number of ranks saved ends with the mean of theirs.
+        `load_checkpoint` calls this. After `load_state_dict` it happens with the next training forward pass
+        at the latest.
         """
+        if self._dense != (dense := self._passes < self._dense_passes) and not self._due:
+            self._average_elsewhere(dense=dense)
         owed, self._owed = self._owed, []
         if not owed:
             return
@@ -228,9 +294,9 @@ class ParameterSync(RoundSync):
         if self._passes < self._dense_passes:  # no round has begun: the first starts from what was loaded
             self._begin_rounds()
             return
-        ended = [
-            part.settle(state["tensors"].get("own")) for part, state in zip(self._parts, owed, strict=True)
-        ]
+        owns = [state["tensors"].get("own") for state in owed]
+        with self._copies.follow(self._parameters.values()):
+            ended = [part.settle(own, self._saved_by) for part, own in zip(self._parts, owns, strict=True)]
         self.round += any(ended)
         self._common_at = self._passes - self._dense_passes
 
@@ -268,11 +334,13 @@ class ParameterSync(RoundSync):
 
         Raises:
             NonFiniteError: on every rank, if some rank's parameters are not finite a second time.
+            StenogradError: on every rank, if they are at different backward passes (in pairs: on both ranks).
         """
         for fragment, sent in list(self._flying.items()):
             if t >= sent + self._schedule.delay:
                 self._finish(fragment)
         for fragment in self._starts(t):
+            self._parts[fragment].passes = self._begun
             self._parts[fragment].send()
             if self._schedule.delay:
                 self._flying[fragment] = t
@@ -290,8 +358,8 @@ class ParameterSync(RoundSync):
         period = self._period()
         if not isinstance(self._schedule, Local) or not self._schedule.qsr:
             return period
-        mine = torch.tensor([period], device=self._driver.words_device())
-        found = [int(theirs) for (theirs,) in self._driver.run(gather(mine))]
+        mine = torch.tensor([period], device="cpu")
+        found = [int(theirs) for (theirs,) in self._together(lambda: self._way.run(gather(mine)))]
         if len(set(found)) > 1:
             raise ConfigError(
                 f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "
@@ -314,44 +382,64 @@ class ParameterSync(RoundSync):
             False where the round is void.
         """
         part = self._parts[fragment]
-        sound = self._merge(part, first=not fragment)
-        self._flying.pop(fragment, None)
-        again = False if sound else self._end_void(part)
-        if self._nodes is not None:
-            again = self._nodes.worst(int(again)) == 1
-            self._nodes.spread(self._whole[fragment])
-        if again:
-            raise NonFiniteError(
-                f"round {self.round} of {self.method} found parameters that are not finite on a rank, as the "
-                "round before did, or on all: lower the learning rate or clip gradients, and go back to a "
-                "checkpoint"
-            )
+        with self._following(fragment):
+            outcome = self._merge(part, first=not fragment)
+            self._flying.pop(fragment, None)
+            sound = self._end(fragment, outcome)
         if not sound:
             return False
-        if part.lost_own:
-            self._start_afresh(part)
-        self._void = set()
         if self._schedule.states == "reset":
-            forget_states(self._optimizers, part.parameters.values())
+            forget_states(self._optimizers, self._whole[fragment].values())
         if fragment:
             return True
         if self._survivors is None:
-            self._average_others()
+            for put in self._other_means():
+                put()
         self.round += 1
         if self._check_every and self.round % self._check_every == 0:
             self._guard.check(self.round)
         return True
 
-    def _merge(self, part: Part, first: bool) -> bool:
-        """Take what was sent; where lost ranks are dropped, average before what else belongs to the round."""
+    def _following(self, fragment: int) -> AbstractContextManager[None]:
+        """Let the optimizers' copies follow a round, unless it averages these themselves."""
+        averages = not fragment and self._averages_states(self.round + 1)
+        return self._copies.follow(self._whole[fragment].values(), state=not averages)
+
+    def _averages_states(self, number: int) -> bool:
+        """Return whether a round averages the optimizers' states."""
+        return self._schedule.states == "average" and number % self._schedule.states_every == 0
+
+    def _merge(self, part: Part, first: bool) -> _Outcome:
+        """Take what was sent; where lost ranks are dropped, all that belongs to the round or nothing."""
         if self._survivors is None:
             sound = part.merge()
             self._driver = self._driver if self._pairs is None else self._pairs.driver
-            return sound
-        others = [self._average_others] if first else []
-        sound = self._survivors.merge(part, self._parts, others, self.round)
+            return self._outcome(part, sound)
+
+        def bring() -> tuple[list[Callable[[], None]], _Outcome]:
+            sound = part.arrive()
+            return (self._other_means() if sound and first else []), self._outcome(part, sound)
+
+        puts, outcome = self._survivors.hold(bring, self._parts, part, self.round)
         self._driver = self._survivors.driver
-        return sound
+        for put in puts:
+            put()
+        if not part.merge() and outcome.sound:  # the step led too far, on all ranks alike
+            return replace(outcome, codes=[[_VOID]])
+        return outcome
+
+    def _together(self, collective: Callable[[], T]) -> T:
+        """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
+        if self._survivors is None:
+            return collective()
+        found = self._survivors.hold(collective, self._parts, None, self.round)
+        self._driver = self._survivors.driver
+        return found
+
+    @property
+    def _way(self) -> AnyDriver:
+        """The way to all ranks that are left, also in the middle of a round."""
+        return self._driver if self._survivors is None else self._survivors.driver
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -359,41 +447,110 @@ class ParameterSync(RoundSync):
         keeper = self._pairs or self._survivors
         return [] if keeper is None else keeper.events
 
-    def _average_others(self) -> None:
-        """Average buffers and the optimizers' states, where this round does."""
-        driver = self._driver if self._survivors is None else self._survivors.driver
+    def _other_means(self) -> list[Callable[[], None]]:
+        """Average buffers and the optimizers' states, where this round does; return what takes the means."""
+        found: list[Callable[[], None]] = []
         if self._pairs is None and (buffers := self._buffers()):
-            average(buffers, driver, in_order=True)
+            found.append(partial(_put, buffers, average_carried(buffers, self._way)))
         number = self.round + 1
-        if self._schedule.states == "average" and number % self._schedule.states_every == 0:
+        if self._averages_states(number):
             second = number % (2 * self._schedule.states_every) == 0
-            average_states(self._optimizers, self._parameters, driver, second=second)
+            found.append(average_states(self._optimizers, self._parameters, self._way, second=second))
+        return found
 
-    def _end_void(self, part: Part) -> bool:
-        """Find out whose parameters are not finite, and let them start from the last common ones.
+    def _end(self, fragment: int, outcome: _Outcome) -> bool:
+        """End a round for all ranks alike: those whose parameters are not finite start from the common ones.
+
+        With two levels a round is void in all places if it is in one; what other places have taken stays,
+        and all ranks of a node forget what led there.
 
         Returns:
-            Whether that cannot help: one made the last round void as well, or no rank is left.
-        """
-        sound, driver = part.is_finite(), part.driver
-        mine = torch.tensor([sound], dtype=torch.uint8, device=driver.words_device())
-        told = driver.run(gather(mine))
-        bad = {rank for rank, (theirs,) in enumerate(told) if not int(theirs)}
-        again, self._void = bool(self._void & bad), bad
-        if again or len(bad) == driver.world_size:
-            return True
-        part.restart(bad)
-        if not sound:
-            self._start_afresh(part)
-        return False
+            Whether the round is sound.
 
-    def _start_afresh(self, part: Part) -> None:
+        Raises:
+            NonFiniteError: on every rank: one made the last round void as well, or none is left.
+        """
+        whole, bad = self._whole[fragment], set[int]().union(*outcome.bad)
+        too_far = not outcome.sound and not bad
+        before, self._void = self._void, {outcome.names[i] for i in bad}
+        if too_far:
+            self._void = {*self._names()}
+            self._tell_too_far(again=bool(before))
+        elif before & self._void or outcome.hopeless:
+            raise NonFiniteError(
+                f"round {self.round} of {self.method} found parameters that are not finite on a rank, as the "
+                "round before did, or on all: lower the learning rate or clip gradients, and go back to a "
+                "checkpoint"
+            )
+        outcome.start()
+        shares = [whole]
+        if self._nodes is not None:
+            self._nodes.spread(whole)
+            shares = self._nodes.shares(whole)
+        told = outcome.codes[outcome.node]
+        lost = [share for share, code in zip(shares, told, strict=True) if code & _LOST]
+        if lost:
+            self._start_afresh([p for share in lost for p in share.values()])
+        return outcome.sound
+
+    def _outcome(self, part: Part, sound: bool) -> _Outcome:
+        """Find out what came of a round, on all ranks alike, and bring what ends it; changes nothing."""
+        lost = part.lost_own if sound else not part.is_finite()
+        code = (0 if sound else _VOID) | (_LOST if lost else 0)
+        if self._nodes is not None:
+            told = self._nodes.tell(code)
+            found = _Outcome(told, list(range(len(told))), self._nodes.node, self._nodes.place)
+        elif sound:
+            return _Outcome([[code]], [self.rank], 0, 0)
+        else:
+            driver = part.driver
+            mine = torch.tensor([code], dtype=torch.uint8, device="cpu")
+            told = [[int(theirs)] for (theirs,) in driver.run(gather(mine))]
+            names = [driver.name_of(rank) for rank in range(driver.world_size)]
+            found = _Outcome(told, names, driver.rank, 0)
+        if sound or found.hopeless:
+            return found
+        return replace(found, start=part.restart(found.bad[found.place]))
+
+    def _names(self) -> list[int]:
+        """Return what `_void` calls nodes: the ranks' numbers in the whole world, on one level."""
+        if self._nodes is not None:
+            return list(range(self.world_size))
+        return [self._driver.name_of(rank) for rank in range(self.world_size)]
+
+    def _tell_too_far(self, *, again: bool) -> None:
+        """Say that all parameters were finite, but would not have been after the round.
+
+        Raises:
+            NonFiniteError: the last round was void as well.
+        """
+        what = (
+            f"round {self.round} of {self.method} found numbers too large for it, or would have led beyond "
+            "what parameters of this type hold (float16: 65,504)"
+        )
+        if again:
+            raise NonFiniteError(
+                f"{what}, as the round before did, or found parameters that are not finite: lower the "
+                "learning rate or outer_lr, and go back to a checkpoint"
+            )
+        if self.rank == 0:
+            warnings.warn(
+                f"{what}, so it took nothing; ranks go on by themselves", RuntimeWarning, stacklevel=9
+            )
+
+    def _start_afresh(self, parameters: list[Tensor]) -> None:
         """Say that this rank has lost its part of a round, and forget what led there."""
-        forget_states(self._optimizers, part.parameters.values())
+        forget_states(self._optimizers, parameters)
         warnings.warn(
             f"rank {self.rank}: its parameters were not finite in round {self.round}, which took nothing "
-            "from it; it goes on from the last common ones (in pairs: from its partner's), with a new "
-            "optimizer state",
+            "from it (nor from its node), or would not have been after it; it goes on from the last common "
+            "ones (in pairs: from its partner's), with a new optimizer state",
             RuntimeWarning,
             stacklevel=9,
         )
+
+
+@torch.no_grad()
+def _put(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for t, value in zip(tensors, values, strict=True):
+        t.copy_(value)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stenograd.arguments import whole
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
+from stenograd.data.carried import in_memory
 from stenograd.data.requests import gather
 from stenograd.errors import ReplicaDivergence, bad_value
 from stenograd.kernels.hash import hash_tensor
@@ -94,7 +96,8 @@ class ReplicaGuard:
         tensors = dict(self._tensors())
         hashes = _hashes(tensors)
         names = []
-        if not self._agree(hashes, step):
+        in_order = [h for _, h in sorted(zip(tensors, hashes, strict=True))]  # of names, not of definition
+        if not self._agree(in_order, step):
             names = self._resolve(tensors, hashes, step)
         self._equal_at = step
         return names
@@ -111,17 +114,15 @@ class ReplicaGuard:
 
     def _agree(self, hashes: Sequence[int], step: int) -> bool:
         """Return, alike on all ranks, whether all have the same hashes at the same step."""
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        whole = hash_tensor(torch.tensor(hashes, dtype=torch.int64))
-        mine = torch.stack([whole, torch.tensor(step)]).to(device)
+        all_hashes = hash_tensor(torch.tensor(hashes, dtype=torch.int64, device="cpu"))
+        mine = torch.stack([all_hashes, torch.tensor(step, device="cpu")])
         everyone = torch.stack([row for (row,) in self._driver.run(gather(mine))])
         return bool((everyone == everyone[0]).all())
 
     def _resolve(self, tensors: Mapping[str, Tensor], hashes: Sequence[int], step: int) -> list[str]:
         """Find out what differs, then repair it or raise."""
-        device = next((t.device for t in tensors.values()), torch.device("cpu"))
         mine = json.dumps({"step": step, "hashes": dict(zip(tensors, hashes, strict=True))})
-        told = [json.loads(text) for text in self._driver.gather_bytes(mine.encode(), device)]
+        told = [json.loads(text) for text in self._driver.gather_bytes(mine.encode())]
         steps = [row["step"] for row in told]
         if len(set(steps)) > 1:
             raise ReplicaDivergence(
@@ -140,7 +141,7 @@ class ReplicaGuard:
             raise ReplicaDivergence(message + _advice(unclear), step, {n: minorities.get(n, ()) for n in odd})
         for name, source in odd.items():
             assert source is not None  # else it would be unclear
-            self._driver.broadcast(tensors[name].detach(), source, counted=True)
+            self._driver.broadcast(in_memory(tensors[name].detach()), source, counted=True)
         self.repaired += 1
         if self._driver.rank in {0, *(r for ranks in minorities.values() for r in ranks)}:
             sources = sorted({source for source in odd.values() if source is not None})
@@ -179,15 +180,15 @@ def check_interval(check_every: int, repair: bool) -> None:
     Example:
         >>> check_interval(100, repair=True)
     """
-    if not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 0:
-        raise bad_value("check_every", "must be a whole number, 0 for never", check_every, "100 costs little")
+    whole("check_every", check_every, "0 is for never, and 100 costs little", least=0)
     if repair and not check_every:
         raise bad_value("check_every", "must be at least 1 with repair", check_every, "use 100")
 
 
 def _hashes(tensors: Mapping[str, Tensor]) -> list[int]:
     hashed = [hash_tensor(t) for t in tensors.values()]
-    return [int(h) for h in hashed]  # the first waits for a GPU, the others are there then
+    # On one device first: reading them one by one, the host would wait for each.
+    return [int(h) for h in torch.stack([h.to(hashed[0].device) for h in hashed]).tolist()] if hashed else []
 
 
 def _majority(values: Sequence[Any]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
-from stenograd.data.finite import is_finite
+from stenograd.data.carried import averaged_buffers
+from stenograd.data.finite import are_finite
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.parameter_averaging import ParameterAverager
 
@@ -23,22 +24,20 @@ class Part(ABC):
     """Some parameters that are exchanged together, again and again.
 
     Attributes:
-        lost_own: whether this rank's parameters were not finite in a round that the others could hold.
+        lost_own: whether this rank's parameters were not finite in a round that the others could hold, or
+            would not have been after it.
+        passes: number of this rank's backward passes, for the ranks to compare when they exchange.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], driver: AnyDriver) -> None:
         self.parameters, self.driver = dict(parameters), driver
         self.lost_own = False
+        self.passes = 0
 
     @property
     def names(self) -> list[str]:
         """Names of the parameters."""
         return list(self.parameters)
-
-    @property
-    def side(self) -> AnyDriver | None:
-        """A driver besides `driver` that it exchanges through, if there is one."""
-        return None
 
     @property
     def under_way(self) -> bool:
@@ -47,7 +46,7 @@ class Part(ABC):
 
     def is_finite(self) -> bool:
         """Return whether this rank's parameters are."""
-        return all(is_finite(p) for p in self.parameters.values())
+        return are_finite(self.parameters.values())
 
     @abstractmethod
     def anchor(self) -> None:
@@ -61,14 +60,13 @@ class Part(ABC):
     def merge(self) -> bool:
         """Wait for what was sent and apply it; False if some rank's was not finite, and nothing changed."""
 
-    @property
     @abstractmethod
-    def arrived(self) -> bool:
-        """Whether `arrive` has got what was sent, which `merge` then takes without a message."""
+    def arrive(self) -> bool:
+        """Wait for what was sent and keep it for `merge`, which then needs no message.
 
-    @abstractmethod
-    def arrive(self) -> None:
-        """Wait for what was sent, and keep it for `merge`."""
+        Returns:
+            Whether all ranks' parameters were finite.
+        """
 
     @abstractmethod
     def move(self, driver: AnyDriver, *, undo: bool) -> None:
@@ -84,15 +82,19 @@ class Part(ABC):
         """Put what the ranks have in common in place, if that needs no message; else say False."""
 
     @abstractmethod
-    def restart(self, bad: set[int]) -> None:
-        """Give the bad ranks finite parameters; called on all ranks."""
+    def restart(self, bad: set[int]) -> Callable[[], object]:
+        """Bring finite parameters for the bad ranks, and return what gives them these; called on all ranks.
+
+        Until that is called nothing changes.
+        """
 
     @abstractmethod
-    def settle(self, own: Mapping[str, Tensor] | None) -> bool:
+    def settle(self, own: Mapping[str, Tensor] | None, ranks: int) -> bool:
         """End a round by the mean of the parameters of the ranks that saved, after their number has changed.
 
         Args:
             own: the mean, by name; None if all had the same when they saved.
+            ranks: their number.
 
         Returns:
             Whether there was a round to end.
@@ -139,16 +141,12 @@ class LocalPart(Part):
         """Send differences; exact means are sent and taken in one go."""
         if not self._exact:
             self._averager.pack()
-            self._averager.send()
+            self._averager.send(self.passes)
 
-    @property
-    def arrived(self) -> bool:
-        """Whether the mean is here."""
-        return self._arrived
-
-    def arrive(self) -> None:
+    def arrive(self) -> bool:
         """Wait for the exact mean."""
-        self._values, self._arrived = self._averager.exact(in_order=True), True
+        self._values, self._arrived = self._averager.exact(in_order=True, passes=self.passes), True
+        return self._values is not None
 
     def move(self, driver: AnyDriver, *, undo: bool) -> None:
         """Exact means leave no state behind."""
@@ -159,7 +157,9 @@ class LocalPart(Part):
     def merge(self) -> bool:
         """Take the mean."""
         if not self._exact:
-            return self._averager.merge(1.0)
+            sound = self._averager.merge(1.0)
+            self.lost_own = sound and self._averager.stayed
+            return sound
         if not self._arrived:
             self.arrive()
         values, self._values, self._arrived = self._values, None, False
@@ -169,17 +169,19 @@ class LocalPart(Part):
         """There is nothing in common between rounds."""
         return False
 
-    def restart(self, bad: set[int]) -> None:
-        """Take the parameters of the first rank whose are finite."""
+    def restart(self, bad: set[int]) -> Callable[[], object]:
+        """Bring the parameters of the first rank whose are finite."""
         good = min(set(range(self.driver.world_size)) - bad)
         tensors = [p.detach().clone() for p in self.parameters.values()]
         broadcast_tensors(self.driver, tensors, good)
-        if self.driver.rank in bad:
-            with torch.no_grad():
-                for p, value in zip(self.parameters.values(), tensors, strict=True):
-                    p.copy_(value)
+        return partial(self._take, tensors) if self.driver.rank in bad else bool
 
-    def settle(self, own: Mapping[str, Tensor] | None) -> bool:
+    @torch.no_grad()
+    def _take(self, tensors: list[Tensor]) -> None:
+        for p, value in zip(self.parameters.values(), tensors, strict=True):
+            p.copy_(value)
+
+    def settle(self, own: Mapping[str, Tensor] | None, ranks: int) -> bool:
         """Take the mean, and count differences from it."""
         for name, value in (own or {}).items():
             self.parameters[name].copy_(value)
@@ -205,4 +207,4 @@ class LocalPart(Part):
 
 def floating_buffers(model: nn.Module, buffers: str) -> list[Tensor]:
     """Return the buffers that rounds average or mix; none with `buffers=keep`."""
-    return [] if buffers == "keep" else [b for b in model.buffers() if b.is_floating_point()]
+    return [] if buffers == "keep" else averaged_buffers(model)

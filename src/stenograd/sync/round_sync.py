@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stenograd.catalog.method import Method, method
+from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.contract import Compressor
-from stenograd.data.finite import is_finite
+from stenograd.data.carried import in_memory
+from stenograd.data.finite import are_finite
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
 from stenograd.launch.process_group import join
-from stenograd.sync.attached import Attached
-from stenograd.sync.backward_passes import at_end, drop, next_order, refuse_nested, refuse_step
+from stenograd.sync.attached import Attached, as_in_training
+from stenograd.sync.backward_passes import at_end, drop_bad, next_order, refuse_nested, refuse_step
 from stenograd.sync.closures import after_closure
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.handshake import (
@@ -34,7 +34,9 @@ from stenograd.sync.handshake import (
     synced_parameters,
     unwrapped,
 )
+from stenograd.sync.members import entries
 from stenograd.sync.other_optimizers import watch_others
+from stenograd.sync.own_copies import Copies
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.two_levels import Nodes
 
@@ -50,20 +52,23 @@ def _on_gradient(sync: weakref.ref[RoundSync], _: Tensor) -> None:
         running._on_gradient(_graph_task())
 
 
-def _entries(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield what a program calls: the module, or what it contains where it has no forward pass of its own."""
-    if type(module).forward is not nn.Module.forward:
-        yield module
-    else:
-        for child in module.children():
-            yield from _entries(child)
+def _uncompiled(hold: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Keep Dynamo out of what holds rounds; where it must have one graph, its error says why it cannot."""
+    why = (
+        "what is due where ranks meet in rounds is done before the forward pass, so it cannot be one graph: "
+        "compile the model without fullgraph=True, or only the layers in it"
+    )
+    try:
+        return torch.compiler.disable(hold, reason=why)  # type: ignore[no-any-return]
+    except TypeError:  # before torch 2.7
+        return torch.compiler.disable(hold)  # type: ignore[no-any-return]
 
 
 class _BeforeForward:
     """A forward pre-hook that holds what is due; in a copy of the module it does nothing."""
 
     def __init__(self, sync: RoundSync | None = None) -> None:
-        self._hold = None if sync is None else torch.compiler.disable(sync._before_forward)
+        self._hold = None if sync is None else _uncompiled(sync._before_forward)
 
     def __reduce__(self) -> Any:
         return _BeforeForward, ()
@@ -88,11 +93,13 @@ class RoundSync(Attached):
         round: number of rounds held; equal on every rank.
     """
 
+    round: int = 0  # a number here, and a property where every step is a round
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        how: str | Method | Compressor,
+        how: MethodLike,
         *,
         group: Any = None,
         bucket_bytes: int,
@@ -105,6 +112,7 @@ class RoundSync(Attached):
         self.method = method(how)
         self._each_round = self.method.each_round()
         self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
+        self._copies = Copies(optimizer)
         refuse_taken(self._model, self._optimizers)
         check_interval(check_every, repair)
         _refuse_closures(self._optimizers)
@@ -117,27 +125,36 @@ class RoundSync(Attached):
         self._skips = skip_bad_steps
         self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
         self.round = self._skipped = self._passes = 0
+        self._begun = 0  # passes, those that broke off included
         self._order, self._seen = next_order(), -1
-        self._closed = self._warned = self._counted = False
+        self._warned = self._warned_of_passes = False
+        self._stepped_at = self._passes_per_step = 0
         self._due: list[int] = []  # local passes after which something is to be done
         self._finite: bool | None = True  # None: not looked at yet
         self._stepped: set[int] = set()
         self._lock = threading.Lock()
         self._handles: list[Any] = []
         self._gradients: GradientSync | None = None
-        self._nodes = None if self._levels is None else Nodes(self._driver, world, self._levels[1])
-        self._dense = self._dense_passes > 0  # whether gradients are averaged over all ranks
-        if self._dense:
-            (everyone,) = self._driver.split([range(self.world_size)], "gradients")
-            assert everyone is not None  # every rank is in the one part
-            everyone.traffic = self._driver.traffic  # one ledger for gradients and rounds
-            self._average_gradients("dense", everyone)
-        else:
-            self._average_inside()
-        self._wrapping = Wrapping(self)
-        self.refresh()
-        self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
-        self._attend(model)
+        self._nodes: Nodes | None = None
+        self._watches, self._wrapping = [], Wrapping(self)
+        with self._wholly():
+            if self._levels is not None:
+                self._nodes = Nodes(self._driver, world, self._levels[1])
+            self._dense = self._dense_passes > 0  # whether gradients are averaged over all ranks
+            if self._dense:
+                self._average_everywhere()
+            else:
+                self._average_inside()
+            self.refresh()
+            self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
+            self._attend(model)
+
+    def _average_everywhere(self) -> None:
+        """Average gradients over all ranks from now on."""
+        (everyone,) = self._driver.split([range(self.world_size)], "gradients")
+        assert everyone is not None  # every rank is in the one part
+        everyone.traffic = self._driver.traffic  # one ledger for gradients and rounds
+        self._average_gradients("dense", everyone)
 
     def _average_gradients(self, how: str, driver: Driver) -> None:
         """Average gradients in every pass from now on, over the ranks of a driver that is closed then."""
@@ -157,9 +174,10 @@ class RoundSync(Attached):
         before = torch.compiler.disable(after_closure(self._before_step, lambda: self._passes))
         after = torch.compiler.disable(self._after_step)
         self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
-        self._watches += [*(o.register_step_post_hook(after) for o in self._optimizers), watch_others(self)]
-        forward = _BeforeForward(self)
-        self._watches += [module.register_forward_pre_hook(forward) for module in _entries(self._model)]
+        self._watches += [o.register_step_post_hook(after) for o in self._optimizers]
+        self._watches += [watch_others(self)]
+        forward, modules = _BeforeForward(self), list(entries(self._model))
+        self._watches += [module.register_forward_pre_hook(forward) for module in modules]
 
     @property
     def traffic(self) -> Traffic:
@@ -180,7 +198,10 @@ class RoundSync(Attached):
 
     @property
     def skipped(self) -> int:
-        """Number of this rank's passes whose steps changed nothing, because a gradient was not finite."""
+        """Number of this rank's passes outside `no_sync()` that left a gradient which was not finite.
+
+        Steps after them change nothing, whoever finds out: this, GradScaler, or a fused optimizer.
+        """
         return self._skipped + (0 if self._gradients is None else self._gradients.skipped)
 
     @property
@@ -189,8 +210,7 @@ class RoundSync(Attached):
         if self._gradients is not None:  # alike on all ranks that average gradients
             return self._gradients.finite
         if self._finite is None:
-            grads = (p.grad for p in self._parameters.values())
-            self._finite = all(is_finite(g) for g in grads if g is not None)
+            self._finite = are_finite(p.grad for p in self._parameters.values() if p.grad is not None)
         return self._finite
 
     @property
@@ -219,8 +239,11 @@ class RoundSync(Attached):
         """
         self.flush()
         parameters = synced_parameters(self._model, self._optimizers)
-        self._compare(parameters, {"bucket_bytes": self._bucket_bytes, "settings": self._settings})
-        broadcast_model(self._driver, self._model)
+        settings = {"bucket_bytes": self._bucket_bytes, "settings": self._settings}
+        settings["optimizers that may keep copies"] = self._copies.count
+        self._compare(parameters, settings)
+        with self._copies.follow(self._model.parameters()):
+            broadcast_model(self._driver, self._model)
         if self._gradients is not None:
             self._gradients.refresh()
         self._parameters = parameters
@@ -230,8 +253,10 @@ class RoundSync(Attached):
         hook = partial(_on_gradient, weakref.ref(self))
         torch._dynamo.decorators.skip(_on_gradient)
         self._handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values()]
-        self._wrapping.watch(parameters.values())
+        self._wrapping.watch(parameters.values(), self._members_of(parameters))
+        self._copies.watch(parameters.values())
 
+    @as_in_training
     def flush(self) -> None:
         """Finish what is under way or due; ranks differ all the same: export inside `consensus()`."""
         self._hold_if_due()
@@ -311,15 +336,30 @@ class RoundSync(Attached):
 
     def _end_dense(self) -> None:
         """Stop averaging gradients over all ranks, where that still goes on."""
-        if not self._dense:
-            return
-        self._dense = False
-        self._close_gradients()  # takes our `add_param_group` away, too
-        self._wrapping.watch(())  # or our own hook would refuse what averages gradients inside nodes
-        self._average_inside()
-        self._wrapping.watch(self._parameters.values())
+        if self._dense:
+            self._average_elsewhere(dense=False)
+
+    def _average_elsewhere(self, *, dense: bool) -> None:
+        """Average gradients over all ranks from now on, or else inside nodes, where these are a level."""
+        self._dense = dense
+        self._close_gradients()
+        for optimizer in self._optimizers:
+            optimizer.__dict__.pop("add_param_group", None)  # ours, or the new engine would refuse it
+        self._wrapping.watch(())  # likewise
+        # A new engine gives all ranks the buffers of the first; statistics are each rank's own.
+        held = map(in_memory, self._model.buffers())
+        buffers = [(buffer, buffer.clone()) for buffer in held]
+        self._average_everywhere() if dense else self._average_inside()
+        for buffer, own in buffers:
+            buffer.copy_(own)
+        self._wrapping.watch(self._parameters.values(), self._members_of(self._parameters))
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
+
+    @property
+    def _everyone(self) -> AnyDriver | None:
+        """The way to all ranks, unless some may be lost in the middle of a round that goes on."""
+        return None if getattr(self.method.schedule, "lost", "raise") == "drop" else self._driver
 
     def _close_gradients(self) -> None:
         """Stop averaging gradients, over whichever ranks."""
@@ -334,14 +374,18 @@ class RoundSync(Attached):
             if task == self._seen:
                 return
             self._seen = task
+            self._begun += self._enabled
         refuse_nested()
         self._driver.check_groupless()
-        self._finite, self._counted = None, False
+        self._finite = None
         if self._enabled:
             at_end(task, self._order, self._end_pass)
 
+    @torch.no_grad()
     def _end_pass(self) -> None:
         self._passes += 1
+        if self._gradients is None:  # a GradScaler may leave out the step that could tell
+            self._skipped += not self.finite
         t = self._passes - self._dense_passes
         if not self._due:  # else steps after an earlier pass count: optimizers may step in turn
             self._stepped.clear()
@@ -351,17 +395,16 @@ class RoundSync(Attached):
     def _before_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
+        self._wrapping.look_before_step()
         refuse_step(optimizer, self._averaged())
         self._skip_bad(optimizer, zeros)
+        self._copies.steps()
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         """Let a step whose gradients are not finite change nothing; only this rank skips it."""
         if self._gradients is not None or not self._skips or self.finite:
-            return  # where gradients are averaged, `_gradients` skips steps and counts them
-        if not self._counted:  # several optimizers step after one pass
-            self._counted = True
-            self._skipped += 1
-        drop((p for group in optimizer.param_groups for p in group["params"]), zeros)
+            return  # where gradients are averaged, `_gradients` skips steps
+        drop_bad(optimizer, self._averaged(), zeros, self._parameters.values())
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -373,8 +416,26 @@ class RoundSync(Attached):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
-        if self._due and len(self._stepped) == len(self._optimizers):
-            self._hold_if_due()
+        if self._passes > self._stepped_at:  # else another optimizer has stepped after this pass
+            self._count_passes()
+        if len(self._stepped) == len(self._optimizers):
+            self._copies.stepped()
+            if self._due:
+                self._hold_if_due()
+
+    def _count_passes(self) -> None:
+        """Warn once if two steps running have seen several passes each: accumulation, not a skipped step."""
+        before, self._passes_per_step = self._passes_per_step, self._passes - self._stepped_at
+        self._stepped_at = self._passes
+        if before == self._passes_per_step > 1 and not self._warned_of_passes and self.world_size > 1:
+            self._warned_of_passes = True
+            warnings.warn(
+                f"optimizer.step() sees {before} backward passes, and {self.method} counts passes, so rounds "
+                f"come {before} times as often as they would by steps: put all but the last pass of a step "
+                "inside sync.no_sync()",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _before_forward(self, module: nn.Module) -> None:
         """Do what a skipped step left due, before the parameters are used again."""
@@ -384,12 +445,14 @@ class RoundSync(Attached):
     @torch.no_grad()
     def _hold_if_due(self) -> None:
         while self._due:
+            self._wrapping.look()
             t = self._due.pop(0)
             if t == 0:
                 self._end_dense()
                 self._begin_rounds()
             else:
-                self._meet(t)
+                with self._copies.round(self._everyone):
+                    self._meet(t)
 
 
 def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:

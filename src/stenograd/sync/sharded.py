@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stenograd.catalog.method import Method, method
+from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.groups import ranks_of
 from stenograd.comm.step_end import Outcome
-from stenograd.compression.contract import Compressor
+from stenograd.data.finite import are_finite
 from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
 from stenograd.sync.filling import Slot
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.handshake import as_optimizers, named, synced_parameters, unwrapped
+from stenograd.sync.members import Members
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["ShardedSync", "is_sharded"]
@@ -94,7 +95,7 @@ class ShardedSync(GradientSync):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        how: str | Method | Compressor = "dense",
+        how: MethodLike = "dense",
         *,
         group: Any = None,
         timeout_s: float = 300.0,
@@ -151,6 +152,10 @@ class ShardedSync(GradientSync):
             self._row.driver.close()
         super().close()
 
+    @property
+    def _trained(self) -> nn.Module:
+        return self._sharded
+
     def _found(self) -> dict[str, nn.Parameter]:
         out = {}
         for name, p in synced_parameters(self._sharded, self._optimizers).items():
@@ -163,6 +168,9 @@ class ShardedSync(GradientSync):
 
     def _watch(self, modules: Iterable[nn.Module]) -> None:
         super()._watch([self._sharded])
+
+    def _members_of(self, parameters: Mapping[str, nn.Parameter]) -> Members:
+        return Members()  # FSDP itself replaces the model's parameters in each pass
 
     def _owner(self, parameter: nn.Parameter) -> Tensor:
         return self._owners[id(parameter)]
@@ -209,12 +217,13 @@ class ShardedSync(GradientSync):
         return {id(owner) for owner in self._owners.values()}
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
-        self._passes.skip_bad(optimizer, dict.fromkeys(self._averaged()), self._finite, zeros)
+        self._passes.skip_bad(optimizer, self._averaged(), self._finite, zeros)
 
     def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
-        slots = {id(self._owners[at]): _Seen(slot, self._owners[at]) for at, slot in self._slots.items()}
+        self._passes.settings.look()
+        slots = {id(self._owners[at]): _Seen(slot) for at, slot in self._slots.items()}
         under_way = self._pass_id != -1
         self._passes.check_step(optimizer, slots, under_way, self._finite, zeros=zeros)  # type: ignore[arg-type]
 
@@ -222,11 +231,13 @@ class ShardedSync(GradientSync):
 class _Seen:
     """A slot as the checks before a step see it: by the sharded gradient, not by its local part."""
 
-    def __init__(self, slot: Slot, owner: Tensor) -> None:
+    def __init__(self, slot: Slot) -> None:
         self.used = slot.used
-        grad = owner.grad
-        with torch.no_grad():
-            self.left = grad if grad is not None and _local(grad) is slot.left else None
+        self._slot = slot
+
+    def left(self, grad: Tensor | None) -> bool:
+        """Return whether this is the gradient that the last exchange left."""
+        return grad is not None and self._slot.left(_local(grad))
 
 
 class _Verdict:
@@ -250,9 +261,7 @@ class _Verdict:
 
     def rounds(self, used: Sequence[bool]) -> Rounds[None]:
         """Find out whether a gradient in this replica is not finite; exchange nothing with others."""
-        grads = [p.grad for p in self._shards.values() if p.grad is not None and p.grad.numel()]
-        norms = torch._foreach_norm(grads, float("inf")) if grads else []
-        self.bad = self.any(not all(bool(norm.isfinite()) for norm in norms))
+        self.bad = self.any(not are_finite(p.grad for p in self._shards.values() if p.grad is not None))
         return _nothing()
 
     def write_back(self, outcome: Outcome) -> None:
@@ -260,7 +269,7 @@ class _Verdict:
 
     def any(self, mine: bool) -> bool:
         """Return whether it holds for a rank of this replica."""
-        told = self.driver.run(gather(torch.tensor([int(mine)], device=self.driver.words_device())))
+        told = self.driver.run(gather(torch.tensor([int(mine)], device="cpu")))
         return any(bool(theirs) for (theirs,) in told)
 
 

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from stenograd.arguments import whole
 from stenograd.comm.agreement import agree
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.trace_events import MAX_EVENTS, Tracer, as_json, write
-from stenograd.errors import ConfigError, bad_value
+from stenograd.errors import ConfigError
 from stenograd.sync.phases import Phases
 
 __all__ = ["MAX_EVENTS", "Tracing", "clock_offsets"]
 
 _PINGS = 10
-_CPU = torch.device("cpu")
 
 
 class Tracing:
@@ -49,8 +49,7 @@ class Tracing:
         *,
         max_events: int = MAX_EVENTS,
     ) -> None:
-        if not isinstance(max_events, int) or isinstance(max_events, bool) or max_events < 1:
-            raise bad_value("max_events", "must be a whole number of at least 1", max_events, "leave it out")
+        whole("max_events", max_events, "leave it out")
         self.path, self.driver, self._drivers = os.fspath(path), drivers[0], drivers
         self._tracer = Tracer(max_events)
         self._tracer.names = {id(p): name for name, p in model.named_parameters()}
@@ -72,7 +71,7 @@ class Tracing:
             write(f"{self.path}.rank{self.driver.rank}", as_json([(0.0, self._tracer.events)]))
             return
         mine = json.dumps([self._tracer.dropped, self._tracer.events]).encode()
-        packed = self.driver.gather_bytes(zlib.compress(mine, 1), _CPU)
+        packed = self.driver.gather_bytes(zlib.compress(mine, 1))
         agree(self.driver, lambda: self._write(packed))
 
     def _check_path(self) -> None:
@@ -123,9 +122,9 @@ def clock_offsets(driver: AnyDriver) -> list[tuple[float, float]]:
     mine = []
     for _ in range(_PINGS):
         begin = time.perf_counter()
-        driver.gather_bytes(b".", _CPU)
+        driver.gather_bytes(b".")
         mine.append((begin, time.perf_counter()))
-    told = [json.loads(part) for part in driver.gather_bytes(json.dumps(mine).encode(), _CPU)]
+    told = [json.loads(part) for part in driver.gather_bytes(json.dumps(mine).encode())]
     out = [(0.0, 0.0)]
     for theirs in told[1:]:
         pairs = list(zip(theirs, told[0], strict=True))

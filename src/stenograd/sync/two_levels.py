@@ -36,6 +36,7 @@ class Nodes:
     Attributes:
         inside: the way to the ranks of this node.
         between: the way to those in this rank's place in other nodes.
+        node, place: this rank's node, and its place in there, from 0.
 
     Raises:
         ConfigError: the nodes have different numbers of ranks.
@@ -53,25 +54,30 @@ class Nodes:
                 f"{layout.nodes}: start as many on each host, or give node_size="
             )
         self._driver, (self._size,) = driver, sizes
-        mine = layout.nodes[layout.node_of(driver.rank)]
-        self._place = mine.index(driver.rank)
+        self._nodes, self.node = layout.nodes, layout.node_of(driver.rank)
+        self.place = layout.nodes[self.node].index(driver.rank)
         across = [[node[i] for node in layout.nodes] for i in range(self._size)]
         drivers = driver.split([*layout.nodes, *across], "level")
         self.inside, self.between = (d for d in drivers if d is not None)
 
+    def shares(self, parameters: Mapping[str, T]) -> list[dict[str, T]]:
+        """Return the parameters that the ranks in each place exchange with other nodes."""
+        return by_size(parameters, self._size)
+
     def share_of(self, parameters: Mapping[str, T]) -> dict[str, T]:
         """Return the parameters that this rank exchanges with other nodes; may be none."""
-        return by_size(parameters, self._size)[self._place]
+        return self.shares(parameters)[self.place]
 
     def spread(self, parameters: Mapping[str, Tensor]) -> None:
         """Give the node what each of its ranks has of the parameters that it speaks for."""
-        for place, part in enumerate(by_size(parameters, self._size)):
+        for place, part in enumerate(self.shares(parameters)):
             broadcast_tensors(self.inside, [p.detach() for p in part.values()], place)
 
-    def worst(self, status: int) -> int:
-        """Return the largest of all ranks' numbers."""
-        mine = torch.tensor([status], device=self._driver.words_device())
-        return max(int(theirs) for (theirs,) in self._driver.run(gather(mine)))
+    def tell(self, number: int) -> list[list[int]]:
+        """Return all ranks' numbers, by node and by place in it."""
+        mine = torch.tensor([number], device="cpu")
+        told = [int(theirs) for (theirs,) in self._driver.run(gather(mine))]
+        return [[told[rank] for rank in node] for node in self._nodes]
 
     def close(self) -> None:
         """Leave the groups."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +15,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.groups import as_group
 from stenograd.data.requests import gather
-from stenograd.errors import StenogradError
-from stenograd.sync.handshake import broadcast_model, broadcast_tensors
+from stenograd.sync.backward_passes import Passes
+from stenograd.sync.handshake import broadcast_model
+from stenograd.sync.optimizer_states import take_states
 
 __all__ = ["Uneven"]
 
@@ -27,7 +27,8 @@ class Uneven(Joinable):
 
     A rank that has no more batches takes part in the others' exchanges with zeros. Averages are still divided
     by the number of all ranks, as DistributedDataParallel does by default. When the last rank has run out,
-    all take its parameters, buffers and optimizer state, so that they go on equal.
+    all take its parameters, buffers and optimizer state, its learning rates and other settings, and the state
+    of its schedulers and of its GradScaler, so that they go on equal.
     """
 
     _join_config: Any
@@ -35,6 +36,7 @@ class Uneven(Joinable):
     _model: nn.Module
     _optimizers: Sequence[torch.optim.Optimizer]
     _group: Any
+    _passes: Passes
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,13 +79,15 @@ class Uneven(Joinable):
     def take_from_last(self, last: bool) -> None:
         """Make all ranks equal to the lowest of those that ran out last; `last` tells if this is one."""
         Joinable.__init__(self)  # later passes are no part of the `with` block any more
-        told = self._driver.run(gather(torch.tensor([int(last)], device=self.join_device)))
+        told = self._driver.run(gather(torch.tensor([int(last)], device="cpu")))
         lasts = [rank for rank, (theirs,) in enumerate(told) if bool(theirs)]
         if len(lasts) == len(told) or not lasts:
             return  # even inputs, so nothing differs
         broadcast_model(self._driver, self._model, lasts[0])
         for optimizer in self._optimizers:
-            _broadcast_state(self._driver, optimizer, lasts[0], self.join_device)
+            held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+            take_states(self._driver, held, [optimizer.state] * len(held), lasts[0])
+        self._passes.settings.share(self._driver, lasts[0])
 
     def _notify_join(self) -> None:
         """Tell `Join` that this rank takes part in one more exchange."""
@@ -105,45 +109,3 @@ class _Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._sync.take_from_last(is_last_joiner)
-
-
-@torch.no_grad()
-def _broadcast_state(
-    driver: AnyDriver, optimizer: torch.optim.Optimizer, source: int, device: torch.device
-) -> None:
-    """Give every rank the optimizer state of one; it may have entries that the others lack."""
-    params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = driver.rank == source
-    form = [_form(optimizer.state.get(p, {})) for p in params] if mine else []
-    try:
-        said = json.dumps(form).encode()
-    except TypeError as cause:
-        raise StenogradError(
-            f"the state of {type(optimizer).__name__} must be tensors and plain values to be shared after "
-            f"uneven inputs ({cause}): keep other things elsewhere"
-        ) from cause
-    form = json.loads(driver.gather_bytes(said, device)[source])
-    tensors: list[Tensor] = []
-    for p, entries in zip(params, form, strict=True):
-        state = optimizer.state[p] if entries else {}
-        for key, (kind, value, where) in entries.items():
-            if kind == "value":
-                state[key] = value
-                continue
-            if not mine:
-                dtype, place = getattr(torch, kind), p.device if where == "parameter" else torch.device("cpu")
-                state[key] = torch.empty(value, dtype=dtype, device=place)
-            tensors.append(state[key])
-    broadcast_tensors(driver, tensors, source, device)
-
-
-def _form(state: dict[str, Any]) -> dict[str, tuple[str, Any, str]]:
-    """Describe one parameter's state: of tensors the type, shape and place."""
-    form: dict[str, tuple[str, Any, str]] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            place = "cpu" if value.device.type == "cpu" else "parameter"
-            form[key] = (str(value.dtype).removeprefix("torch."), list(value.shape), place)
-        else:
-            form[key] = ("value", value, "")
-    return form

@@ -34,7 +34,7 @@ class Digits(ImageTask):
 
     def __init__(self) -> None:
         pixels, labels = _load()
-        held_out = torch.zeros(len(labels), dtype=torch.bool)
+        held_out = torch.zeros(len(labels), dtype=torch.bool, device="cpu")
         # Every fifth of the digits sorted by class: 360 of 1,797, a fifth of each class to within one digit.
         held_out[labels.argsort(stable=True)[::5]] = True
         train = pixels[~held_out], labels[~held_out]

@@ -46,7 +46,7 @@ class Glyphs(ImageTask):
     recipe = Recipe(epochs=20, batch_size=32, lr=0.05, momentum=0.9, weight_decay=1e-4)
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device="cpu").manual_seed(0)
         super().__init__(_draw(1437, generator), _draw(360, generator), brightest=_BRIGHTEST)
 
     def build(self) -> nn.Module:
@@ -56,10 +56,12 @@ class Glyphs(ImageTask):
 
 def _draw(count: int, generator: torch.Generator) -> Images:
     """Return pixels of 0 to 16, shape (count, 8, 8), and labels, shape (count,), both uint8."""
-    shapes = torch.tensor([[[c == "x" for c in row] for row in digit.split()] for digit in _FONT])
+    shapes = torch.tensor(
+        [[[c == "x" for c in row] for row in digit.split()] for digit in _FONT], device="cpu"
+    )
 
     def whole(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high + 1, shape or (count,), generator=generator)
+        return torch.randint(low, high + 1, shape or (count,), generator=generator, device="cpu")
 
     labels = whole(0, 9)
     tops, lefts = whole(0, _SIDE - _HEIGHT), whole(0, _SIDE - _WIDTH)

@@ -32,7 +32,9 @@ def shard(size: int, rank: int, world_size: int, *, shuffle: bool, seed: int) ->
         [[0, 1, 2], [3, 4]]
     """
     _check_world(size, rank, world_size)
-    samples = _shuffled(torch.arange(size), 0, seed) if shuffle else torch.arange(size)
+    samples = (
+        _shuffled(torch.arange(size, device="cpu"), 0, seed) if shuffle else torch.arange(size, device="cpu")
+    )
     return samples.tensor_split(world_size)[rank].clone()
 
 
@@ -98,7 +100,7 @@ def eval_batches(size: int, rank: int, world_size: int, batch_size: int) -> Iter
     """
     _check_rank(rank, world_size)
     _check_positive("batch_size", batch_size)
-    piece = torch.arange(size).tensor_split(world_size)[rank]
+    piece = torch.arange(size, device="cpu").tensor_split(world_size)[rank]
     return (piece[start : start + batch_size] for start in range(0, len(piece), batch_size))
 
 
@@ -107,8 +109,8 @@ def _shuffled(samples: Tensor, *words: int) -> Tensor:
     if min(words) < 0:
         raise bad_value("seed and epoch", "must be >= 0", words[1:], "use 0, 1, 2, ...")
     mixed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])  # near seeds, unrelated orders
-    generator = torch.Generator().manual_seed(mixed)
-    return samples[torch.randperm(len(samples), generator=generator)]
+    generator = torch.Generator(device="cpu").manual_seed(mixed)
+    return samples[torch.randperm(len(samples), generator=generator, device="cpu")]
 
 
 def _check_world(size: int, rank: int, world_size: int) -> None:

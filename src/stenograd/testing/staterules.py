@@ -18,7 +18,9 @@ __all__ = ["restart_changes_nothing", "state_keeps_its_form"]
 def state_keeps_its_form(c: Compressor) -> None:
     """Keys, shapes and types depend on neither rank nor data nor step, and a given state is not modified."""
     sites = [Site(shapes=SHAPES, rank=rank, world_size=3) for rank in range(3)]
-    states = [c.init(x, site) for x, site in zip([torch.zeros(NUMEL), *data(2)], sites, strict=True)]
+    states = [
+        c.init(x, site) for x, site in zip([torch.zeros(NUMEL, device="cpu"), *data(2)], sites, strict=True)
+    ]
     form = form_of(states[0])
     for key, (shape, _) in form.items():
         _, numbered, number = key.partition("/")

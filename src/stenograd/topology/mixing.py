@@ -117,7 +117,7 @@ def mixing_matrix(topology: Topology, size: int, step: int = 0) -> Tensor:
         >>> mixing_matrix(Graph.star(3, "metropolis"), 3)[0].tolist()
         [0.33333333333333337, 0.3333333333333333, 0.3333333333333333]
     """
-    matrix = torch.zeros(size, size, dtype=torch.float64)
+    matrix = torch.zeros(size, size, dtype=torch.float64, device="cpu")
     for rank in range(size):
         for other, weight in topology.weights(rank, size, step).items():
             matrix[rank, other] = weight

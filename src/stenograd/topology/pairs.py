@@ -37,7 +37,8 @@ class RandomPairs:
         """Return the other rank of the pair; None for the one that is left over."""
         check_rank(rank, size)
         word = (self.seed * 0x9E3779B97F4A7C15 + step) & 0x7FFFFFFFFFFFFFFF
-        order = torch.randperm(size, generator=torch.Generator().manual_seed(word)).tolist()
+        generator = torch.Generator(device="cpu").manual_seed(word)
+        order = torch.randperm(size, generator=generator, device="cpu").tolist()
         at = order.index(rank) ^ 1  # neighbours in the order: 0 and 1, 2 and 3, ...
         return order[at] if at < size else None
 
@@ -70,14 +71,14 @@ def spread_per_round(lr: float, momentum: float, nesterov: bool) -> float:
     """
     # v' = momentum v + g, and x' = x - lr v', or x - lr (g + momentum v') by Nesterov. Rows say what a moment
     # is in (A, B, C): E g^2 = E x g = A / 2 and E v g = B / 2.
-    half = torch.tensor([0.5, 0.0, 0.0], dtype=torch.float64)
-    vv = torch.tensor([0.5, momentum, momentum**2], dtype=torch.float64)
-    xv = torch.tensor([0.5, momentum, 0.0], dtype=torch.float64)
-    gv = torch.tensor([0.5, momentum / 2, 0.0], dtype=torch.float64)
+    half = torch.tensor([0.5, 0.0, 0.0], dtype=torch.float64, device="cpu")
+    vv = torch.tensor([0.5, momentum, momentum**2], dtype=torch.float64, device="cpu")
+    xv = torch.tensor([0.5, momentum, 0.0], dtype=torch.float64, device="cpu")
+    gv = torch.tensor([0.5, momentum / 2, 0.0], dtype=torch.float64, device="cpu")
     x_moved, v_moved, moved_twice = xv, vv, vv
     if nesterov:
         x_moved, v_moved = half + momentum * xv, gv + momentum * vv
         moved_twice = half + 2 * momentum * gv + momentum**2 * vv
-    first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
     matrix = torch.stack([first - 2 * lr * x_moved + lr**2 * moved_twice, xv - lr * v_moved, vv])
     return round(float(torch.linalg.eigvals(matrix).abs().max()), 12)

@@ -9,8 +9,8 @@ from torch.optim import lr_scheduler
 
 from stenograd.heat import plateau as utils
 from stenograd.heat.daso import DASO
+from stenograd.heat.data_parallel import DataParallelOptimizer
 from stenograd.heat.optim import dp_optimizer
-from stenograd.heat.optimizer import DataParallelOptimizer
 from stenograd.heat.plateau import DetectMetricPlateau
 
 __all__ = ["DASO", "DataParallelOptimizer", "DetectMetricPlateau", "dp_optimizer", "lr_scheduler", "utils"]

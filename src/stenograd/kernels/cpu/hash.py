@@ -17,7 +17,7 @@ __all__ = ["hash_words"]
 def hash_words(words: Tensor) -> Tensor:
     """Return `sum_i mix(w_i + (i + 1) golden) mod 2**64` as a 0-d int64."""
     total = np.uint64(_sum(view(words.view(torch.uint64))))
-    return torch.tensor(int(total.view(np.int64)))
+    return torch.tensor(int(total.view(np.int64)), device="cpu")
 
 
 @kernel

@@ -18,7 +18,7 @@ __all__ = ["pack_places", "unpack_places"]
 
 def pack_places(places: Tensor, n: int) -> Tensor:
     """Write ascending places: low bits as they are, the rest in unary."""
-    packed = torch.zeros(places_bytes(n, places.numel()), dtype=torch.uint8)
+    packed = torch.zeros(places_bytes(n, places.numel()), dtype=torch.uint8, device="cpu")
     if not _pack(view(places), n, sum(planes_of(n, places.numel())), view(packed)):
         raise ConfigError(f"places must be strictly ascending in [0, {n}): sort them")
     return packed
@@ -90,7 +90,7 @@ def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
     needed = places_bytes(n, k)
     if packed.numel() != needed:
         raise WireError(f"{k} of {n} places take {needed} bytes, got {packed.numel()}")
-    places = torch.empty(k, dtype=torch.int32)
+    places = torch.empty(k, dtype=torch.int32, device="cpu")
     found, good = _unpack(view(packed), n, sum(planes_of(n, k)), mark_count(n, k), view(places))
     if found != k:
         raise WireError(f"{k} places have {k} bits set, got {found}: the ranks disagree on k")

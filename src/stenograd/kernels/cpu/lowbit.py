@@ -23,7 +23,7 @@ _ROUNDER = np.float32(3 << 22)  # added and taken away, it rounds to integers, t
 
 def lowbit_encode(x: Tensor, name: str, block: int, numels: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Pack the codes, lowest bit first, and the largest magnitude of each block."""
-    scales = torch.empty(block_count(block, numels, x.numel()), dtype=torch.float32)
+    scales = torch.empty(block_count(block, numels, x.numel()), dtype=torch.float32, device="cpu")
     bits, n = BITS[name], x.numel()
     codes = np.zeros(n + -n % 8, np.uint8)
     lengths, top = np.array(numels, np.int64), np.float32(0 if name == "e3m0" else top_of(name))
@@ -40,7 +40,7 @@ def lowbit_decode(payload: tuple[Tensor, Tensor], name: str, block: int, numels:
     check_scales([payload], block_count(block, numels, n))
     if codes.numel() != packed_bytes(n, bits):
         raise WireError(f"{n} values of {bits} bits take {packed_bytes(n, bits)} bytes, got {codes.numel()}")
-    values = torch.empty(n, dtype=torch.float32)
+    values = torch.empty(n, dtype=torch.float32, device="cpu")
     factors = view(aligned(scales.to(torch.float32)))
     table, lengths = view(levels(name)), np.array(numels, np.int64)
     _decode(view(codes.contiguous()), bits, table, block, lengths, factors, view(values))

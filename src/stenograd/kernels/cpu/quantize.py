@@ -39,7 +39,9 @@ def qsgd_encode_feedback(
 ) -> tuple[Tensor, Tensor]:
     """Round at random, and leave the error in residual."""
     n, levels = sum(numels), levels_of(bits)
-    scales = torch.empty(block_count(block, numels, length_of(x, residual)), dtype=torch.float32)
+    scales = torch.empty(
+        block_count(block, numels, length_of(x, residual)), dtype=torch.float32, device="cpu"
+    )
     packed = np.empty(packed_bytes(n, bits) + 8, np.uint8)  # `store_word` writes up to eight zeros too many
     more, left = (_NONE if t is None else view(t) for t in (x, residual))
     keys, codes = np.array(hash_keys(seed), np.uint32), _codes(block, numels)
@@ -204,7 +206,7 @@ def qsgd_decode_mean(
     n, levels = sum(numels), levels_of(bits)
     blocks = block_count(block, numels, n)
     check_scales(payloads, blocks)
-    total = torch.empty(n, dtype=torch.float32) if out is None else out
+    total = torch.empty(n, dtype=torch.float32, device="cpu") if out is None else out
     where, _keep = addresses(payloads, packed_bytes(n, bits), f"{n} values of {bits} bits")
     args = (np.array(numels, np.int64), _codes(block, numels), view(total), one_over(len(payloads)))
     _decode(where, bits, np.float32(levels), blocks, block, *args)

@@ -21,7 +21,7 @@ _STREAMED = 1 << 20  # elements of a result that will not all be in the cache wh
 
 def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor | None = None) -> Tensor:
     """Add sparse vectors in rank order and divide by their number."""
-    total = torch.empty(n, dtype=torch.float32) if out is None else out
+    total = torch.empty(n, dtype=torch.float32, device="cpu") if out is None else out
     ascending = True
     for places, values in vectors:
         lowest, highest, sorted_ = _extent(view(places.contiguous()))

@@ -43,7 +43,9 @@ def sign_encode_feedback(
 ) -> tuple[Tensor, Tensor]:
     """Send signs and mean magnitudes, and leave the error in residual."""
     n = sum(numels)
-    scales = torch.empty(block_count(block, numels, length_of(x, residual)), dtype=torch.float32)
+    scales = torch.empty(
+        block_count(block, numels, length_of(x, residual)), dtype=torch.float32, device="cpu"
+    )
     words = np.empty(n // 32 + 1, np.uint32)
     more, left = (_NONE if t is None else view(t) for t in (x, residual))
     _encode(more, left, block, np.array(numels, np.int64), words, view(scales))
@@ -128,7 +130,7 @@ def sign_decode_mean(
     n = sum(numels)
     blocks = block_count(block, numels, n)
     check_scales(payloads, blocks)
-    total = torch.empty(n, dtype=torch.float32) if out is None else out
+    total = torch.empty(n, dtype=torch.float32, device="cpu") if out is None else out
     where, _keep = addresses(payloads, packed_bytes(n, 1), f"{n} signs")
     _decode(where, blocks, block, np.array(numels, np.int64), view(total), one_over(len(payloads)))
     return total

@@ -21,8 +21,8 @@ def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
         return reference_values.pack_values(values, kind)  # torch casts as fast as memory allows
     count = values.numel()
     codes, scales = (
-        torch.empty(count, dtype=torch.int8),
-        torch.empty(-(-count // VALUE_BLOCK), dtype=torch.float32),
+        torch.empty(count, dtype=torch.int8, device="cpu"),
+        torch.empty(-(-count // VALUE_BLOCK), dtype=torch.float32, device="cpu"),
     )
     _to_int8(view(values), view(codes), view(scales))
     return codes, scales
@@ -49,7 +49,7 @@ def unpack_values(packed: tuple[Tensor, ...], kind: str, count: int) -> Tensor:
     if kind != "int8":
         return reference_values.unpack_values(packed, kind, count)
     check_values(packed, kind, count)
-    values = torch.empty(count, dtype=torch.float32)
+    values = torch.empty(count, dtype=torch.float32, device="cpu")
     codes, scales = packed
     _from_int8(view(codes), view(scales), view(values))
     return values

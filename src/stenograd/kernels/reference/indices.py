@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from stenograd.checks import require
 from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.reference.bits import pack_bits, packed_bytes, unpack_bits
 
@@ -41,10 +42,12 @@ def pack_places(places: Tensor, n: int) -> Tensor:
     """Write ascending places: low bits as they are, the rest in unary."""
     places, k = places.long(), places.numel()
     planes = planes_of(n, k)
-    if k and not (int(places[0]) >= 0 and int(places[-1]) < n and bool((places.diff() > 0).all())):
+    # On other devices reading them would make the host wait, and all that come here were sorted before.
+    looked_at = k and places.is_cpu
+    if looked_at and not (int(places[0]) >= 0 and int(places[-1]) < n and bool((places.diff() > 0).all())):
         raise ConfigError(f"places must be strictly ascending in [0, {n}): sort them")
     marks = torch.zeros(mark_count(n, k), dtype=torch.uint8, device=places.device)
-    marks[(places >> sum(planes)) + torch.arange(k, device=places.device)] = 1
+    marks.index_fill_(0, (places >> sum(planes)) + torch.arange(k, device=places.device), 1)
     low = [((places >> 8 * i) & ((1 << bits) - 1)).to(torch.uint8) for i, bits in enumerate(planes)]
     parts = [pack_bits(plane, bits) for plane, bits in zip(low, planes, strict=True)]
     return torch.cat([*parts, pack_bits(marks, 1)])
@@ -56,15 +59,34 @@ def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
     if packed.numel() != places_bytes(n, k):
         raise WireError(f"{k} of {n} places take {places_bytes(n, k)} bytes, got {packed.numel()}")
     *low, high = packed.split([*(packed_bytes(k, bits) for bits in planes), packed_bytes(marks, 1)])
-    set_bits = unpack_bits(high, 1, marks).nonzero().view(-1)
-    if set_bits.numel() != k:
-        raise WireError(f"{k} places have {k} bits set, got {set_bits.numel()}: the ranks disagree on k")
+    set_bits = _set_bits(unpack_bits(high, 1, marks), k)
     places = (set_bits - torch.arange(k, device=packed.device)) << sum(planes)
     for i, (plane, bits) in enumerate(zip(low, planes, strict=True)):
         places |= unpack_bits(plane, bits, k).long() << 8 * i
-    if k and not (int(places[-1]) < n and bool((places.diff() > 0).all())):
-        raise WireError(f"the {k} places received do not ascend in [0, {n}): the payload is damaged")
+    if k:
+        ascend = (places[-1] < n) & (places.diff() > 0).all()
+        require(ascend, f"the {k} places received do not ascend in [0, {n}): the payload is damaged")
+    if not places.is_cpu:
+        places.clamp_(max=n - 1)  # until somebody reads that they are damaged
     return places.to(place_type(n))
+
+
+def _set_bits(marks: Tensor, k: int) -> Tensor:
+    """Return the places of k ones.
+
+    Raises:
+        WireError: there are not so many.
+    """
+    rule = f"{k} places have {k} bits set"
+    if marks.is_cpu:
+        found = marks.nonzero().view(-1)
+        if found.numel() != k:
+            raise WireError(f"{rule}, got {found.numel()}: the ranks disagree on k")
+        return found
+    reached = marks.cumsum(0, dtype=torch.int32)
+    if k:
+        require(reached[-1] == k, f"{rule}: the ranks disagree on k")
+    return torch.searchsorted(reached, torch.arange(1, k + 1, dtype=torch.int32, device=marks.device))
 
 
 @lru_cache(maxsize=1024)

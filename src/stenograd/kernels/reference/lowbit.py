@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ def top_of(name: str) -> int:
     return (1 << (BITS[name] - 1)) - 1
 
 
+@lru_cache(maxsize=32)
 def levels(name: str, device: torch.device | str = "cpu") -> Tensor:
     """Return the level that each code stands for; code 8 of e3m0 is zero, as 0 is.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stenograd.kernels.lowrank import Factors, Place
 
-__all__ = ["expand", "orthonormal", "project_columns", "project_rows", "take_out"]
+__all__ = ["expand", "orthonormal", "project_columns", "project_rows", "row_sums", "take_out"]
 
 
 def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
         pair = torch.stack([rows[:, j], spare[j].expand_as(rows[:, j])], 1)  # (count, 2, n)
         before = _norm(pair)
         for _ in range(2 if j else 0):
-            shares = _sum(pair[:, :, None] * q[:, None, :j])  # (count, 2, j)
+            shares = row_sums(pair[:, :, None] * q[:, None, :j])  # (count, 2, j)
             pair = pair - (shares[..., None] * q[:, None, :j]).sum(2)
         after = _norm(pair)
         good = after[:, :1] > degenerate * before[:, :1]
@@ -61,14 +61,19 @@ _ROWS = 1024
 
 
 def _norm(rows: Tensor) -> Tensor:
-    return _sum(rows * rows).sqrt()
+    return row_sums(rows * rows).sqrt()
 
 
-def _sum(rows: Tensor) -> Tensor:
-    """Sum over the last dimension in an order that depends on its length only."""
+def row_sums(rows: Tensor) -> Tensor:
+    """Sum over the last dimension in an order that does not depend on the number of threads.
+
+    Example:
+        >>> row_sums(torch.ones(2, 3000))
+        tensor([3000., 3000.])
+    """
     n = rows.shape[-1]
     if n <= _ROWS:
         return rows.sum(-1)
     whole = n // _ROWS * _ROWS
     parts = rows[..., :whole].unflatten(-1, (-1, _ROWS)).sum(-1)
-    return _sum(parts) + rows[..., whole:].sum(-1)
+    return row_sums(parts) + rows[..., whole:].sum(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
 
 MOST = 3.4e38  # levels a unit, just below float32's largest number
 _WORD = 0xFFFFFFFF
+_CHUNK = {"cpu": 1 << 15}  # hashes at a time: on the CPU they stay in the cache
 
 
 def qsgd_encode_feedback(
@@ -118,7 +119,10 @@ def uniforms(seed: int, n: int, device: torch.device | None = None) -> Tensor:
 
     Reference: Wellons, "Prospecting for Hash Functions", 2018.
     """
-    return (_hashed(seed, n, device) >> 8).to(torch.float32) * 2.0**-24
+    out = torch.empty(n, dtype=torch.float32, device=device)
+    for part, h in _hashes(seed, out):
+        part.copy_(h >> 8).mul_(2.0**-24)
+    return out
 
 
 def short_uniforms(seed: int, n: int, device: torch.device | None = None) -> Tensor:
@@ -135,18 +139,28 @@ def short_uniforms(seed: int, n: int, device: torch.device | None = None) -> Ten
         >>> abs(float(short_uniforms(3, 10_000).mean()) - 0.5) < 0.01
         True
     """
-    h = _hashed(seed, (n + 1) // 2, device)
-    halves = torch.stack([h & 0xFFFF, h >> 16], 1).view(-1)[:n]
-    return halves.to(torch.float32) * 2.0**-16
+    pairs = torch.empty((n + 1) // 2, 2, dtype=torch.float32, device=device)
+    for part, h in _hashes(seed, pairs):
+        part[:, 0].copy_(h & 0xFFFF)
+        part[:, 1].copy_(h.bitwise_right_shift_(16))
+        part.mul_(2.0**-16)
+    return pairs.view(-1)[:n]
 
 
-def _hashed(seed: int, n: int, device: torch.device | None) -> Tensor:
+def _hashes(seed: int, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of a tensor, each with the hashes of its places: int64 is twice the size of the result."""
     first, second = hash_keys(seed)
-    h = torch.arange(n, device=device)
-    h ^= first
-    h ^= h >> 16
-    h = h * 0x7FEB352D & _WORD
-    h ^= second
-    h ^= h >> 15
-    h = h * 0x846CA68B & _WORD
-    return h ^ h >> 16
+    chunk = _CHUNK.get(out.device.type, 1 << 22)
+    for start in range(0, len(out), chunk):
+        part = out[start : start + chunk]
+        h = torch.arange(start, start + len(part), device=out.device)
+        h ^= first
+        h ^= h >> 16
+        h *= 0x7FEB352D
+        h &= _WORD
+        h ^= second
+        h ^= h >> 15
+        h *= 0x846CA68B
+        h &= _WORD
+        h ^= h >> 16
+        yield part, h

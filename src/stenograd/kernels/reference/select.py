@@ -41,6 +41,8 @@ def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     of them, all of the k largest are among them.
     """
     bits = magnitude_bits(x)
+    if not x.is_cpu:
+        return _taken(x, _largest(bits, k))
     places = (bits >= _bound(bits, k)).nonzero().view(-1)
     if places.numel() < k:
         places = torch.arange(x.numel(), device=x.device)
@@ -50,6 +52,21 @@ def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         above, equal = bits > last, bits == last
         places = places[above | equal & (equal.cumsum(0) <= k - above.sum())]
     return _taken(x, places[:k])
+
+
+def _largest(bits: Tensor, k: int) -> Tensor:
+    """Return the places of the k largest, ascending, without a size that only the device knows.
+
+    `topk` may take any of those that equal the least: they are replaced by the first that do.
+    """
+    top = bits.topk(k, sorted=False)
+    if not k:
+        return top.indices
+    last = top.values.amin()
+    equal = top.values == last
+    numbers = equal.cumsum(0, dtype=torch.int32)  # 1, 2, ... among the equal ones
+    found = torch.searchsorted((bits == last).cumsum(0, dtype=torch.int32), numbers)
+    return torch.where(equal, found, top.indices).sort().values
 
 
 def _taken(x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

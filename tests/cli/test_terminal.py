@@ -1,0 +1,335 @@
+"""What a person sees: whole words and numbers at any width, JSON that parses, files that are named."""
+
+import fcntl
+import importlib
+import json
+import os
+import pkgutil
+import pty
+import re
+import struct
+import subprocess
+import termios
+from pathlib import Path
+
+import pytest
+import typer
+from cli_process import on_a_rank, stenograd_command
+from launched import clean_env
+
+import stenograd
+import stenograd.cli
+from stenograd import tasks
+from stenograd.cli import commands, table
+from stenograd.cli.options import Accuracy, Options, Task
+from stenograd.planning.advice import ACCURACIES
+from stenograd.planning.link import assumed
+
+WIDTHS = (60, 80, 120)
+QUICK_PLAN = ("plan", "--batch-size", 64, "--workers", 2, "--link", "1mbit,0.1ms", "--seconds", 1)
+COMMANDS = typer.main.get_command(commands.app).commands
+
+
+def whole_words(cells, out, width):
+    """Every word of every cell stands in the output as it is, and only a longer word leaves the screen."""
+    words = set(re.split(r"[\s│┃┏┓┗┛┡┩╇┳━└┘┴─]+", out))
+    torn = {word for cell in cells for word in str(cell).split()} - {w.rstrip(":") for w in words} - words
+    assert not torn
+    for line in out.splitlines():
+        assert len(line) <= width or max(map(len, line.split())) > width - 6, line
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """Every table that a command prints, by the module that asks for it: heads, rows and title."""
+    shown, patch = {}, pytest.MonkeyPatch()
+    for found in pkgutil.iter_modules(stenograd.cli.__path__):
+        module = importlib.import_module(f"stenograd.cli.{found.name}")
+        if found.name != "table" and hasattr(module, "show"):
+            shown[found.name] = []
+            patch.setattr(module, "show", lambda *a, into=shown[found.name]: into.append(a))
+    for key in set(os.environ) - set(clean_env()):
+        patch.delenv(key)
+    folder, said = tmp_path_factory.mktemp("tables"), []
+
+    def run(*words):
+        status, out, err = on_a_rank(0, words)
+        assert status in (0, 1), err
+        said.append(out)
+
+    train = (
+        "train",
+        "--batch-size",
+        64,
+        "--epochs",
+        1,
+        "--out",
+        folder / "run",
+        "--method",
+        "topk:ratio=0.05",
+    )
+    run(*train)
+    told = json.loads((folder / "run" / "run.json").read_text())
+    told["identity"]["world_size"] = 2
+    (folder / "run" / "run.json").write_text(json.dumps(told))
+    methods = "topk:ratio=0.05,randomblock:ratio=0.25,feedback=false"
+    run(*QUICK_PLAN, "--out", folder / "plan", "--methods", methods, "--check", folder / "run")
+    run("plan", "--plan", folder / "plan" / "plan.json", "--workers", "2,64,1024")
+    run("methods", "--size", 1_234_567)
+    run("doctor")
+    run("compare", "--batch-size", 64, "--epochs", 1, "--methods", methods)
+    importlib.import_module("stenograd.cli.link")._show(assumed("1gbit,0.2ms", [0, 0, 1, 1]))
+    patch.undo()
+    stenograd.shutdown()
+    return shown, folder, "".join(said)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_table_of_a_command_breaks_inside_words_or_numbers(tables, width, monkeypatch, capsys):
+    shown, *_ = tables
+    assert {name for name, found in shown.items() if not found} == set(), "modules whose tables were not seen"
+    monkeypatch.setenv("COLUMNS", str(width))
+    for found in shown.values():
+        for head, rows, *title in found:
+            table.show(head, rows, *title)
+            cells = [*(cell for row in rows for cell in row)]
+            whole_words(cells, capsys.readouterr().out.split("\n", len(title))[-1], width)
+
+
+def test_one_of_a_kind_is_no_plural(tables):
+    shown, _, said = tables
+    titles = [str(title) for found in shown.values() for *_, title in found]
+    few = re.findall(
+        r"(?<![\d.,])1 (?:worker|host|epoch|step|method|seed|row)s\b.*", said + "\n".join(titles)
+    )
+    assert few == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_help_is_cut(width, monkeypatch, here):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name in COMMANDS:
+        status, out, _ = here(name, "--help")
+        assert (status, "…" in out) == (0, False), out
+
+
+def test_a_terminal_shows_whole_words():
+    """A real terminal of 60 columns: what `methods` prints there fits it."""
+    columns, (main, other) = 60, pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    command = stenograd_command("methods", "--size", 100)
+    env = clean_env(TERM="xterm")
+    env.pop("COLUMNS", None)
+    with subprocess.Popen(command, stdin=other, stdout=other, stderr=subprocess.DEVNULL, env=env) as process:
+        os.close(other)
+        out = bytearray()
+        while True:
+            try:
+                out += os.read(main, 1 << 16)
+            except OSError:
+                break
+    os.close(main)
+    assert process.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.decode()).replace("\r\n", "\n")
+    assert max(map(len, text.splitlines())) <= columns
+    assert {"randomblock", "feedback_decay", "compression"} <= set(re.split(r"[\s│┃]+", text))
+
+
+def test_a_pipe_gets_lines_of_a_sensible_width(here):
+    _, out, _ = here("methods", "--size", 100)
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def strict(text):
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_every_json_output_is_strict_and_alone(tables, here, on_two_ranks, monkeypatch):
+    """With everything that may stand beside --json; what is not a number becomes null."""
+    _, folder, _ = tables
+    plan = folder / "plan" / "plan.json"
+    asked = {
+        "methods": [("--size", 100)],
+        "plan": [
+            ("--plan", plan, "--workers", "2,4"),
+            ("--plan", plan, "--check", folder / "run", "--out", folder / "again"),
+        ],
+    }
+    takes_json = {
+        name for name, command in COMMANDS.items() if any("--json" in p.opts for p in command.params)
+    }
+    assert takes_json == {*asked, "link"}
+    monkeypatch.setenv("COLUMNS", "60")
+    for name, ways in asked.items():
+        for words in ways:
+            status, out, _ = here(name, *words, "--json")
+            assert status in (0, 1)
+            assert strict(out)
+    assert strict(out)["check"]["seconds and bytes"]["step, mean"]["measured"] > 0
+    assert strict(on_two_ranks("link", "--seconds", 2, "--json"))["measured"]
+
+
+def test_what_is_not_finite_becomes_null(capsys, tmp_path):
+    table.show_json({"loss": float("nan"), "rates": (1.0, float("inf"))})
+    assert strict(capsys.readouterr().out) == {"loss": None, "rates": [1.0, None]}
+
+
+def test_every_file_that_is_written_is_named(tables, here, tmp_path):
+    _, folder, said = tables
+    for path in (folder / "plan").iterdir():
+        assert f"wrote {path}\n" in said
+    out = tmp_path / "run"
+    status, said, _ = here(
+        "train", "--epochs", 1, "--batch-size", 64, "--out", out, "--trace", tmp_path / "t.json"
+    )
+    assert status == 0
+    assert f"wrote {out} (" in said
+    assert f"wrote {tmp_path / 't.json'}\n" in said
+    status, _, err = here("plan", "--plan", folder / "plan" / "plan.json", "--out", tmp_path / "p", "--json")
+    assert {line for line in err.splitlines() if line.startswith("wrote ")} == {
+        f"wrote {path}" for path in (tmp_path / "p").iterdir()
+    }
+
+
+def test_no_file_is_written_in_place():
+    """A file that is whole or absent comes from `replacing`; metrics.jsonl alone grows, line by line."""
+    package = Path(stenograd.__file__).parent
+    sources = [*(package / "cli").glob("*.py"), *(package / "planning").glob("*.py")]
+    plain = re.compile(r"write_text\(|write_bytes\(|savefig\(path|open\([^)]*[\"'][wax]")
+    found = [line for path in sources for line in path.read_text().splitlines() if plain.search(line)]
+    assert [line.strip() for line in found] == [
+        'with (self.path / "metrics.jsonl").open("ab", buffering=0) as file:'
+    ]
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_old_one(tables, tmp_path, monkeypatch):
+    _, folder, _ = tables
+    path = tmp_path / "plan.json"
+    found = stenograd.load_plan(folder / "plan" / "plan.json")
+    found.save(path)
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        found.save(path)
+    assert [path.read_bytes(), *tmp_path.iterdir()] == [before, path]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_an_option_that_it_does_not_have(name, here):
+    """Also before the words that another program gets: `emulate --hosst 2 x.py` ran the program `--hosst`."""
+    status, out, err = here(name, "--nonsense", 2, "x.py")
+    assert (status, out) == (2, "")
+    assert "No such option: --nonsense" in err
+    assert f"see stenograd {name} --help" in err
+
+
+NOTHING = {
+    "threads beside a plan": ("plan", "--plan", "p.json", "--threads", 2),
+    "seconds beside a plan": ("plan", "--plan", "p.json", "--seconds", 2),
+    "a task beside a trial": ("plan", "--trial", "x.py:f", "--task", "digits"),
+    "a rate beside a trial": ("plan", "--trial", "x.py:f", "--lr", 0.1),
+    "a timeout of one process": ("plan", "--link", "1gbit", "--workers", 2, "--timeout-s", 9),
+    "a tolerance of nothing": ("plan", "--link", "1gbit", "--workers", 2, "--tolerance", 0.5),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_an_option_that_would_do_nothing_is_refused(case, here):
+    *_, flag, _ = words = NOTHING[case]
+    status, out, err = here(*words)
+    assert (status, out) == (2, "")
+    assert f"{flag} does nothing" in err
+
+
+def test_epochs_are_no_option_of_a_plan(here):
+    assert "No such option: --epochs" in here(*QUICK_PLAN, "--epochs", 3)[2]
+
+
+def test_an_interval_of_no_checkpoints_is_refused(here):
+    assert "--save-every needs --out" in here("train", "--save-every", 2)[2]
+
+
+LATE = {
+    "an unknown method": (("--methods", "dense,tpk"), "unknown method 'tpk'"),
+    "no such trial": (("--trial", "nowhere.py:build"), "must name a file that exists"),
+    "no such run": (("--check", "nowhere"), "nowhere: holds no finished run"),
+    "a run of other workers": (("--check", "RUN"), "must be one of dense, sign"),
+    "no tolerance": (("--check", "RUN", "--tolerance", 0), "--tolerance must be above 0"),
+    "uneven hosts": (("--ranks-per-host", 3), "--ranks-per-host must divide the 2 workers"),
+    "a folder that is a file": (("--out", __file__), "--out must be a folder"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_is_wrong_with_a_plan_is_told_before_it_is_measured(case, here, tables, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("it measures")
+
+    monkeypatch.setattr("stenograd.cli.plan.plan", never)
+    monkeypatch.setattr("stenograd.cli.plan.measure_link", never)
+    words, reason = LATE[case]
+    words = [tables[1] / "run" if word == "RUN" else word for word in words]
+    methods = () if "--methods" in words else ("--methods", "sign")
+    batch = () if "--trial" in words else ("--batch-size", 64)
+    status, out, err = here("plan", *batch, "--workers", 2, "--link", "1mbit", *methods, *words)
+    assert (status, out) == (2, "")
+    assert reason in err
+
+
+@pytest.mark.parametrize("out", ["nowhere/link.json", "."])
+def test_a_link_is_not_measured_for_a_file_that_cannot_be_written(out, here):
+    status, _, err = here("link", "--workers", 2, "--out", out)
+    assert (status, "--out must be a file" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (("plan", "--workers", 4), "give --link 1gbit,0.2ms and --workers"),
+        (("plan", "--link", "1gbit"), "--link needs --workers"),
+        (("plan", "--workers", 2, "--link", "100mbit/0.2ms"), "write 100mbit,0.2ms"),
+        (("plan", "--workers", 2, "--link", "100"), "write 100mbit"),
+        (("compare", "--methods", "dense", "topk"), "separated by commas: --methods dense,topk"),
+        (("train", "--method", "topk=0.05"), "write topk:ratio=0.05"),
+        (("train", "--method", "topk ratio=0.05"), "write topk:ratio=0.05"),
+        (("train", "--method", "topk:ratio=5%"), "write ratio=0.05"),
+        (("emulate", "--rate", "100", "--", "true"), "write 100mbit"),
+        (("emulate", "--hosts", "0", "--", "true"), "--hosts must be at least 1"),
+    ],
+)
+def test_an_error_shows_the_right_syntax_once(words, advice, here):
+    status, out, err = here(*words)
+    assert (status, out, err.count("\n"), err.count(advice)) == (2, "", 1, 1), err
+
+
+def test_a_measured_link_says_how_many_workers_there_are(here, tmp_path):
+    path = tmp_path / "link.json"
+    path.write_text(json.dumps(assumed("1mbit", [0, 1, 2]).as_json()))
+    status, out, err = here("plan", "--link", path, "--seconds", 1, "--methods", "topk", "--batch-size", 64)
+    assert (status, err) == (0, "")
+    assert "3 workers on 3 hosts" in " ".join(out.split())
+
+
+def test_numbers_of_workers_fit_the_hosts(here):
+    words = ("--link", "1mbit", "--batch-size", 64, "--workers", "8,12", "--ranks-per-host", 8)
+    status, _, err = here("plan", *words)
+    assert (status, "--ranks-per-host must divide the 12 workers, got 8" in err) == (2, True)
+
+
+def test_the_words_of_choices_are_the_library_s():
+    assert tuple(map(str, Task)) == tasks.names()
+    assert tuple(map(str, Accuracy)) == ACCURACIES
+
+
+def test_the_default_task_needs_no_other_package(monkeypatch, here):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status, out, err = here("train", "--epochs", 0)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{Options().task}: ")

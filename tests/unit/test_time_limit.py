@@ -1,0 +1,94 @@
+"""A test that takes too long fails, its processes end with it, and the next test finds sound ranks."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stenograd.testing.pool import RanksFailed
+
+ROOT = Path(__file__).parents[2]
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+# A child, and a grandchild whose parent is gone; leaving the `with` block waits for the child.
+WAITS = """
+import subprocess, sys
+
+SLEEP = "import os, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+
+
+def test_waits(tmp_path):
+    leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', *sys.argv[1:]])"
+    code = "import sys;" + SLEEP
+    subprocess.run([sys.executable, "-S", "-c", leave, code, str(tmp_path / "orphan")], check=True)
+    with subprocess.Popen([sys.executable, "-S", "-c", code, str(tmp_path / "child")]) as child:
+        child.wait()
+
+
+def test_next():
+    pass
+"""
+
+
+@linux_only
+def test_a_test_that_takes_too_long_fails_alone_and_leaves_no_process(tmp_path):
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "5", "--basetemp", str(tmp_path / "base")]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False)
+    assert "Timeout" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    pids = {int(file.read_text()) for file in tmp_path.glob("base/*/*") if file.is_file()}
+    assert len(pids) == 2
+    assert not any(_runs(pid) for pid in pids)
+
+
+def _runs(pid):
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def _told(rank, seconds, folder):
+    (Path(folder) / str(rank)).write_text(str(os.getpid()))
+    time.sleep(seconds)
+    return rank
+
+
+class _TimeIsUpError(Exception):
+    pass
+
+
+def test_ranks_that_a_test_was_waiting_for_end_with_it_and_others_take_their_place(pool, tmp_path):
+    def up(*_):
+        if len(list(tmp_path.iterdir())) == 2:
+            raise _TimeIsUpError
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+    before = signal.signal(signal.SIGALRM, up), signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(_TimeIsUpError):
+            pool.run(2, _told, 60.0, str(tmp_path))
+    finally:
+        signal.signal(signal.SIGALRM, before[0])
+        signal.setitimer(signal.ITIMER_REAL, *before[1])
+    assert not any(_runs(int(file.read_text())) for file in tmp_path.iterdir())
+    assert pool.run(2, _told, 0.0, str(tmp_path)) == [0, 1]
+
+
+def _slow_one_after_another(rank):
+    time.sleep(0.6 * (rank + 1))
+
+
+def test_the_time_limit_of_a_run_is_one_for_all_ranks(pool):
+    """Answers after 0.6, 1.2 and 1.8 s: none is a second later than the one before."""
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(3, _slow_one_after_another, timeout_s=1.0)
+    assert "no answer in 1 s" in caught.value.errors[2]
