@@ -70,7 +70,7 @@ def _run(forks: ForkedRanks, workers: int, arguments: list[object]) -> None:
 
 def _sum_error(folder: Path, workers: int) -> float:
     """Re-shard what is saved as loading will, and compare the sums."""
-    from stenograd.checkpoint.rank_files import read_manifest, read_rank, saved_steps
+    from stenograd.checkpoint.files import read_manifest, read_rank, saved_steps
     from stenograd.checkpoint.reshard import reshard
 
     manifest = read_manifest(folder, saved_steps(folder)[-1])

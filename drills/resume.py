@@ -114,7 +114,7 @@ def _drill(forks: ForkedRanks, case: Case) -> Result:
 
 def _differences(a: Path, b: Path) -> str:
     """Say what differs between two finished runs; empty if nothing does."""
-    from stenograd.checkpoint.rank_files import read_manifest, read_rank, saved_steps
+    from stenograd.checkpoint.files import read_manifest, read_rank, saved_steps
     from stenograd.checkpoint.reshard import alike
 
     steps = saved_steps(a)[-1], saved_steps(b)[-1]
