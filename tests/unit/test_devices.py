@@ -22,7 +22,6 @@ from stenograd import devices
 from stenograd.catalog.method import method
 from stenograd.comm.agreement import agree, everyone, sum_over_ranks
 from stenograd.comm.driver import Driver
-from stenograd.comm.trace_events import Tracer
 from stenograd.compression.contract import Site
 from stenograd.compression.ef21 import EF21
 from stenograd.compressors.sign import Sign
@@ -34,7 +33,7 @@ from stenograd.sync import compressed_gossip
 from stenograd.sync.compressed_gossip import Estimates, codec_of
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.replica_guard import ReplicaGuard
-from stenograd.sync.tracing import clock_offsets
+from stenograd.sync.tracing import Tracer, clock_offsets
 
 PACKAGE = Path(stenograd.__file__).parent
 META = torch.device("meta")

@@ -6,10 +6,10 @@ New states take effect only when every rank's every bucket was finite, so one ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.piggyback import Flags
 from stenograd.comm.saved_state import check_state
 from stenograd.comm.step_end import End, Outcome, read_end, warn_of_overflow
-from stenograd.comm.trace_events import hand_over
 from stenograd.comm.traffic import CONTROL, Label
 from stenograd.compression.contract import Exchange, State
 from stenograd.data.buckets import Bucket, assign
@@ -37,6 +36,7 @@ _FORMAT = 1  # of state_dict(); a reader refuses others
 # Flags on a dense bucket cost one more copy of it; above this size a collective of their own is cheaper.
 _PIGGYBACK_BYTES = 1 << 20
 
+T = TypeVar("T")
 _Filled: TypeAlias = tuple[int, Tensor, Any]  # bucket, and what tells when it is filled
 
 
@@ -244,7 +244,7 @@ class TensorExchange:
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
         if not self._waits:
-            return hand_over(self.driver.tracer, self._thread, self._collect, jobs, held, end)
+            return self._hand_over(self._collect, jobs, held, end)
         done: Future[Outcome] = Future()
         done.set_result(self._collect(jobs, held, end))
         return done
@@ -313,12 +313,18 @@ class TensorExchange:
             self._pipeline = Pipeline(self.driver, patient=self._inline)
         return self._pipeline
 
+    def _hand_over(self, job: Callable[..., T], *args: Any) -> Future[T]:
+        """Let the thread do a job, in the way of whoever watches."""
+        if self.driver.tracer is None:
+            return self._thread.submit(job, *args)
+        return self.driver.tracer.hand_over(self._thread, job, *args)
+
     def _send_held(self) -> None:
         self._running()
         if self._held is not None and self._inline:
             self._launch(*self._held)
         elif self._held is not None:
-            self._jobs.append(hand_over(self.driver.tracer, self._thread, self._launch, *self._held))
+            self._jobs.append(self._hand_over(self._launch, *self._held))
         self._held = None
 
     @torch.no_grad()
