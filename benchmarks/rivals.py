@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
 from stenograd import simulate
-from stenograd.emulate.namespaces import sent_bytes
+from stenograd.emulate.hosts import sent_bytes
 
 __all__ = ["DDP_HOOKS", "EPFML", "FLOOR", "Attached", "check_names", "host_bytes"]
 

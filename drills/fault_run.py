@@ -21,8 +21,7 @@ import torch
 from forked_ranks import MOMENTS, ForkedRanks, Rank
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from stenograd.emulate.hosts import Hosts
-from stenograd.emulate.namespaces import ip
+from stenograd.emulate.hosts import Hosts, ip
 from stenograd.testing.methods import by_name
 
 __all__ = ["METHODS", "FaultRun", "Verdict"]

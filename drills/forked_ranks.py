@@ -24,12 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stenograd.emulate.relay import enter
+
 __all__ = ["MOMENTS", "ForkedRanks", "Rank"]
 
 MOMENTS = ("collective", "forward", "step", "save")  # of a fault; see `_watch`
 _START_S = 300.0  # imports and kernels, also on a machine that is busy with much else
 _POLL_S = 0.01
-_CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 
 
@@ -210,20 +211,11 @@ def _become_rank(job: Mapping[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     if job["namespace"] is not None:
-        _enter(job["namespace"])
+        enter(job["namespace"])
     os.environ.update(job["env"])
     sys.argv = ["stenograd", *job["argv"]]
     if job["fault"] is not None:
         _arm(job["fault"])
-
-
-def _enter(namespace: str) -> None:
-    """Move this process to a network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    if libc.setns(handle, _CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-    os.close(handle)
 
 
 def _arm(fault: Mapping[str, Any]) -> None:

@@ -9,8 +9,7 @@ import threading
 import pytest
 from launched import clean_env
 
-from stenograd.emulate.hosts import Hosts, why_not
-from stenograd.emulate.namespaces import names
+from stenograd.emulate.hosts import Hosts, names, why_not
 from stenograd.errors import LaunchError
 from stenograd.launch.interfaces import Reach, best, interfaces, time_interfaces
 
