@@ -23,7 +23,15 @@ from stenograd.data.finite import are_finite
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.backward_passes import at_end, drop_bad, next_order, refuse_nested, refuse_step
+from stenograd.sync.backward_passes import (
+    Leftovers,
+    at_end,
+    bad_of,
+    drop_bad,
+    next_order,
+    refuse_nested,
+    refuse_step,
+)
 from stenograd.sync.closures import after_closure
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.handshake import (
@@ -122,7 +130,7 @@ class RoundSync(Attached):
         self._group = group
         self._driver = Driver.own(group, timeout_s=timeout_s)
         self._bucket_bytes, self._check_every = bucket_bytes, check_every
-        self._skips = skip_bad_steps
+        self._skips, self._left = skip_bad_steps, Leftovers()
         self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
         self.round = self._skipped = self._passes = 0
         self._begun = 0  # passes, those that broke off included
@@ -279,6 +287,7 @@ class RoundSync(Attached):
         self._closed = True
         for handle in self._handles:
             handle.remove()
+        self._left.forget()
         self._close_gradients()
         self._unwatch()
         self._dismantle()
@@ -384,8 +393,10 @@ class RoundSync(Attached):
     @torch.no_grad()
     def _end_pass(self) -> None:
         self._passes += 1
-        if self._gradients is None:  # a GradScaler may leave out the step that could tell
-            self._skipped += not self.finite
+        if self._gradients is None and not self.finite:  # a GradScaler may leave out the step that could tell
+            self._skipped += 1
+            if self._skips:
+                self._left.take(bad_of(self._parameters.values()))
         t = self._passes - self._dense_passes
         if not self._due:  # else steps after an earlier pass count: optimizers may step in turn
             self._stepped.clear()

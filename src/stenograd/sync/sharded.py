@@ -18,6 +18,7 @@ from stenograd.comm.step_end import Outcome
 from stenograd.data.finite import are_finite
 from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
+from stenograd.sync.backward_passes import bad_of
 from stenograd.sync.filling import Slot
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.handshake import as_optimizers, named, synced_parameters, unwrapped
@@ -212,12 +213,26 @@ class ShardedSync(GradientSync):
             owner = self._owners[id(shard)]
             if owner.grad is None and shard.grad is not None:
                 owner.grad = _like(owner, shard.grad)
+        if not self._finite and self._passes.skips:
+            self._spoil()
 
     def _averaged(self) -> set[int]:
         return {id(owner) for owner in self._owners.values()}
 
+    def _leave_bad(self) -> None:
+        """Nothing hears of a shard before its gradient has been added to; see `_spoil` instead."""
+
+    def _spoil(self) -> None:
+        """Let a gradient that is not finite in one shard be so in all, which then forget it alike."""
+        bad = {id(shard) for shard in bad_of(self._parameters.values())}
+        found = self._row.each([id(shard) in bad for shard in self._parameters.values()])
+        for shard, spoilt in zip(self._parameters.values(), found, strict=True):
+            if spoilt and shard.grad is not None:
+                shard.grad.fill_(torch.nan)
+
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
-        self._passes.skip_bad(optimizer, self._averaged(), self._finite, zeros)
+        shards = self._parameters.values()
+        self._passes.skip_bad(optimizer, self._averaged(), self._finite, zeros, shards)
 
     def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
@@ -225,7 +240,8 @@ class ShardedSync(GradientSync):
         self._passes.settings.look()
         slots = {id(self._owners[at]): _Seen(slot) for at, slot in self._slots.items()}
         under_way = self._pass_id != -1
-        self._passes.check_step(optimizer, slots, under_way, self._finite, zeros=zeros)  # type: ignore[arg-type]
+        told: Any = slots, under_way, self._finite
+        self._passes.check_step(optimizer, *told, parameters=self._parameters.values(), zeros=zeros)
 
 
 class _Seen:
@@ -269,8 +285,12 @@ class _Verdict:
 
     def any(self, mine: bool) -> bool:
         """Return whether it holds for a rank of this replica."""
-        told = self.driver.run(gather(torch.tensor([int(mine)], device="cpu")))
-        return any(bool(theirs) for (theirs,) in told)
+        return self.each([mine])[0]
+
+    def each(self, mine: Sequence[bool]) -> list[bool]:
+        """Return for each of several questions whether it holds for a rank of this replica."""
+        told = self.driver.run(gather(torch.tensor([int(one) for one in mine], device="cpu")))
+        return [any(column) for column in zip(*(theirs.tolist() for (theirs,) in told), strict=True)]
 
 
 def _nothing() -> Rounds[None]:
