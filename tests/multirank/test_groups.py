@@ -15,6 +15,7 @@ from launched import JOIN, LAUNCHER_VARIABLES, SOURCE, clean_env
 from stenograd.errors import ConfigError, LaunchError
 from stenograd.launch import local_workers as workers
 from stenograd.launch import process_group as groups
+from stenograd.launch import subgroups
 from stenograd.launch.process_group import Absent, init, roll_call, run_local, shutdown
 
 PYTHON = sys.executable
@@ -297,6 +298,47 @@ def test_bad_timeouts(outside, value):
 
 
 @linux_only
+def _slowly_in_two_steps(rank, folder, what):
+    """Connecting takes rank 0 two of three seconds, and rank 1 fails after it: what is left is one second."""
+    if what == "init":
+        shutdown()
+        groups._place = None
+        os.environ["STENOGRAD_STORE"] = str(folder / "store")
+        where, name = groups, "_make_group"
+    else:
+        where, name = dist.distributed_c10d, "_new_process_group_helper"
+    real = getattr(where, name)
+
+    def connect(*args, **kwargs):
+        found = real(*args, **kwargs)
+        time.sleep(2 if rank == 0 else 6)
+        if rank == 1:
+            raise OSError("it fails")
+        return found
+
+    setattr(where, name, connect)
+    start = time.monotonic()
+    try:
+        if what == "init":
+            init(timeout_s=3)
+        else:
+            subgroups.make_group(None, [0, 1], "part", 3.0)
+    except (OSError, RuntimeError, LaunchError) as error:
+        return type(error).__name__, time.monotonic() - start
+    finally:
+        setattr(where, name, real)
+        groups._place = None
+    return None
+
+
+@pytest.mark.parametrize("what", ["init", "part"])
+def test_connecting_has_one_limit_for_all_its_waits(pool, tmp_path, what):
+    (kind, seconds), (other, _) = pool.run(2, _slowly_in_two_steps, tmp_path, what)
+    assert kind in ("LaunchError", "DistStoreError", "RuntimeError")
+    assert other == "OSError"
+    assert 2 < seconds < 4
+
+
 def test_no_thread_of_the_group_outlives_shutdown():
     """One that does may abort the process while Python ends; scripts make optimizers after init."""
     code = (
