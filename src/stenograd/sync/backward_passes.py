@@ -196,7 +196,7 @@ def drop_bad(
 
 
 def bad_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield those parameters whose gradients are not finite."""
+    """Return those parameters whose gradients are not finite, one after another."""
     return (p for p in parameters if p.grad is not None and not is_finite(p.grad))
 
 
@@ -223,10 +223,18 @@ class Leftovers:
         self._bad: list[Tensor] = []
         self._handles: list[Any] = []
 
-    def take(self, parameters: Iterable[Tensor]) -> None:
-        """Take those, after a bad pass, whose gradients are not finite."""
+    def take(self, parameters: Iterable[Tensor], handle: Any = None) -> None:
+        """Take those, after a bad pass, whose gradients are not finite.
+
+        Args:
+            parameters: leaves, unless there is a handle.
+            handle: of a hook by which the caller has `clear()` called when the next pass begins.
+        """
         self.forget()
         self._bad = list(parameters)
+        if handle is not None:
+            self._handles = [handle]
+            return
         # Before a gradient is added to: a hook that is called afterwards finds the new one spoilt, too. The
         # hooks only know of this, for the garbage collector does not see what they hold.
         before = partial(_clear, weakref.ref(self))
@@ -243,7 +251,8 @@ class Leftovers:
         """Make them zeros, unless all are still there."""
         bad = self._bad
         self.forget()
-        left = list(bad_of(bad))
+        # An empty shard of a parameter says nothing of the others of it.
+        left = [p for p in bad if p.grad is not None and not (p.grad.numel() and is_finite(p.grad))]
         for p in left if len(left) < len(bad) else ():
             p.grad.zero_()  # type: ignore[union-attr]
 

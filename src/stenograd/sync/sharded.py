@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
@@ -220,15 +223,26 @@ class ShardedSync(GradientSync):
         return {id(owner) for owner in self._owners.values()}
 
     def _leave_bad(self) -> None:
-        """Nothing hears of a shard before its gradient has been added to; see `_spoil` instead."""
+        """Do nothing yet: what is bad is known when other shards have been asked; see `_spoil`."""
 
     def _spoil(self) -> None:
         """Let a gradient that is not finite in one shard be so in all, which then forget it alike."""
-        bad = {id(shard) for shard in bad_of(self._parameters.values())}
-        found = self._row.each([id(shard) in bad for shard in self._parameters.values()])
-        for shard, spoilt in zip(self._parameters.values(), found, strict=True):
+        shards, bad = list(self._parameters.values()), list[Tensor]()
+        known = {id(shard) for shard in bad_of(shards)}
+        for shard, spoilt in zip(shards, self._row.each([id(s) in known for s in shards]), strict=True):
             if spoilt and shard.grad is not None:
                 shard.grad.fill_(torch.nan)
+                bad.append(shard)
+        # Autograd knows no shards: FSDP adds to their gradients, and says so afterwards.
+        hook = partial(_before_backward, weakref.ref(self))
+        self._left.take(bad, self._sharded.register_forward_hook(hook))
+
+    @torch.no_grad()
+    def _begin_backward(self) -> None:
+        """Let gradients of a bad pass be zeros where they accumulate further."""
+        for shard in self._parameters.values():
+            self._mirror(shard)
+        self._left.clear()
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         shards = self._parameters.values()
@@ -291,6 +305,18 @@ class _Verdict:
         """Return for each of several questions whether it holds for a rank of this replica."""
         told = self.driver.run(gather(torch.tensor([int(one) for one in mine], device="cpu")))
         return [any(column) for column in zip(*(theirs.tolist() for (theirs,) in told), strict=True)]
+
+
+def _before_backward(sync: weakref.ref[ShardedSync], _: nn.Module, __: Any, output: Any) -> None:
+    """Tell an engine when a backward pass comes to what the model has returned."""
+
+    def begin(_: Tensor) -> None:
+        if (running := sync()) is not None:
+            running._begin_backward()
+
+    for made in tree_leaves(output):
+        if isinstance(made, Tensor) and made.requires_grad:
+            made.register_hook(begin)
 
 
 def _nothing() -> Rounds[None]:
