@@ -235,9 +235,16 @@ class Leftovers:
         if handle is not None:
             self._handles = [handle]
             return
-        # Before a gradient is added to: a hook that is called afterwards finds the new one spoilt, too. The
-        # hooks only know of this, for the garbage collector does not see what they hold.
-        before = partial(_clear, weakref.ref(self))
+        # Before a gradient is added to: a hook that is called afterwards finds the new one spoilt, too. It
+        # only knows of this, because the garbage collector does not see what hooks hold.
+        known = weakref.ref(self)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo traces it in a compiled step
+        def before(_: Tensor) -> None:
+            with _lock:  # autograd runs one thread for each device
+                if (found := known()) is not None:
+                    found.clear()
+
         self._handles = [p.register_hook(before) for p in self._bad]
 
     def forget(self) -> None:
@@ -255,12 +262,6 @@ class Leftovers:
         left = [p for p in bad if p.grad is not None and not (p.grad.numel() and is_finite(p.grad))]
         for p in left if len(left) < len(bad) else ():
             p.grad.zero_()  # type: ignore[union-attr]
-
-
-def _clear(leftovers: weakref.ref[Leftovers], _: Tensor) -> None:
-    with _lock:  # autograd runs one thread for each device
-        if (found := leftovers()) is not None:
-            found.clear()
 
 
 def warn_of_skip() -> bool:

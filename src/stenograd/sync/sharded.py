@@ -316,7 +316,7 @@ def _before_backward(sync: weakref.ref[ShardedSync], _: nn.Module, __: Any, outp
 
     for made in tree_leaves(output):
         if isinstance(made, Tensor) and made.requires_grad:
-            made.register_hook(begin)
+            made.register_hook(torch.compiler.disable(begin))
 
 
 def _nothing() -> Rounds[None]:
