@@ -455,6 +455,7 @@ IN_ROUNDS = [
     "diloco:every=5,after=6",
     "diloco:every=4,fragments=2",
     "diloco:every=6,fragments=2,delay=1",
+    "diloco:every=6,fragments=2,delay=2,mix=0.5",
     "diloco:every=4,eager=true",
     "noloco:every=4",
     "sparseloco:every=4",
