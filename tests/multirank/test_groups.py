@@ -36,6 +36,27 @@ except RuntimeError:
     sys.exit(5)
 """
 
+# Rank 1 dies, and a process that it has forked lives on, as a DataLoader's workers do.
+FORKS = """
+import os, pathlib, signal, sys, time, torch, torch.distributed as dist
+from stenograd.launch.process_group import init, roll_call
+folder, rank = pathlib.Path(sys.argv[1]), init(timeout_s=20).rank
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    if not (child := os.fork()):
+        os.closerange(0, 3)
+        time.sleep(60)
+        os._exit(0)
+    (folder / "child").write_text(str(child))
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+start = time.monotonic()
+try:
+    dist.all_reduce(torch.ones(1))
+except RuntimeError:
+    (folder / str(rank)).write_text(f"{time.monotonic() - start:.1f} {roll_call(1.0).lost}")
+"""
+
 # The rank in argv is stopped before the second exchange; survivors fail after two seconds and a roll call.
 STOP = """
 import atexit, os, pathlib, signal, sys, time
@@ -87,6 +108,17 @@ def test_survivors_name_the_killed_worker(capfd):
     out, err = capfd.readouterr()
     assert out == "lost [1]\n"
     assert err == "stenograd: worker 1 was killed by SIGKILL\n"
+
+
+@linux_only
+def test_a_fork_of_the_killed_worker_does_not_hold_up_the_survivors(tmp_path, patient):
+    """It holds no connection of the worker's; otherwise the collective waited for the timeout of 20 s."""
+    assert run_local([PYTHON, "-W", "ignore", "-c", FORKS, str(tmp_path)], 3, env=clean_env()) == 137
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    for rank in ("0", "2"):
+        seconds, lost = (tmp_path / rank).read_text().split(maxsplit=1)
+        assert float(seconds) < 15
+        assert lost == "[1]"
 
 
 def test_survivor_names_rank_0_though_the_store_died_with_it():
