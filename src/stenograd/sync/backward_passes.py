@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
 from stenograd.comm.drivers import AnyDriver
-from stenograd.data.finite import is_finite
+from stenograd.data.finite import is_finite, look_at, values_of
 from stenograd.devices import refuse_capture
 from stenograd.errors import StenogradError
 from stenograd.sync.filling import Slot, is_own
@@ -30,6 +30,7 @@ __all__ = [
     "at_end",
     "bad_of",
     "drop",
+    "drop_bad",
     "next_order",
     "pass_flags",
     "refuse_nested",
@@ -37,6 +38,7 @@ __all__ = [
     "refuse_step",
     "warn_of_skip",
     "warn_unexchanged",
+    "zero_bad",
 ]
 
 _BITS = 4  # of a pass's number that the ranks compare
@@ -262,6 +264,36 @@ class Leftovers:
         left = [p for p in bad if p.grad is not None and not (p.grad.numel() and is_finite(p.grad))]
         for p in left if len(left) < len(bad) else ():
             p.grad.zero_()  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def zero_bad(
+    optimizer: torch.optim.Optimizer, averaged: Container[int], sound: Tensor, parameters: Iterable[Tensor]
+) -> None:
+    """Let a device do what is nearest to `drop_bad`, while the host does not know whether a gradient is bad.
+
+    Gradients become zeros, so momenta and weight decay act in the step. Asking would let the device idle.
+
+    Args:
+        optimizer: about to step; all of its gradients become zeros if not `sound`.
+        averaged: the ids of the parameters that are averaged.
+        sound: 0-d and boolean, on a device: whether all gradients are finite.
+        parameters: those that other optimizers may hold; of theirs only bad gradients become zeros.
+    """
+    mine = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
+    bad = {sound.device: sound.logical_not()}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        values = values_of(p.grad)
+        if id(p) in mine:
+            if values.device not in bad:
+                bad[values.device] = bad[sound.device].to(values.device, non_blocking=not values.is_cpu)
+            values.masked_fill_(bad[values.device], 0)
+        elif isinstance(fine := look_at([values]), Tensor):
+            values.masked_fill_(fine.logical_not(), 0)
+        elif not fine:
+            values.zero_()
 
 
 def warn_of_skip() -> bool:

@@ -271,7 +271,7 @@ class ParameterSync(RoundSync):
         self._void = {name for i, name in enumerate(self._names()) if i in state["void"]}
         self._flying = {int(f): int(t) for f, t in state["flying"].items()}
         self._skipped = int(state["own"]["skipped"]) - (self.skipped - self._skipped)
-        self._due, self._finite = [], True
+        self._due, self._finite, self._unread = [], True, []
         self._stepped.clear()
         self._saved_by = int(state.get("saved_by", self.world_size))
         self._owed = parts if state.get("resharded") else []
