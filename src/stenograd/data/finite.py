@@ -137,8 +137,8 @@ def norm_of(x: Tensor) -> Tensor:
     return norm
 
 
-def not_bounded(x: Tensor) -> Tensor:
-    """Return 1.0 if x holds NaN, infinity or more than `bound_of` its type, else 0.0, as a 0-d tensor.
+def not_bounded(x: Tensor, bound: float | None = None) -> Tensor:
+    """Return 1.0 if x holds NaN, infinity or more than a bound, `bound_of` its type, else 0.0, as a 0-d tensor.
 
     One pass, no temporary.
 
@@ -149,7 +149,7 @@ def not_bounded(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     ends = torch.stack(torch.aminmax(x))  # NaN is both
-    return (~(ends.abs() <= bound_of(x.dtype)).all()).float()
+    return (~(ends.abs() <= (bound_of(x.dtype) if bound is None else bound)).all()).float()
 
 
 def read(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> list[list[Any]]:
