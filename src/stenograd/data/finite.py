@@ -138,7 +138,7 @@ def norm_of(x: Tensor) -> Tensor:
 
 
 def not_bounded(x: Tensor, bound: float | None = None) -> Tensor:
-    """Return 1.0 if x holds NaN, infinity or more than a bound, `bound_of` its type, else 0.0, as a 0-d tensor.
+    """Return 1.0, 0-d, if x holds NaN, infinity or more than a bound (None: `bound_of` its type), else 0.0.
 
     One pass, no temporary.
 
