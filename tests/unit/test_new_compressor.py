@@ -79,7 +79,7 @@ print(json.dumps(found))
 """
 # Comparisons about something else than methods, and programs of many kinds, each with a few methods in turn
 # (the same programs for longer walk all of them).
-CHOSEN = {"scaling.METHODS", "small_tensors.METHODS", "time_to_accuracy.RIVALS", "versions.METHODS"}
+CHOSEN = {"scaling.METHODS", "versions.METHODS"}
 CHOSEN |= {"test_programs.CASES", "test_programs.METHODS", "plan_validation.METHODS"}
 
 
