@@ -1,24 +1,16 @@
-"""Kill a rank in any phase of a round, a hundred times: what the others make of it.
+"""Kill a rank in any phase of a round: what the others make of it.
 
-Number of ranks, victim, method, round and phase follow from the drill's number. With `lost=drop` survivors
+Number of ranks, victim, method, round and phase follow from the case's number. With `lost=drop` survivors
 must hold the round, be equal bit for bit, and have taken the outer step along the mean of those left (or of
-all, if the lost rank's share had come); without it every survivor must get a `PeerLost` that names it:
+all, if the lost rank's share had come); without it every survivor must get a `PeerLost` that names it.
 
-    python drills/killed_rounds.py                # 100 drills, some minutes
-    python drills/killed_rounds.py --drills 5 --first 40
-    python drills/killed_rounds.py --drills 50 --phase torn
-
-With `--neighbours` each rank meets a few others only (`noloco`, `gossip` on a directed graph and on a ring),
-so nothing is confirmed: in the phases of that name the victim dies in the exchange itself. Survivors must
-hold all rounds, keep the sums that the method keeps once all of them have noticed, and evaluate the same
-mean, bit for bit:
-
-    python drills/killed_rounds.py --neighbours --drills 50 --phase torn
+Where each rank meets a few others only (`noloco`, `gossip` on a directed graph and on a ring) nothing is confirmed:
+in the phases of that name the victim dies in the exchange itself. Survivors must hold all rounds, keep the sums
+that the method keeps once all of them have noticed, and evaluate the same mean, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import random
@@ -26,7 +18,6 @@ import tempfile
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,7 +35,7 @@ from stenograd.testing.pool import RankPool, RanksFailed
 
 _EVERY, _ROUNDS, _MORE_ROUNDS = 3, 3, 5  # more where ranks that are no neighbours notice later
 _TIMEOUT_S, _NEIGHBOURS_S = 15.0, 6.0  # all of it passes until ranks that are no neighbours notice
-_MOST_RANKS = 5
+MOST_RANKS = 5
 _OUTER_LR, _MOMENTUM = 0.7, 0.9  # DiLoCo's defaults
 _PAIRS_MOMENTUM = 0.5  # NoLoCo's, without Nesterov's form
 _SCHEDULES = ["local", "diloco", "diloco/topk"]
@@ -109,7 +100,7 @@ def case(number: int, phase: str | None = None, *, neighbours: bool = False) -> 
     """
     chance = random.Random(number)
     drawn = chance.choice(list(PHASES))
-    ranks = chance.randint(3, _MOST_RANKS)
+    ranks = chance.randint(3, MOST_RANKS)
     victim = chance.randrange(ranks)
     others = [rank for rank in range(ranks) if rank != victim]
     return Case(
@@ -123,33 +114,7 @@ def case(number: int, phase: str | None = None, *, neighbours: bool = False) -> 
     )
 
 
-def main() -> None:
-    """Run the drills and print what came of them; the status is 1 if any went wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--drills", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--phase", choices=list(PHASES), help="for all drills; by their numbers otherwise")
-    parser.add_argument("--neighbours", action="store_true", help="noloco and gossip")
-    args = parser.parse_args()
-    good: Counter[tuple[str, str]] = Counter()
-    wrong, start = 0, time.monotonic()
-    with RankPool(_MOST_RANKS) as pool:
-        for number in range(args.first, args.first + args.drills):
-            one = case(number, args.phase, neighbours=args.neighbours)
-            try:
-                good[one.phase, _drill(pool, one)] += 1
-            except (AssertionError, EOFError, OSError) as error:
-                wrong += 1
-                print(f"drill {number}, {one}: {error}", flush=True)
-    for (phase, outcome), count in sorted(good.items()):
-        print(f"{phase:10s} {outcome:48s} {count:4d}")
-    print(f"{sum(good.values())} right, {wrong} wrong, {time.monotonic() - start:.0f} s")
-    raise SystemExit(1 if wrong else 0)
-
-
-def _drill(pool: RankPool, one: Case) -> str:
+def drill(pool: RankPool, one: Case) -> str:
     """Run a drill and return what survivors did.
 
     Raises:
@@ -384,7 +349,3 @@ def _die_in_exchange(gossip: Any, told: dict[str, Any], one: Case, die: Callable
 def _flat(sync: Any) -> Tensor:
     """Return this rank's parameters in a row."""
     return torch.cat([p.detach().reshape(-1) for p in sync._parameters.values()])
-
-
-if __name__ == "__main__":
-    main()

@@ -139,7 +139,7 @@ def test_the_command_lists_and_compares_it(extended):
 def test_every_suite_and_benchmark_walks_it(extended):
     """Their modules are imported and asked for their lists; only comparisons of chosen methods lack it."""
     told = {}
-    for folder in ("drills", "benchmarks", "tests/multirank"):
+    for folder in ("benchmarks", "tests/multirank"):
         told |= json.loads(extended("-c", LISTS, ROOT / folder))
     assert {name for name, holds in told.items() if not holds} == CHOSEN
     assert len(told) >= 15
