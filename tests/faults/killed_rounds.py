@@ -4,9 +4,9 @@ Number of ranks, victim, method, round and phase follow from the case's number. 
 must hold the round, be equal bit for bit, and have taken the outer step along the mean of those left (or of
 all, if the lost rank's share had come); without it every survivor must get a `PeerLost` that names it.
 
-Where each rank meets a few others only (`noloco`, `gossip` on a directed graph and on a ring) nothing is confirmed:
-in the phases of that name the victim dies in the exchange itself. Survivors must hold all rounds, keep the sums
-that the method keeps once all of them have noticed, and evaluate the same mean, bit for bit.
+Where each rank meets a few others only (`noloco`, `gossip` on a directed graph and on a ring) nothing is
+confirmed: in the phases of that name the victim dies in the exchange itself. Survivors must hold all rounds,
+keep the sums that the method keeps once all have noticed, and evaluate the same mean, bit for bit.
 """
 
 from __future__ import annotations
