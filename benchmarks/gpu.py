@@ -193,7 +193,7 @@ def _waits_of_four(part: Part, text: str) -> tuple[float | None, str]:
 def _waits_between(part: Part, text: str) -> tuple[float | None, str]:
     """Count how often one rank of four waits for its device in a step between two rounds."""
     device, buckets = (AWAY, 3) if part.small else (part.device, 25)
-    found = waits_of(text, device, buckets=buckets, steps=8)
+    found = waits_of(text, device, buckets=buckets, steps=8, beside=False)
     return max(len(found[t]) for t in between_rounds(text, 8)) / 4, ""
 
 

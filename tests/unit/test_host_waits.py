@@ -45,7 +45,7 @@ def test_between_two_rounds_the_host_does_not_wait(text, monkeypatch):
     monkeypatch.setenv("STENOGRAD_KERNELS", "reference")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        found = waits_of(text, buckets=2, steps=8, bad=(1,))
+        found = waits_of(text, buckets=2, steps=8, bad=(1,), beside=False)
     between = between_rounds(text, 8)
     assert len(between) >= 4
     assert [found[t] for t in between] == [[]] * len(between)

@@ -139,6 +139,8 @@ def init(
     except BaseException:
         if detector is not None:
             detector.close()
+        if dist.is_initialized():  # else the next call would take the half-made group for a whole one
+            dist.destroy_process_group()
         raise
     _session = _Session(place, store, chose_interface, detector)
     return world
