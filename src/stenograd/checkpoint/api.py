@@ -38,7 +38,14 @@ from stenograd.comm.agreement import agree, everyone
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
 from stenograd.devices import random_state
-from stenograd.errors import CheckpointError, ConfigError, PeerLost, StenogradError, bad_value
+from stenograd.errors import (
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    PeerLost,
+    StenogradError,
+    bad_value,
+)
 from stenograd.launch.process_group import join
 from stenograd.version import __version__
 
@@ -124,7 +131,8 @@ def save_checkpoint(
         The manifest's path.
 
     Raises:
-        ConfigError: step or keep is out of range, or the model is sharded.
+        ConfigError: on every rank: step or keep is out of range on one, or the model is sharded.
+        MismatchError: on every rank: they give different steps.
         CheckpointError: on every rank, if one lacks room or permission to write, or holds something that
             could not be loaded again (a NumPy number in `extra`); earlier checkpoints are unchanged.
         StenogradError: a part's `state_dict()` raised on a rank; raised on every rank.
@@ -142,23 +150,27 @@ def save_checkpoint(
         ('checkpoint-step7.json', 7)
         >>> sync.close(); stenograd.shutdown()
     """
-    if not isinstance(step, int) or step < 0:
-        raise bad_value("step", "must be a whole number from 0", step, "give the number of steps taken")
-    if keep < 1:
-        raise bad_value("keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged")
-    if _suffix(sync):
-        raise ConfigError(
-            "save_checkpoint needs a whole model on every rank, got one sharded by FSDP: save model and "
-            "optimizer with torch.distributed.checkpoint, and sync with stenograd.save_state(folder, sync)"
-        )
-    parts = _parts(sync, scheduler, sampler)
+
+    def check() -> None:
+        if not isinstance(step, int) or step < 0:
+            raise bad_value("step", "must be a whole number from 0", step, "give the number of steps taken")
+        if keep < 1:
+            raise bad_value(
+                "keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged"
+            )
+        if _suffix(sync):
+            raise ConfigError(
+                "save_checkpoint needs a whole model on every rank, got one sharded by FSDP: save model and "
+                "optimizer with torch.distributed.checkpoint, and sync with "
+                "stenograd.save_state(folder, sync)"
+            )
 
     def more() -> dict[str, Any]:
         own = {name: generator.get_state() for name, generator in (generators or {}).items()}
         return {"random": random_state(), "generators": own, "extra": extra}
 
-    driver = _connected(group, timeout_s)
-    return _save(driver, Path(folder), step, model, optimizer, parts, more, keep)
+    driver, parts = _connected(group, timeout_s), _parts(sync, scheduler, sampler)
+    return _save(driver, Path(folder), step, model, optimizer, parts, more, keep, check)
 
 
 def load_checkpoint(
@@ -202,15 +214,21 @@ def load_checkpoint(
         CheckpointError: a file is missing, truncated, altered or of another checkpoint, and no older
             checkpoint is whole (or `step` names this one); or its content does not fit what was given.
             Raised on every rank.
+        MismatchError: on every rank: they ask for different steps.
         PeerLost: a rank did not answer within timeout_s.
     """
     driver = _connected(group, timeout_s)
     found = read_set(driver, Path(folder), step=step)
     if found is None:
         return None
-    if found.refused and driver.rank == 0:
-        lines = "; ".join(found.refused)
-        warnings.warn(f"continuing from step {found.manifest.step}, because {lines}", stacklevel=2)
+
+    def warn() -> None:
+        if driver.rank == 0:
+            lines = "; ".join(found.refused)
+            warnings.warn(f"continuing from step {found.manifest.step}, because {lines}", stacklevel=4)
+
+    if found.refused:  # the same on all ranks
+        agree(driver, warn)  # a program may turn warnings into errors
     parts = _parts(sync, scheduler, sampler)
     content = _load(driver, found, model, optimizer, parts, generators or {})
     return Loaded(
@@ -253,7 +271,7 @@ def save_state(
         The manifest's path.
 
     Raises:
-        ConfigError: model or optimizer is missing where ranks' parameters differ.
+        ConfigError: on every rank: model or optimizer is missing on one where ranks' parameters differ.
         CheckpointError: on every rank, if one cannot write; an earlier state is unchanged.
         PeerLost: a rank did not answer within timeout_s.
 
@@ -268,14 +286,17 @@ def save_state(
         ('stenograd', 'checkpoint-step0.json')
         >>> sync.close(); stenograd.shutdown()
     """
-    if not sync.method.averages_gradients and (model is None or optimizer is None):
-        raise ConfigError(
-            f"save_state needs the model and the optimizer with {sync.method}, whose ranks have parameters "
-            "of their own between rounds: pass model=model, optimizer=optimizer"
-        )
+
+    def check() -> None:
+        if not sync.method.averages_gradients and (model is None or optimizer is None):
+            raise ConfigError(
+                f"save_state needs the model and the optimizer with {sync.method}, whose ranks have "
+                "parameters of their own between rounds: pass model=model, optimizer=optimizer"
+            )
+
     path, driver = _place(folder, name, sync), _connected(group or sync.group, timeout_s)
     more: dict[str, Any] = {"random": None, "generators": {}}
-    return _save(driver, path, None, model, optimizer, {"sync": sync}, lambda: more, keep=1)
+    return _save(driver, path, None, model, optimizer, {"sync": sync}, lambda: more, 1, check)
 
 
 def load_state(
@@ -410,11 +431,15 @@ def _save(
     parts: Mapping[str, Any],
     more: Callable[[], Mapping[str, Any]],
     keep: int,
+    check: Callable[[], None],
 ) -> Path:
-    """Save a training's parts and what `more` returns, after a step or the sync's own; see `write_set`."""
+    """Save a training's parts and what `more` returns, after a step or the sync's own; see `write_set`.
+
+    What `check` raises, on one rank or all, is raised on all.
+    """
     sync: Any = parts.get("sync")
     optimizers = _as_list(optimizer)
-    # The others wait in a round that this rank may still have to hold after a skipped step.
+    # First of all: the others wait in a round that this rank may still have to hold after a skipped step.
     getattr(sync, "before_save", bool)()
 
     def content() -> dict[str, Any]:
@@ -426,8 +451,12 @@ def _save(
             **more(),
         }
 
+    def ready() -> None:
+        check()
+        _make_folder(folder)
+
     # Whatever may fail on one rank alone runs in agree(): the others would wait for it until the timeout.
-    agree(driver, lambda: _make_folder(folder))
+    agree(driver, ready)
     taken, method = sync.step if step is None else step, str(getattr(sync, "method", ""))
     return write_set(driver, folder, taken, agree(driver, content), method=method, keep=keep)
 
@@ -488,8 +517,14 @@ def write_set(
     Raises:
         CheckpointError: a rank cannot write, or its content could not be loaded again; raised on every rank,
             and earlier checkpoints are unchanged.
+        MismatchError: on every rank: they save different steps.
+        StenogradError: on every rank: the checkpoint is whole, but on one the folder cannot be looked through
+            for older ones.
     """
-    set_id = everyone(driver, secrets.token_hex(4))[0]  # rank 0's
+    mine = json.dumps([step, secrets.token_hex(4)], default=str)
+    told = [json.loads(text) for text in everyone(driver, mine)]
+    _refuse_others([theirs for theirs, _ in told], "save")
+    set_id = told[0][1]  # rank 0's
     try:
         record = agree(driver, lambda: write_rank(folder, step, set_id, driver.rank, content))
         records = [json.loads(text) for text in everyone(driver, json.dumps(asdict(record)))]
@@ -510,7 +545,8 @@ def write_set(
     except StenogradError:
         _delete_failed_save(folder, step, set_id, driver.rank)
         raise
-    drop_others(folder, step, driver.rank, keep)  # only now: until here the older ones are all there is
+    # Only now: until here the older ones are all there is.
+    agree(driver, lambda: drop_others(folder, step, driver.rank, keep))
     return manifest_path(folder, step)
 
 
@@ -525,10 +561,12 @@ def read_set(driver: AnyDriver, folder: Path, *, step: int | None = None) -> Fou
     Raises:
         CheckpointError: no checkpoint is whole, or the one of `step` is not, naming the files and what is
             wrong with them; the same on every rank.
+        MismatchError: on every rank: they ask for different steps.
     """
     mine = agree(driver, lambda: saved_steps(folder))  # which may fail on one rank alone
-    found = [set(json.loads(text)) for text in everyone(driver, json.dumps(mine))]
-    steps = sorted(set.union(*found), reverse=True)
+    told = [json.loads(text) for text in everyone(driver, json.dumps([step, mine], default=str))]
+    _refuse_others([theirs for theirs, _ in told], "load")
+    steps = sorted(set().union(*(found for _, found in told)), reverse=True)
     if step is not None:
         if step not in steps:
             known = ", ".join(map(str, sorted(steps))) or "none"
@@ -543,6 +581,16 @@ def read_set(driver: AnyDriver, folder: Path, *, step: int | None = None) -> Fou
     if refused:
         raise CheckpointError("no whole checkpoint: " + "; ".join(refused) if step is None else refused[0])
     return None
+
+
+def _refuse_others(steps: Sequence[int | None], what: str) -> None:
+    """Refuse to save or load different steps on different ranks: that would be no checkpoint."""
+    for rank, theirs in enumerate(steps):
+        if theirs != steps[0]:
+            raise MismatchError(
+                f"ranks differ in step: rank 0 has {steps[0]}, rank {rank} has {theirs}: {what} the same "
+                "step on all ranks"
+            )
 
 
 def _read_if_whole(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest | None, dict[str, Any], str]:

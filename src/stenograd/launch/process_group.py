@@ -120,8 +120,8 @@ def init(
     Args:
         backend: as in `torch.distributed.init_process_group`; None is gloo, and NCCL for CUDA tensors
             where each rank of this host has a CUDA device of its own.
-        timeout_s: seconds to wait for the other ranks, here and later in every collective, > 0; None is
-            `STENOGRAD_TIMEOUT_S` from the environment, or 300.
+        timeout_s: seconds to wait until all ranks have come, then until all are connected, and later in every
+            collective, > 0; None is `STENOGRAD_TIMEOUT_S` from the environment, or 300.
         device_id: CUDA device of this rank; None is device local_rank modulo the number of devices.
 
     Returns:
@@ -152,12 +152,15 @@ def init(
         if detector is not None:
             _introduce(detector, store, world)
         chose_interface = world.one_host and use_loopback()
+        deadline = time.monotonic() + limit_s  # all are here; connecting has a limit of its own, and only one
         _make_group(backend, store, world, limit_s, device_id)
         # The host of the store may leave only when all are connected: connecting reads addresses from it.
-        gather_ranks(store, world, "connected", limit_s, time.monotonic() + limit_s)
+        gather_ranks(store, world, "connected", limit_s, deadline)
     except BaseException:
         if detector is not None:
             detector.close()
+        if dist.is_initialized():  # else the next call would take the half-made group for a whole one
+            dist.destroy_process_group()
         raise
     _session = _Session(place, store, chose_interface, detector)
     return world
@@ -274,7 +277,7 @@ def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
         parent: the group that holds the ranks; None for the whole world.
         ranks: the members, as numbered in the world.
         what: what the group is for; part of its name.
-        timeout_s: seconds after which a collective of the group fails.
+        timeout_s: seconds after which a collective of the group fails, and so does making it.
 
     Returns:
         The group; None where this rank is not a member.
@@ -453,7 +456,7 @@ def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     """Do what `new_group` does for members, under a name of our choice, with the parent's backend."""
     c10d: Any = dist.distributed_c10d
     store = c10d._get_default_store()
-    number = ranks.index(dist.get_rank())
+    number, deadline = ranks.index(dist.get_rank()), time.monotonic() + timeout_s
     backend, timeout = dist.get_backend(parent), timedelta(seconds=timeout_s)
     with waiting_loops(), unshared(), _unbound(c10d._get_default_group()):
         group, _ = c10d._new_process_group_helper(
@@ -464,7 +467,8 @@ def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
         connected, everyone = f"{name}/connected", f"{name}/everyone"
         if store.add(connected, 1) == len(ranks):
             store.set(everyone, "1")
-        store.wait([everyone], timeout)
+        # One limit for both waits; stores take 0 for none at all.
+        store.wait([everyone], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     return group
 
 
