@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
 from stenograd.launch.process_group import run_local
-from stenograd.sync.gradient_sync import DEFAULT_BUCKET_BYTES
+from stenograd.sync.gradients import DEFAULT_BUCKET_BYTES
 from stenograd.tasks.models import mnist_cnn
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import stenograd
 from stenograd.data.requests import exchange
 from stenograd.errors import PeerLost
-from stenograd.sync.outer_averaging import OuterPart
+from stenograd.sync.outer import OuterPart
 from stenograd.testing.pool import RankPool, RanksFailed
 
 _EVERY, _ROUNDS = 3, 3

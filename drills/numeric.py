@@ -23,7 +23,7 @@ import stenograd
 from stenograd.cli.table import show
 from stenograd.comm.driver import Driver
 from stenograd.mlbench.decentralized import DecentralizedSGD
-from stenograd.sync.parameter_averaging import ParameterAverager
+from stenograd.sync.averaging import ParameterAverager
 from stenograd.testing.methods import by_name, differences
 from stenograd.testing.pool import RankPool
 

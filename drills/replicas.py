@@ -16,7 +16,7 @@ from torch import nn
 from stenograd.cli.table import show
 from stenograd.errors import ReplicaDivergence
 from stenograd.kernels.hash import hash_tensor
-from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.gradients import GradientSync
 from stenograd.testing.pool import RankPool
 
 WORLD = 3

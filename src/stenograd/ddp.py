@@ -1,6 +1,6 @@
 """Stenograd's methods as a communication hook of DistributedDataParallel: `stenograd.ddp.register`."""
 
-from stenograd.sync.ddp_hook import DDPHook
+from stenograd.sync.ddp import DDPHook
 from stenograd.sync.ddp_register import register
 
 __all__ = ["DDPHook", "register"]

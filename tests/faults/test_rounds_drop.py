@@ -10,7 +10,7 @@ from torch import nn
 
 import stenograd
 from stenograd.errors import ConfigError, MethodError, PeerLost
-from stenograd.sync.outer_averaging import OuterPart
+from stenograd.sync.outer import OuterPart
 from stenograd.testing.pool import RanksFailed
 
 EVERY, STEPS, DIES_IN = 3, 9, 1

@@ -6,7 +6,7 @@ from models import mlp
 
 from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, MethodError, NonFiniteError
-from stenograd.sync.parameter_averaging import ParameterAverager, average, difference_method, spread
+from stenograd.sync.averaging import ParameterAverager, average, difference_method, spread
 from stenograd.testing.methods import differences
 from stenograd.testing.pool import RanksFailed
 

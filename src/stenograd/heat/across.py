@@ -11,8 +11,8 @@ from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
 from stenograd.comm.node_layout import Layout
 from stenograd.comm.traffic import Traffic
+from stenograd.sync.averaging import ParameterAverager, spread
 from stenograd.sync.own_copies import Copies
-from stenograd.sync.parameter_averaging import ParameterAverager, spread
 
 __all__ = ["AcrossNodes", "InFlight"]
 

@@ -20,7 +20,7 @@ from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, StenogradError
 from stenograd.heat.daso import DASO, check_comm
 from stenograd.sync.filling import Slot
-from stenograd.sync.gradient_sync import DEFAULT_BUCKET_BYTES, GradientSync
+from stenograd.sync.gradients import DEFAULT_BUCKET_BYTES, GradientSync
 
 __all__ = ["DataParallel", "DataParallelMultiGPU", "DataParallelOptimizer", "DelayedSync", "Updates"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.sparse_rows import sparse_parameters
 from stenograd.errors import StenogradError, TensorTypeError, first_line
-from stenograd.sync.ddp_hook import DDPHook
+from stenograd.sync.ddp import DDPHook
 from stenograd.sync.handshake import unwrapped
 from stenograd.sync.replica_guard import check_interval
 

@@ -21,7 +21,7 @@ from stenograd.compression.transports import InOrder
 from stenograd.compressors.identity import Identity
 from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.errors import StenogradError
-from stenograd.sync.backward_passes import pass_flags, refuse_other_passes
+from stenograd.sync.steps import pass_flags, refuse_other_passes
 
 __all__ = ["IN_ORDER", "FlatExchange"]
 

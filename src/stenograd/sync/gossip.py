@@ -21,8 +21,8 @@ from stenograd.data.requests import gather
 from stenograd.errors import CheckpointError, ConfigError, PeerLost, TensorTypeError, bad_value
 from stenograd.sync.compressed_gossip import Estimates, codec_of
 from stenograd.sync.handshake import compare
-from stenograd.sync.lost_ranks import watch_ranks
 from stenograd.sync.mixing import Number, by_dtype, mixing
+from stenograd.sync.survivors import watch_ranks
 from stenograd.topology.directed import Directed
 from stenograd.topology.mixing import Checked, Topology, describe
 

@@ -14,10 +14,10 @@ from stenograd.data.requests import gather
 from stenograd.errors import ConfigError, StenogradError
 from stenograd.schedules.gossip import Gossip as Schedule
 from stenograd.sync.attached import as_in_training
+from stenograd.sync.averaging import average, average_carried
+from stenograd.sync.clock import RoundSync
 from stenograd.sync.gossip import Gossip
-from stenograd.sync.parameter_averaging import average, average_carried
 from stenograd.sync.round_parts import floating_buffers
-from stenograd.sync.round_sync import RoundSync
 
 __all__ = ["GossipSync"]
 

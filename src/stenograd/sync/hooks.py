@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.errors import StenogradError
-from stenograd.sync.backward_passes import Passes, at_end, refuse_nested
 from stenograd.sync.filling import Filler, Slot
 from stenograd.sync.handshake import refuse_taken
+from stenograd.sync.steps import Passes, at_end, refuse_nested
 from stenograd.sync.uneven import Uneven
 
 __all__ = ["Hooked"]

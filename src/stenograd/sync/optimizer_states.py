@@ -13,8 +13,8 @@ from torch import Tensor
 from stenograd.comm.drivers import AnyDriver
 from stenograd.data.finite import are_finite
 from stenograd.errors import NonFiniteError, StenogradError
+from stenograd.sync.averaging import average_carried
 from stenograd.sync.handshake import broadcast_tensors
-from stenograd.sync.parameter_averaging import average_carried
 
 __all__ = ["average_states", "forget_states", "take_states"]
 

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from stenograd.sync.backward_passes import warn_unexchanged
 from stenograd.sync.closures import Changed, after_closure
 from stenograd.sync.every_step import Watch, watch_every_step
+from stenograd.sync.steps import warn_unexchanged
 
 __all__ = ["watch_others"]
 

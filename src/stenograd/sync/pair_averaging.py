@@ -13,7 +13,7 @@ from stenograd.data.finite import are_finite
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.sync.flat_exchange import IN_ORDER
 from stenograd.sync.gossip import Gossip
-from stenograd.sync.outer_averaging import OuterPart
+from stenograd.sync.outer import OuterPart
 
 __all__ = ["PairPart"]
 

@@ -14,8 +14,8 @@ from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.data.carried import averaged_buffers
 from stenograd.data.finite import are_finite
+from stenograd.sync.averaging import ParameterAverager
 from stenograd.sync.handshake import broadcast_tensors
-from stenograd.sync.parameter_averaging import ParameterAverager
 
 __all__ = ["LocalPart", "Part", "floating_buffers"]
 

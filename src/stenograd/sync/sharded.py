@@ -19,7 +19,7 @@ from stenograd.data.finite import are_finite
 from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
 from stenograd.sync.filling import Slot
-from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import as_optimizers, named, synced_parameters, unwrapped
 from stenograd.sync.members import Members
 from stenograd.sync.tracing import MAX_EVENTS, Tracing

@@ -15,9 +15,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.groups import as_group
 from stenograd.data.requests import gather
-from stenograd.sync.backward_passes import Passes
 from stenograd.sync.handshake import broadcast_model
 from stenograd.sync.optimizer_states import take_states
+from stenograd.sync.steps import Passes
 
 __all__ = ["Uneven"]
 

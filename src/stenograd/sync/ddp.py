@@ -18,7 +18,12 @@ from stenograd.data.buckets import Bucket
 from stenograd.devices import future_on, refuse_capture
 from stenograd.errors import StenogradError
 from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.backward_passes import (
+from stenograd.sync.closures import Changed, after_closure
+from stenograd.sync.every_step import watch_every_step
+from stenograd.sync.handshake import compare, named, refuse_second_momentum
+from stenograd.sync.members import Members
+from stenograd.sync.replica_guard import ReplicaGuard
+from stenograd.sync.steps import (
     Passes,
     at_end,
     drop_bad,
@@ -26,11 +31,6 @@ from stenograd.sync.backward_passes import (
     warn_of_skip,
     warn_unexchanged,
 )
-from stenograd.sync.closures import Changed, after_closure
-from stenograd.sync.every_step import watch_every_step
-from stenograd.sync.handshake import compare, named, refuse_second_momentum
-from stenograd.sync.members import Members
-from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["DDPHook"]

@@ -14,8 +14,8 @@ from stenograd.comm.drivers import AnyDriver
 from stenograd.data.finite import are_finite
 from stenograd.errors import NonFiniteError
 from stenograd.schedules.diloco import DiLoCo
+from stenograd.sync.averaging import average
 from stenograd.sync.flat_exchange import IN_ORDER, FlatExchange
-from stenograd.sync.parameter_averaging import average
 from stenograd.sync.round_parts import Part
 
 __all__ = ["OuterPart"]

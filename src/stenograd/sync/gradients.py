@@ -20,7 +20,6 @@ from stenograd.data.buckets import assign
 from stenograd.errors import StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.backward_passes import Passes, next_order
 from stenograd.sync.closures import after_closure
 from stenograd.sync.filling import Filler, Slot, SparseFiller, is_own
 from stenograd.sync.handshake import (
@@ -38,6 +37,7 @@ from stenograd.sync.other_optimizers import watch_others
 from stenograd.sync.own_copies import Copies
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.step_settings import StepSettings
+from stenograd.sync.steps import Passes, next_order
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
 

@@ -23,9 +23,8 @@ from stenograd.data.finite import are_finite
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.backward_passes import at_end, drop_bad, next_order, refuse_nested, refuse_step
 from stenograd.sync.closures import after_closure
-from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import (
     Wrapping,
     as_optimizers,
@@ -38,6 +37,7 @@ from stenograd.sync.members import entries
 from stenograd.sync.other_optimizers import watch_others
 from stenograd.sync.own_copies import Copies
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
+from stenograd.sync.steps import at_end, drop_bad, next_order, refuse_nested, refuse_step
 from stenograd.sync.two_levels import Nodes
 
 __all__ = ["RoundSync"]
