@@ -13,7 +13,7 @@ from torch import nn
 import stenograd
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression.contract import Site
-from stenograd.sync import hooks, steps
+from stenograd.sync import gradients, steps
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
 
     ends = []
     monkeypatch.setattr(TensorExchange, "submit", slowly)
-    monkeypatch.setattr(hooks, "_graph_task", lambda: 7)
-    monkeypatch.setattr(hooks, "at_end", lambda task, order, action: ends.append(action))
+    monkeypatch.setattr(gradients, "_graph_task", lambda: 7)
+    monkeypatch.setattr(gradients, "at_end", lambda task, order, action: ends.append(action))
     with stenograd.distribute(model, optimizer, "topk:ratio=0.5", bucket_bytes=64) as sync:
         parameters = list(model.parameters())
         for p in parameters:

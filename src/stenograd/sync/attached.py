@@ -15,8 +15,7 @@ from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.traffic import Traffic
 from stenograd.data.requests import gather
-from stenograd.sync.handshake import Wrapping, compare, describe_optimizers
-from stenograd.sync.members import Members, entries
+from stenograd.sync.handshake import Members, Wrapping, compare, describe_optimizers, entries
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["Attached", "Sync", "as_in_training"]

@@ -1,9 +1,13 @@
-"""Parameters averaged over ranks: exactly and at once, or compressed while training goes on."""
+"""Parameters, and what is made of them, averaged over ranks: at once, or while training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,23 +15,190 @@ from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.kernel_loading import load_kernels
+from stenograd.comm.step_end import Outcome
+from stenograd.comm.tensor_exchange import TensorExchange
+from stenograd.compression.contract import Site, Transport
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.small_all_reduce import mean_in_order
+from stenograd.compression.transports import InOrder
+from stenograd.compressors.identity import Identity
 from stenograd.data.carried import averaged_buffers
 from stenograd.data.finite import are_finite
 from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.data.requests import mean
-from stenograd.errors import CheckpointError, MethodError, NonFiniteError
-from stenograd.sync.flat_exchange import IN_ORDER, FlatExchange
+from stenograd.errors import CheckpointError, MethodError, NonFiniteError, StenogradError
+from stenograd.sync.handshake import broadcast_tensors
+from stenograd.sync.steps import pass_flags, refuse_other_passes
 
 __all__ = [
+    "IN_ORDER",
+    "FlatExchange",
     "ParameterAverager",
     "average",
     "average_buffers",
     "average_carried",
+    "average_states",
     "difference_method",
+    "floating_buffers",
+    "forget_states",
     "spread",
+    "take_states",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InOrder(Identity):
+    """Dense averaging whose sums go in rank order, so that a loop in one process gets the same bits."""
+
+    def transport(self, site: Site) -> Transport:
+        return InOrder()
+
+
+IN_ORDER = Method(compressor=_InOrder(), text="dense")
+
+
+class FlatExchange:
+    """One exchange of all given parameters' values at a time, in float32, or float64 where they have it.
+
+    Args:
+        parameters: by name, alike on all ranks.
+        driver: the way to the other ranks.
+        how: the method; of dense ones, `IN_ORDER` adds up in rank order.
+        chunk: largest number of elements sent at once; a remainder goes first. Methods that are neither dense
+            nor a cast cut between parameters only.
+        want_errors: whether outcomes tell what compression lost.
+
+    Attributes:
+        streams: the parameters, one stream of each kind.
+        cuts: what travels at once: the number of its stream, and the part of it.
+        exchange: what carries them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        driver: AnyDriver,
+        how: Method,
+        *,
+        chunk: int,
+        want_errors: bool = False,
+    ) -> None:
+        load_kernels(how, driver.world_size, parameters.values())
+        self.streams = [Stream(part) for part in by_kind(parameters, how.dense_below)]
+        whole = not how.sends_all(driver.world_size)
+        cuts = [
+            (i, *cut)
+            for i, stream in enumerate(self.streams)
+            for cut in stream.cuts(chunk, whole, how.dense_below)
+        ]
+        self.cuts: list[tuple[int, slice]] = [(at, part) for at, part, _ in cuts]
+        self.exchange = TensorExchange(how, driver, want_errors=want_errors)
+        self.exchange.arrange([bucket for *_, bucket in cuts])
+        self._future: Future[Outcome] | None = None
+        self._passes: int | None = None  # when that was sent
+
+    @property
+    def chunks(self) -> list[slice]:
+        """What travels at once, in this order, as slices of all parameters in a row."""
+        starts = list(accumulate((sum(stream.numels) for stream in self.streams), initial=0))
+        return [slice(starts[at] + part.start, starts[at] + part.stop) for at, part in self.cuts]
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something was sent and not received yet."""
+        return self._future is not None
+
+    def values(self) -> list[Tensor]:
+        """Return copies of the parameters, one flat tensor per stream."""
+        return [stream.read(stream.empty()) for stream in self.streams]
+
+    @torch.no_grad()
+    def send(
+        self, fill: Callable[[int, slice, Tensor], Any], weight: float = 1.0, passes: int | None = None
+    ) -> None:
+        """Send what `fill(stream, part, out)` writes for each cut, times `weight`; returns at once.
+
+        With the number of this rank's backward `passes`, if given; `receive` compares them.
+        """
+
+        def filled() -> Iterator[Tensor]:
+            for index, (at, part) in enumerate(self.cuts):
+                flat = self.exchange.flat(index)
+                fill(at, part, flat)
+                yield flat
+
+        self._submit(filled(), weight, passes)
+
+    @torch.no_grad()
+    def lend(self, values: Sequence[Tensor], weight: float = 1.0, passes: int | None = None) -> None:
+        """Send flat tensors, one per stream, which belong to the exchange from then on; see `send`."""
+
+        def lent() -> Iterator[Tensor]:
+            for index, (at, part) in enumerate(self.cuts):
+                self.exchange.lend(index, values[at][part])
+                yield values[at][part]
+
+        self._submit(lent(), weight, passes)
+
+    def _submit(self, flats: Iterator[Tensor], weight: float, passes: int | None) -> None:
+        """Hand over all chunks, times `weight`."""
+        for index, flat in enumerate(flats):
+            if (factor := weight * self.exchange.scale(index)) != 1:
+                flat.mul_(factor)
+            try:
+                self.exchange.submit(index)
+            except StenogradError:
+                break  # an earlier chunk failed meanwhile; `receive` raises what happened to it
+        self._future = self.exchange.finish(flags=() if passes is None else pass_flags(passes))
+        self._passes = passes
+
+    def receive(self) -> Outcome | None:
+        """Wait for what was sent; None where nothing was, or where a rank's values were not finite.
+
+        Raises:
+            StenogradError: on all ranks: they sent it at different backward passes.
+        """
+        if self._future is None:
+            return None
+        future, self._future = self._future, None
+        outcome = future.result()
+        self.exchange.join_streams(t for t in (*outcome.averages, *outcome.errors) if t is not None)
+        if self._passes is not None:
+            refuse_other_passes(outcome.any_flags, self._passes)
+        return outcome if outcome.applied else None
+
+    def by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return copies of flat tensors, one per stream, cut into the parameters' shapes."""
+        return {
+            name: piece.view(p.shape).clone()
+            for stream, flat in zip(self.streams, values, strict=True)
+            for name, p, piece in zip(stream.names, stream.parameters, flat.split(stream.numels), strict=True)
+        }
+
+    def flat(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return what `by_name` was given."""
+        return [
+            torch.cat([named[name].reshape(-1).to(stream.device, stream.dtype) for name in stream.names])
+            for stream in self.streams
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """Names under which a compressor's state is kept."""
+        return [name for bucket in self.exchange.buckets for name in bucket.names]
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take the counters and the compressor's state of a saved exchange of the same method.
+
+        Raises:
+            CheckpointError: it is of another model.
+        """
+        self.exchange.load_state_dict({**self.exchange.identity, **state})
+
+    def close(self) -> None:
+        """Stop the thread that sends."""
+        self.exchange.close()
 
 
 def difference_method(how: MethodLike) -> Method:
@@ -345,6 +516,11 @@ def average_carried(
     return [means[name] for name in named]
 
 
+def floating_buffers(model: nn.Module, buffers: str) -> list[Tensor]:
+    """Return the buffers that rounds average or mix; none with `buffers=keep`."""
+    return [] if buffers == "keep" else averaged_buffers(model)
+
+
 @torch.no_grad()
 def average_buffers(model: nn.Module, driver: AnyDriver) -> None:
     """Replace a model's floating buffers by their means over the ranks; see `average_carried`."""
@@ -389,3 +565,160 @@ def _not_finite(what: str) -> NonFiniteError:
         f"{what} to average must be finite, got NaN or infinity on a rank: lower the learning rate, clip "
         "gradients or use a GradScaler, and go back to a checkpoint"
     )
+
+
+_SECOND = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
+
+
+@torch.no_grad()
+def average_states(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, Tensor],
+    driver: AnyDriver,
+    *,
+    second: bool,
+) -> Callable[[], None]:
+    """Average the optimizers' moments over the ranks, and return what puts the means in place.
+
+    Moments are those of their tensors that have the parameter's shape. Their mean is that of the ranks that
+    have one, and of what is finite there: it divides by the number of those, element by element. A rank
+    without the state of a parameter (all its steps so far were skipped) takes that mean, and the rest of the
+    state, such as the number of steps, of the lowest rank that has one. If it counted as zero, second moments
+    would shrink, and the next step would be too long. All moments of such a parameter are averaged.
+
+    Args:
+        optimizers: the same on all ranks.
+        parameters: by name, alike on all ranks.
+        driver: the way to the other ranks; nothing of this user's may be under way.
+        second: whether second moments (those of squares) are averaged, too.
+
+    Raises:
+        NonFiniteError: on every rank, if a moment has an element that is finite nowhere; all are kept then.
+    """
+    mine = _moments(optimizers, parameters)
+    told = [set(json.loads(text)) for text in driver.gather_bytes(json.dumps([*mine]).encode())]
+    having = [{name.rsplit("|", 1)[0] for name in theirs} for theirs in told]
+    lacking = {of: [of in theirs for theirs in having] for of in set().union(*having)}
+    lacking = {of: has for of, has in lacking.items() if not all(has)}
+    names = [
+        name
+        for name in sorted(set().union(*told))
+        if second or name.rsplit("|", 1)[1] not in _SECOND or name.rsplit("|", 1)[0] in lacking
+    ]
+    none = {n: torch.full_like(parameters[n.rsplit("|", 1)[0]], math.nan) for n in names if n not in mine}
+    means = average_carried([mine[n] if n in mine else none[n] for n in names], driver)
+    if not are_finite(means):
+        raise NonFiniteError(
+            "optimizer states to average must be finite on some rank, got NaN or infinity on all: lower the "
+            "learning rate, clip gradients or use a GradScaler, and go back to a checkpoint"
+        )
+    new: list[tuple[MutableMapping[Any, Any], Tensor, Any]] = []
+    for source in sorted({has.index(True) for has in lacking.values()}):
+        of = sorted(name for name, has in lacking.items() if has.index(True) == source)
+        held = [parameters[name] for name in of]
+        owners = _owners(held, optimizers)
+        # What comes from there is put aside; ranks that have a state of their own keep theirs.
+        states = [o.state if driver.rank == source else {} for o in owners]
+        take_states(driver, held, states, source)
+        new += [
+            (o.state, p, state[p])
+            for name, o, p, state in zip(of, owners, held, states, strict=True)
+            if not lacking[name][driver.rank] and p in state
+        ]
+
+    @torch.no_grad()
+    def put() -> None:
+        for state, p, entries in new:
+            state[p] = entries
+        now = _moments(optimizers, parameters)
+        for name, mean_ in zip(names, means, strict=True):
+            if name in now:
+                now[name].copy_(mean_)
+
+    return put
+
+
+@torch.no_grad()
+def take_states(
+    driver: AnyDriver,
+    parameters: Sequence[Tensor],
+    states: Sequence[MutableMapping[Any, Any]],
+    source: int,
+) -> None:
+    """Give every rank one rank's optimizer states of some parameters; they may have entries that others lack.
+
+    Args:
+        driver: the way to the other ranks.
+        parameters: alike on all ranks.
+        states: for each of them the mapping that holds its state, such as `optimizer.state`, by parameter.
+        source: whose states all take.
+
+    Raises:
+        StenogradError: on every rank: a state there holds something else than tensors and plain values.
+    """
+    mine = driver.rank == source
+    form: Any = [_form(state.get(p, {})) for p, state in zip(parameters, states, strict=True)] if mine else []
+    try:
+        said = json.dumps(form)
+    except TypeError as cause:
+        said = json.dumps(str(cause))
+    form = json.loads(driver.gather_bytes(said.encode())[source])
+    if isinstance(form, str):
+        raise StenogradError(
+            f"an optimizer's state must be tensors and plain values to be shared with ranks that lack it "
+            f"({form}): keep other things elsewhere"
+        )
+    tensors: list[Tensor] = []
+    for p, entries, kept in zip(parameters, form, states, strict=True):
+        state = kept.setdefault(p, {}) if entries else {}
+        for key, (kind, value, where) in entries.items():
+            if kind == "value":
+                state[key] = value
+                continue
+            if not mine:
+                dtype, place = getattr(torch, kind), p.device if where == "parameter" else torch.device("cpu")
+                state[key] = torch.empty(value, dtype=dtype, device=place)
+            tensors.append(state[key])
+    broadcast_tensors(driver, tensors, source)
+
+
+def forget_states(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> None:
+    """Drop what the optimizers remember of parameters, so that their next steps start afresh."""
+    wanted = list(parameters)
+    for optimizer in optimizers:
+        for p in wanted:
+            optimizer.state.pop(p, None)
+
+
+def _owners(
+    parameters: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that hold parameters."""
+    owners = {id(p): o for o in reversed(optimizers) for group in o.param_groups for p in group["params"]}
+    return [owners[id(p)] for p in parameters]
+
+
+def _moments(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return moments by "parameter|key", in the order of the parameters."""
+    found = {}
+    for name, p in parameters.items():
+        for optimizer in optimizers:
+            for key, value in sorted(optimizer.state.get(p, {}).items()):
+                moment = isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
+                if moment and key != "step":
+                    found[f"{name}|{key}"] = value
+    return found
+
+
+def _form(state: Mapping[str, Any]) -> dict[str, tuple[str, Any, str]]:
+    """Describe one parameter's state: of tensors the type, shape and place."""
+    form: dict[str, tuple[str, Any, str]] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            place = "cpu" if value.device.type == "cpu" else "parameter"
+            form[key] = (str(value.dtype).removeprefix("torch."), list(value.shape), place)
+        else:
+            form[key] = ("value", value, "")
+    return form

@@ -23,21 +23,27 @@ from stenograd.data.finite import are_finite
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.closures import after_closure
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import (
     Wrapping,
     as_optimizers,
     broadcast_model,
+    entries,
     refuse_taken,
     synced_parameters,
     unwrapped,
 )
-from stenograd.sync.members import entries
-from stenograd.sync.other_optimizers import watch_others
 from stenograd.sync.own_copies import Copies
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
-from stenograd.sync.steps import at_end, drop_bad, next_order, refuse_nested, refuse_step
+from stenograd.sync.steps import (
+    after_closure,
+    at_end,
+    drop_bad,
+    next_order,
+    refuse_nested,
+    refuse_step,
+    watch_others,
+)
 from stenograd.sync.two_levels import Nodes
 
 __all__ = ["RoundSync"]

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.groups import as_group
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.sparse_rows import sparse_parameters
 from stenograd.comm.step_end import Outcome
 from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES, TensorExchange
 from stenograd.data.buckets import assign
+from stenograd.data.requests import gather
 from stenograd.errors import StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.closures import after_closure
+from stenograd.sync.averaging import take_states
 from stenograd.sync.filling import Filler, Slot, SparseFiller, is_own
 from stenograd.sync.handshake import (
     Wrapping,
@@ -32,14 +42,244 @@ from stenograd.sync.handshake import (
     synced_parameters,
     unwrapped,
 )
-from stenograd.sync.hooks import Hooked
-from stenograd.sync.other_optimizers import watch_others
 from stenograd.sync.own_copies import Copies
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
-from stenograd.sync.step_settings import StepSettings
-from stenograd.sync.steps import Passes, next_order
+from stenograd.sync.steps import (
+    Passes,
+    StepSettings,
+    after_closure,
+    at_end,
+    next_order,
+    refuse_nested,
+    watch_others,
+)
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "Hooked", "Uneven"]
+
+
+class Uneven(Joinable):
+    """What `torch.distributed.algorithms.join.Join` asks of something that averages gradients.
+
+    A rank that has no more batches takes part in the others' exchanges with zeros. Averages are still divided
+    by the number of all ranks, as DistributedDataParallel does by default. When the last rank has run out,
+    all take its parameters, buffers and optimizer state, its learning rates and other settings, and the state
+    of its schedulers and of its GradScaler, so that they go on equal.
+    """
+
+    _join_config: Any
+    _driver: AnyDriver
+    _model: nn.Module
+    _optimizers: Sequence[torch.optim.Optimizer]
+    _group: Any
+    _passes: Passes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._notice: Any = None
+
+    def join(
+        self, *, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Let ranks have different numbers of batches: train inside `with sync.join():`.
+
+        Each batch is one backward pass with an exchange. With several engines use
+        `Join([first, second])`, in the order in which their backward passes come.
+
+        Args:
+            enable: False does nothing, for inputs that are known to be even.
+            throw_on_early_termination: raise on all ranks as soon as one has run out.
+        """
+        if self._driver.world_size == 1:
+            return nullcontext()
+        return Join([self], enable, throw_on_early_termination)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters live."""
+        return next(self._model.parameters()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group that was given when attaching, on which `Join` counts who is left."""
+        return as_group(self._group) if self._group is not None else dist.group.WORLD
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what a rank does that has run out."""
+        return _Shadow(self)
+
+    @abstractmethod
+    def shadow(self) -> None:
+        """Take part in one exchange of the others with zeros."""
+
+    def take_from_last(self, last: bool) -> None:
+        """Make all ranks equal to the lowest of those that ran out last; `last` tells if this is one."""
+        Joinable.__init__(self)  # later passes are no part of the `with` block any more
+        told = self._driver.run(gather(torch.tensor([int(last)], device="cpu")))
+        lasts = [rank for rank, (theirs,) in enumerate(told) if bool(theirs)]
+        if len(lasts) == len(told) or not lasts:
+            return  # even inputs, so nothing differs
+        broadcast_model(self._driver, self._model, lasts[0])
+        for optimizer in self._optimizers:
+            held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+            take_states(self._driver, held, [optimizer.state] * len(held), lasts[0])
+        self._passes.settings.share(self._driver, lasts[0])
+
+    def _notify_join(self) -> None:
+        """Tell `Join` that this rank takes part in one more exchange."""
+        if self._join_config.enable:
+            self._notice = Join.notify_join_context(self)
+
+    def _await_join(self) -> None:
+        notice, self._notice = self._notice, None
+        if notice is not None:
+            notice.wait()
+
+
+class _Shadow(JoinHook):
+    def __init__(self, sync: Uneven) -> None:
+        self._sync = sync
+
+    def main_hook(self) -> None:
+        self._sync.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._sync.take_from_last(is_last_joiner)
+
+
+_graph_task = torch._C._current_graph_task_id
+
+
+def _hook(sync: Callable[[], Hooked | None], slot: Slot, parameter: Tensor) -> None:
+    """Tell an engine of a gradient.
+
+    Python's garbage collector does not see what tensors' hooks hold. So the model holds its engine (see
+    `Wrapping`), and its parameters only know of it: when the model goes, the engine and its process group go.
+    """
+    running = sync()
+    if running is None:
+        raise StenogradError("the attached model is gone: keep it as long as its parameters are trained")
+    running._on_gradient(slot, parameter)
+
+
+class Hooked(Uneven):
+    """What hooks on a model's parameters do; `GradientSync` says what for.
+
+    A pass begins with the first gradient, and ends when autograd has made the last; buckets leave in between,
+    as they fill, in their order. autograd runs one thread for each device, so a lock guards all of it.
+    """
+
+    _enabled: bool
+    _exchange: TensorExchange
+    _filler: Filler
+    _finite: bool
+    _order: int
+    _passes: Passes
+    _slots: dict[int, Slot]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.RLock()
+        self._exchanging = False
+
+    @abstractmethod
+    def _end_pass(self) -> None:
+        """Do what is left when autograd has made all gradients of a pass with an exchange."""
+
+    def _leave_uncompiled(self) -> None:
+        """Keep Dynamo, which traces what runs while a compiled training step does, out of the hooks."""
+        for hook in (_hook, type(self)._on_gradient, Hooked._on_gradient, Hooked._take):
+            torch._dynamo.decorators.skip(hook)  # a wrapper would cost a microsecond for each gradient
+        self._begin_pass = torch.compiler.disable(self._begin_pass)  # type: ignore[method-assign]
+        self._ready = torch.compiler.disable(self._ready)  # type: ignore[method-assign]
+
+    def _hook(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Hook parameters that have a slot."""
+        mine = weakref.ref(self)
+        for p in parameters:
+            slot = self._slots[id(p)]
+            slot.handle = self._owner(p).register_post_accumulate_grad_hook(partial(_hook, mine, slot))
+        self._pass_id = self._seen = -1
+        self._fresh = True  # nobody looked yet if the model was wrapped after this
+
+    def _owner(self, parameter: nn.Parameter) -> Tensor:
+        """Return what autograd makes the gradient of."""
+        return parameter
+
+    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
+        with self._lock:
+            task = _graph_task()
+            if self._seen != task:
+                self._begin_pass(task)
+            slot.used = True
+            if not self._exchanging:
+                return
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if len(hooks) > 1 and next(reversed(hooks)) != slot.handle.id:
+                # The user's hooks, registered later, may still change the gradient. They run before the next
+                # gradient's; from the next pass on ours is the last.
+                hooks[slot.handle.id] = hooks.pop(slot.handle.id)  # C++ does not see what move_to_end does
+                self._late.append((slot, parameter))
+                return
+            while self._late:
+                self._take(*self._late.pop())
+            self._take(slot, parameter)
+
+    def _take(self, slot: Slot, parameter: Tensor) -> None:
+        """Note that a gradient is complete."""
+        number = self._passes.count
+        if slot.at == number:
+            return
+        slot.at = number
+        if self._driver.tracer is not None:
+            self._driver.tracer.ready(slot.bucket, parameter)
+        if slot.bucket >= 0:
+            hold = self._filler.holds[slot.bucket]
+            hold.missing -= 1
+            if not hold.together or not hold.missing:
+                self._ready(slot.bucket, parameter)
+
+    def _ready(self, index: int, parameter: Tensor) -> None:
+        """Fill in a gradient, and send the buckets that are full."""
+        self._filler.fill(index, parameter)
+        holds = self._filler.holds
+        while self._next < len(holds) and not holds[self._next].missing:
+            self._submit_next()
+
+    def _begin_pass(self, task: int) -> None:
+        refuse_nested()
+        self._finite = True  # what the last exchange was says nothing of gradients that this pass makes
+        if self._enabled:
+            self._check_pass()
+            self._notify_join()
+            at_end(task, self._order, self._end_pass)
+            self._pass_id = task
+            self._next = 0
+            self._late: list[tuple[Slot, Tensor]] = []
+            self._filler.begin()
+        self._exchanging, self._seen = self._enabled, task
+        self._passes.begun()
+
+    def _check_pass(self) -> None:
+        """Refuse to begin an exchange that cannot end well."""
+        if self._fresh:
+            refuse_taken(self._model, [])
+            self._fresh = False
+        self._driver.check_groupless()
+        if self._pass_id == -1:
+            return
+        if self._driver.world_size > 1:
+            raise StenogradError(
+                "the last backward pass did not finish (an error in it), so the ranks may be out of step: "
+                "restart from a checkpoint"
+            )
+        self._exchange.abandon()  # an interrupted pass of one rank harms nobody else
+
+    def _submit_next(self) -> None:
+        self._filler.complete(self._next, self._passes.count)
+        if self._driver.tracer is not None:
+            self._driver.tracer.full(self._next)
+        self._exchange.submit(self._next)
+        self._next += 1
 
 
 _NAMED = 3  # parameters that a warning lists

@@ -1,8 +1,9 @@
-"""Pseudo-gradients averaged over ranks, and the outer optimizer's step that applies them."""
+"""What one exchange of a round carries, and what its average does to the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,206 @@ from torch import Tensor
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.data.finite import are_finite
-from stenograd.errors import NonFiniteError
+from stenograd.errors import CheckpointError, NonFiniteError
 from stenograd.schedules.diloco import DiLoCo
-from stenograd.sync.averaging import average
-from stenograd.sync.flat_exchange import IN_ORDER, FlatExchange
-from stenograd.sync.round_parts import Part
+from stenograd.sync.averaging import IN_ORDER, FlatExchange, ParameterAverager, average
+from stenograd.sync.gossip import Gossip
+from stenograd.sync.handshake import broadcast_tensors
 
-__all__ = ["OuterPart"]
+__all__ = [
+    "LocalPart",
+    "OuterPart",
+    "PairPart",
+    "Part",
+    "check_shapes",
+    "joined",
+    "of_part",
+]
+
+
+class Part(ABC):
+    """Some parameters that are exchanged together, again and again.
+
+    Attributes:
+        lost_own: whether this rank's parameters were not finite in a round that the others could hold, or
+            would not have been after it.
+        passes: number of this rank's backward passes, for the ranks to compare when they exchange.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], driver: AnyDriver) -> None:
+        self.parameters, self.driver = dict(parameters), driver
+        self.lost_own = False
+        self.passes = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters."""
+        return list(self.parameters)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something was sent that is to be merged later."""
+        return False
+
+    def is_finite(self) -> bool:
+        """Return whether this rank's parameters are."""
+        return are_finite(self.parameters.values())
+
+    @abstractmethod
+    def anchor(self) -> None:
+        """Start from the present parameters, which are equal on all ranks."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Send what this rank has; returns at once."""
+
+    @abstractmethod
+    def merge(self) -> bool:
+        """Wait for what was sent and apply it; False if some rank's was not finite, and nothing changed."""
+
+    @abstractmethod
+    def arrive(self) -> bool:
+        """Wait for what was sent and keep it for `merge`, which then needs no message.
+
+        Returns:
+            Whether all ranks' parameters were finite.
+        """
+
+    @abstractmethod
+    def move(self, driver: AnyDriver, *, undo: bool) -> None:
+        """Exchange through another driver from now on.
+
+        Args:
+            driver: the way to the ranks that are left.
+            undo: whether to forget what was sent, which `send` can then send again.
+        """
+
+    @abstractmethod
+    def take_common(self) -> bool:
+        """Put what the ranks have in common in place, if that needs no message; else say False."""
+
+    @abstractmethod
+    def restart(self, bad: set[int]) -> Callable[[], object]:
+        """Bring finite parameters for the bad ranks, and return what gives them these; called on all ranks.
+
+        Until that is called nothing changes.
+        """
+
+    @abstractmethod
+    def settle(self, own: Mapping[str, Tensor] | None, ranks: int) -> bool:
+        """End a round by the mean of the parameters of the ranks that saved, after their number has changed.
+
+        Args:
+            own: the mean, by name; None if all had the same when they saved.
+            ranks: their number.
+
+        Returns:
+            Whether there was a round to end.
+        """
+
+    @abstractmethod
+    def exchanged(self) -> list[str]:
+        """Return the names under which a compressor's state is kept."""
+
+    @abstractmethod
+    def state_dict(self, *, own: bool) -> dict[str, Any]:
+        """Return the exchange's state, and tensors by what they are and the parameter's name.
+
+        Args:
+            own: whether this rank's parameters are among them, so that others can end the round under way.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop what sends."""
+
+
+class LocalPart(Part):
+    """Parameters that become their mean: exactly, or by compressed differences."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], driver: AnyDriver, how: Method, chunk: int) -> None:
+        super().__init__(parameters, driver)
+        self._exact = how.lossless
+        self._make = partial(ParameterAverager, parameters, how=how, chunk=chunk)
+        self._averager = self._make(driver=driver)
+        self._values: list[Tensor] | None = None
+        self._arrived = False
+        self.anchor()
+
+    def anchor(self) -> None:
+        """Count differences from here."""
+        self._averager.anchor()
+
+    def send(self) -> None:
+        """Send differences; exact means are sent and taken in one go."""
+        if not self._exact:
+            self._averager.pack()
+            self._averager.send(self.passes)
+
+    def arrive(self) -> bool:
+        """Wait for the exact mean."""
+        self._values, self._arrived = self._averager.exact(in_order=True, passes=self.passes), True
+        return self._values is not None
+
+    def move(self, driver: AnyDriver, *, undo: bool) -> None:
+        """Exact means leave no state behind."""
+        self._averager.close()
+        self.driver, self._averager = driver, self._make(driver=driver)
+        self._arrived = self._arrived and not undo
+
+    def merge(self) -> bool:
+        """Take the mean."""
+        if not self._exact:
+            sound = self._averager.merge(1.0)
+            self.lost_own = sound and self._averager.stayed
+            return sound
+        if not self._arrived:
+            self.arrive()
+        values, self._values, self._arrived = self._values, None, False
+        return self._averager.take(values)
+
+    def take_common(self) -> bool:
+        """There is nothing in common between rounds."""
+        return False
+
+    def restart(self, bad: set[int]) -> Callable[[], object]:
+        """Bring the parameters of the first rank whose are finite."""
+        good = min(set(range(self.driver.world_size)) - bad)
+        tensors = [p.detach().clone() for p in self.parameters.values()]
+        broadcast_tensors(self.driver, tensors, good)
+        return partial(self._take, tensors) if self.driver.rank in bad else bool
+
+    @torch.no_grad()
+    def _take(self, tensors: list[Tensor]) -> None:
+        for p, value in zip(self.parameters.values(), tensors, strict=True):
+            p.copy_(value)
+
+    def settle(self, own: Mapping[str, Tensor] | None, ranks: int) -> bool:
+        """Take the mean, and count differences from it."""
+        for name, value in (own or {}).items():
+            self.parameters[name].copy_(value)
+        self.anchor()
+        return own is not None
+
+    def exchanged(self) -> list[str]:
+        """Return the names of what travels."""
+        return self._averager.exchanged()
+
+    def state_dict(self, *, own: bool) -> dict[str, Any]:
+        """Return the exchange's state, this rank's parameters, and what was sent so far."""
+        return self._averager.by_name(own=own)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`."""
+        self._averager.load_by_name(state)
+
+    def close(self) -> None:
+        """Stop the threads that send."""
+        self._averager.close()
 
 
 class OuterPart(Part):
@@ -281,3 +475,126 @@ class OuterPart(Part):
             velocity.mul_(momentum).add_(mean)
             direction = mean.add_(velocity, alpha=momentum) if self._schedule.nesterov else velocity
         outer.add_(direction, alpha=-self._schedule.outer_lr)
+
+
+class PairPart(OuterPart):
+    """Some parameters, and an outer optimizer of each rank's own that is fed what its pair has found.
+
+    The pair's mean pseudo-gradient and the distance of phi_i from the pair's mean phi add up to
+
+        mean(phi - theta) + phi_i - mean(phi) = phi_i - mean(theta)
+
+    so theta is all that a pair has to exchange, once in each direction.
+
+    A rank whose parameters are not finite gives its partner nothing, and takes what the partner has; see
+    `mixing`. Without a partner it goes back to its outer parameters.
+
+    Args:
+        parameters: by name, alike on all ranks; equal on all ranks now.
+        driver: the way to the other ranks.
+        pairs: what mixes with a partner; fragments share it.
+        schedule: the values of the outer step.
+        chunk: see `OuterPart`.
+        beside: returns tensors that are averaged in the pair together with the parameters (buffers).
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        driver: AnyDriver,
+        pairs: Gossip,
+        schedule: DiLoCo,
+        chunk: int,
+        beside: Callable[[], list[Tensor]],
+    ) -> None:
+        super().__init__(parameters, driver, IN_ORDER, schedule, chunk)
+        self._pairs, self._beside = pairs, beside
+
+    def send(self) -> None:
+        """Send nothing yet: a pair exchanges what it has in `merge`."""
+
+    @torch.no_grad()
+    def merge(self) -> bool:
+        """Exchange parameters with the partner, and make the outer step.
+
+        Returns:
+            True: what one rank brings can spoil nobody else's round.
+
+        Raises:
+            PeerLost: the partner did not answer in time, and lost=raise or nobody knows which.
+        """
+        values = self._flat.values()
+        self.lost_own = not are_finite(values)
+        self._pairs.mix(values, carried=self._beside(), passes=self.passes)
+        self.driver = self._pairs.driver  # another one, if ranks were lost
+        found = [outer - mean for outer, mean in zip(self._outer, values, strict=True)]
+        if not (are_finite(values) and self._step(found)):
+            self.lost_own = True
+            self.take_outer()
+        return True
+
+    def state_dict(self, *, own: bool) -> dict[str, Any]:
+        """Return what decides the next rounds; the number of mixings draws the next pairs."""
+        state = super().state_dict(own=own)
+        return {**state, "exchange": {**state["exchange"], "step": self._pairs.step}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`; see `OuterPart.load_state_dict`."""
+        super().load_state_dict(state)
+        self._pairs.load_state_dict({"step": int(state["exchange"]["step"])})
+
+
+_IN_ROUNDS = " in rounds"  # behind a parameter's name: what rounds keep of it, not its compressor
+_Table = Mapping[str, Mapping[str, Tensor]]
+
+
+def joined(parts: Sequence[Part], *, own: bool) -> dict[str, Any]:
+    """Return the counters of the parts' exchanges, and all tensors by name and by what they are.
+
+    Args:
+        parts: each with parameters of its own.
+        own: whether this rank's parameters are among the tensors.
+    """
+    parameters: dict[str, dict[str, Tensor]] = {}
+    exchanges = []
+    for part in parts:
+        state = part.state_dict(own=own)
+        exchanges.append({key: state["exchange"][key] for key in ("step", "skipped")})
+        parameters |= {name: dict(tensors) for name, tensors in state["exchange"]["parameters"].items()}
+        for key, named in state["tensors"].items():
+            for name, tensor in named.items():
+                parameters.setdefault(name + _IN_ROUNDS, {})[key] = tensor
+    return {"exchanges": exchanges, "parameters": parameters}
+
+
+def of_part(part: Part, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one part out of `joined`, as it gave it."""
+    found: _Table = state["parameters"]
+    codec = {name: found[name] for name in part.exchanged() if name in found}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name in part.names:
+        for key, tensor in found.get(name + _IN_ROUNDS, {}).items():
+            tensors.setdefault(key, {})[name] = tensor
+    return {"exchange": {**state["exchanges"][number], "parameters": codec}, "tensors": tensors}
+
+
+def check_shapes(parts: Sequence[Part], state: Mapping[str, Any]) -> None:
+    """Refuse the state of another model.
+
+    Raises:
+        CheckpointError: names the first difference.
+    """
+    mine = {name: p.shape for part in parts for name, p in part.parameters.items()}
+    saved: _Table = state["parameters"]
+    found = {n.removesuffix(_IN_ROUNDS): ts for n, ts in saved.items() if n.endswith(_IN_ROUNDS)}
+    for name in sorted(found.keys() ^ mine.keys()) if found else ():
+        raise CheckpointError(
+            f"checkpoint and model differ in parameter {name!r}: load it into the same model"
+        )
+    for name, tensors in found.items():
+        for key, tensor in tensors.items():
+            if tensor.shape != mine[name]:
+                raise CheckpointError(
+                    f"the checkpoint's {key} of {name} must have shape {tuple(mine[name])}, got "
+                    f"{tuple(tensor.shape)}: load it into the same model"
+                )

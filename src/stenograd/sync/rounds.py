@@ -20,16 +20,20 @@ from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.attached import as_in_training
-from stenograd.sync.averaging import average, average_carried
+from stenograd.sync.averaging import average, average_carried, average_states, floating_buffers, forget_states
 from stenograd.sync.clock import RoundSync
-from stenograd.sync.fragments import fragments_of
 from stenograd.sync.gossip import Gossip
-from stenograd.sync.optimizer_states import average_states, forget_states
-from stenograd.sync.outer import OuterPart
-from stenograd.sync.pair_averaging import PairPart
-from stenograd.sync.round_parts import LocalPart, Part, floating_buffers
-from stenograd.sync.round_state import check_shapes, joined, of_part
+from stenograd.sync.outer import (
+    LocalPart,
+    OuterPart,
+    PairPart,
+    Part,
+    check_shapes,
+    joined,
+    of_part,
+)
 from stenograd.sync.survivors import Survivors
+from stenograd.sync.two_levels import fragments_of
 from stenograd.topology.pairs import RandomPairs
 
 __all__ = ["ParameterSync"]

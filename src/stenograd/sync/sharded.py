@@ -20,8 +20,7 @@ from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
 from stenograd.sync.filling import Slot
 from stenograd.sync.gradients import GradientSync
-from stenograd.sync.handshake import as_optimizers, named, synced_parameters, unwrapped
-from stenograd.sync.members import Members
+from stenograd.sync.handshake import Members, as_optimizers, named, synced_parameters, unwrapped
 from stenograd.sync.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["ShardedSync", "is_sharded"]

@@ -1,40 +1,370 @@
-"""Watches backward passes and optimizer steps: raises or warns before the ranks can drift apart."""
+"""Watches optimizer steps, and the backward passes before them, before the ranks can drift apart."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import json
+import math
 import sys
 import threading
 import warnings
+import weakref
+import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stenograd.comm.drivers import AnyDriver
 from stenograd.data.finite import is_finite
 from stenograd.devices import refuse_capture
-from stenograd.errors import StenogradError
+from stenograd.errors import MismatchError, StenogradError
 from stenograd.sync.filling import Slot, is_own
-from stenograd.sync.step_settings import BITS, StepSettings, refuse, tell, unequal
 
 __all__ = [
+    "BITS",
+    "Act",
+    "Changed",
     "Passes",
+    "StepSettings",
+    "Watch",
+    "Watcher",
+    "after_closure",
     "at_end",
     "drop",
+    "hashed",
     "next_order",
     "pass_flags",
+    "refuse",
     "refuse_nested",
     "refuse_other_passes",
     "refuse_step",
+    "tell",
+    "unequal",
     "warn_of_skip",
     "warn_unexchanged",
+    "watch_every_step",
+    "watch_others",
 ]
+
+# What a pre-hook returns to change a step's arguments.
+Changed: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]] | None
+
+
+class Act(Protocol):
+    """What looks at a step's gradients once they are there."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False) -> None:
+        """Look at the gradients of an optimizer's parameters, before the step applies them.
+
+        Args:
+            optimizer: whose step it is.
+            zeros: whether bad gradients must become zeros, not None: the step computes with them already.
+            again: whether the step has made gradients a second time.
+        """
+
+
+def after_closure(
+    act: Act, exchanges: Callable[[], int], mean: Callable[[float], float] | None = None
+) -> Callable[..., Changed]:
+    """Return a pre-hook of an optimizer's steps that acts once the step's gradients are there.
+
+    torch's optimizers begin with their closure, so what looks at gradients (skipping a step after a bad
+    exchange, mixing by gossip) waits for its first evaluation. Others, such as SAM, first move by the
+    gradients of a backward pass before the step, and evaluate the closure where that leads to: then it looks
+    at both. The closure itself is evaluated when the optimizer asks for it, and as often.
+
+    Args:
+        act: what to do.
+        exchanges: returns how many exchanges have been made. Where one was made outside of closures since an
+            optimizer stepped last, its gradients are there.
+        mean: averages a number over the ranks; None leaves losses as they are. LBFGS gets means, because it
+            decides by the loss how often it evaluates the closure, with or without a line search.
+
+    Example:
+        >>> said = []
+        >>> before = after_closure(lambda optimizer, **_: said.append("looked"), lambda: 0)
+        >>> sgd = torch.optim.SGD([torch.zeros(1)])
+        >>> _, changed = before(sgd, (sgd,), {"closure": lambda: said.append("evaluated") or 1.5})
+        >>> said, changed["closure"](), said
+        (['evaluated', 'looked'], 1.5, ['evaluated', 'looked'])
+    """
+    first, inside = exchanges(), 0  # exchanges in all, and those that closures made
+    seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # outside, at the last step
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
+        closure, outside = _closure(args, given), exchanges() - inside
+        has_gradients, seen[optimizer] = outside != seen.get(optimizer, first), outside
+        if closure is None:
+            act(optimizer)
+            return None
+        zeros = has_gradients and not type(optimizer).__module__.startswith("torch.optim")
+        if has_gradients:
+            act(optimizer, zeros=zeros)
+        evaluations = 0
+
+        def watched() -> Any:
+            nonlocal inside, evaluations
+            before = exchanges()
+            result = closure()
+            inside, evaluations = inside + exchanges() - before, evaluations + 1
+            if evaluations == 1:
+                act(optimizer, zeros=zeros, again=has_gradients)
+            if mean is not None and isinstance(optimizer, torch.optim.LBFGS) and result is not None:
+                loss = mean(float(result))
+                return torch.full_like(result, loss) if isinstance(result, torch.Tensor) else loss
+            return result
+
+        if "closure" in given:
+            return tuple(args), {**given, "closure": watched}
+        return (args[0], watched, *args[2:]), dict(given)
+
+    return before
+
+
+def _closure(args: Sequence[Any], given: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure among a step's arguments, the optimizer first; its own may take something else."""
+    closure = given["closure"] if "closure" in given else args[1] if len(args) > 1 else None
+    return closure if callable(closure) else None
+
+
+Watcher: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], Changed]
+
+# Replaced, never changed: another thread, or the end of an object's life in the middle of a step, must not
+# change what somebody iterates over. torch's own dictionary of hooks gets one of ours, and keeps it.
+_watchers: dict[int, Watcher] = {}
+_numbers = itertools.count()
+_watchers_lock = threading.RLock()
+_hooked = False
+
+
+class Watch:
+    """Looks at every step until it is removed.
+
+    Args:
+        number: of the watcher.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def remove(self) -> None:
+        """End it; may be called twice."""
+        global _watchers
+        with _watchers_lock:
+            _watchers = {n: w for n, w in _watchers.items() if n != self._number}
+
+
+def watch_every_step(watcher: Watcher) -> Watch:
+    """Call something before every step of every optimizer, with the arguments that torch's hooks get.
+
+    Args:
+        watcher: returns None, or changed arguments.
+    """
+    global _watchers, _hooked
+    number = next(_numbers)
+    with _watchers_lock:
+        _watchers = {**_watchers, number: watcher}
+        if not _hooked:
+            register_optimizer_step_pre_hook(torch.compiler.disable(_before))
+            _hooked = True
+    return Watch(number)
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
+    changed: Changed = None
+    for watcher in _watchers.values():
+        new = watcher(optimizer, args, given)
+        if new is not None:
+            changed = args, given = new
+    return changed
+
+
+BITS = 4  # of the settings' hash that each exchange tells; other ones each time, so 8 exchanges tell all
+_TURNS = 32 // BITS
+_GROUPS = 8  # whose learning rates are looked at, for each optimizer: a group a layer may mean thousands
+_DEEPEST = 30  # frames from a step's pre-hook up to `GradScaler.step`, with the hooks and wrappers between
+
+
+class StepSettings:
+    """The loss's scale and the learning rates of this rank.
+
+    Gradients are averaged as they are, in units of the loss's scale, and each rank divides by its own. So
+    with two scales the ranks take other steps. A `GradScaler` is known once it has stepped an optimizer.
+
+    Args:
+        optimizers: whose learning rates to look at.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> settings = StepSettings([torch.optim.SGD(layer.parameters(), lr=0.5)])
+        >>> settings.look()
+        >>> settings.read()
+        {'loss scale': 1.0, 'learning rates': [0.5]}
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        self._optimizers = list(optimizers)
+        self._scalers: list[weakref.ref[GradScaler]] = []
+        self._looked = False
+        self._hashed: tuple[dict[str, Any], list[list[bool]]] = {}, []
+
+    def look(self) -> None:
+        """Find the GradScaler that steps, if one does; called in the step's pre-hook.
+
+        Optimizers are not told of it, and neither is the backward pass, so its frame is looked for.
+        """
+        self._looked = True
+        frame: Any = sys._getframe(1)
+        for _ in range(_DEEPEST):
+            if frame is None:
+                return
+            if frame.f_code is GradScaler.step.__code__:
+                self.add(frame.f_locals["self"])
+                return
+            frame = frame.f_back
+
+    def add(self, scaler: GradScaler) -> None:
+        """Take a scaler that steps one of the optimizers."""
+        if all(known() is not scaler for known in self._scalers):
+            self._scalers.append(weakref.ref(scaler))
+
+    def read(self) -> dict[str, Any]:
+        """Return the scale (of several scalers the product) and the learning rates, by what they are."""
+        groups = (group for o in self._optimizers for group in o.param_groups[:_GROUPS])
+        rates = [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
+        if not self._looked:
+            return {}
+        return {
+            "loss scale": math.prod((scaler.get_scale() for scaler in self._known()), start=1.0),
+            "learning rates": rates,
+        }
+
+    def flags(self, number: int) -> list[bool]:
+        """Return flags that tell them in the exchange of this number; none are set before the first step.
+
+        A rank that has not stepped, for want of inputs, does not know its scaler yet.
+        """
+        if not self._looked:
+            return [False] * (2 * BITS)
+        settings = self.read()
+        if settings != self._hashed[0]:  # they rarely change, and hashing takes longer than comparing
+            self._hashed = settings, [tell(hashed(settings, at), BITS) for at in range(_TURNS)]
+        return self._hashed[1][number % _TURNS]
+
+    def share(self, driver: AnyDriver, source: int) -> None:
+        """Take one rank's settings: parameter groups without parameters, schedulers, and scalers."""
+        mine = json.dumps(self._all()).encode() if driver.rank == source else b"null"
+        told = json.loads(driver.gather_bytes(mine)[source])
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        for group, theirs in zip(groups, told["groups"], strict=True):
+            _take(group, theirs)
+        schedulers = self._schedulers()
+        if [type(scheduler).__name__ for scheduler in schedulers] == told["kinds"]:
+            for scheduler, theirs in zip(schedulers, told["schedulers"], strict=True):
+                _take(vars(scheduler), theirs)
+        for scaler, theirs in zip(self._known(), told["scalers"], strict=False):
+            scaler.load_state_dict(theirs)
+
+    def _all(self) -> dict[str, Any]:
+        schedulers = self._schedulers()
+        return {
+            "groups": [_plain(group) for o in self._optimizers for group in o.param_groups],
+            "kinds": [type(scheduler).__name__ for scheduler in schedulers],
+            "schedulers": [_plain(vars(scheduler)) for scheduler in schedulers],
+            "scalers": [scaler.state_dict() for scaler in self._known()],
+        }
+
+    def _known(self) -> list[GradScaler]:
+        found = (known() for known in self._scalers)
+        return [scaler for scaler in found if scaler is not None and scaler.is_enabled()]
+
+    def _schedulers(self) -> list[LRScheduler]:
+        """Return the optimizers' schedulers in the order in which they were made; no optimizer knows its own.
+
+        Looking through all objects takes some 0.1 s, once where inputs were uneven.
+        """
+        ids = {id(optimizer) for optimizer in self._optimizers}
+        found = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
+        return [scheduler for scheduler in found if id(getattr(scheduler, "optimizer", None)) in ids]
+
+
+def hashed(settings: Mapping[str, Any], number: int) -> int:
+    """Return 4 bits of a hash of settings, other ones for each exchange number."""
+    return zlib.crc32(repr(settings).encode()) >> BITS * (number % _TURNS) & (1 << BITS) - 1
+
+
+def tell(number: int, bits: int) -> list[bool]:
+    """Return flags for an exchange that tell a number: each bit as itself and as its opposite.
+
+    Example:
+        >>> tell(2, bits=2)
+        [False, True, True, False]
+    """
+    ones = [bool(number >> bit & 1) for bit in range(bits)]
+    return [*ones, *(not one for one in ones)]
+
+
+def unequal(any_flags: Sequence[bool]) -> list[bool]:
+    """Return in which bits the numbers differ that ranks have told, from which flags any of them has set."""
+    half = len(any_flags) // 2
+    return [one and other for one, other in zip(any_flags[:half], any_flags[half:], strict=True)]
+
+
+def refuse(driver: AnyDriver, settings: Mapping[str, Any]) -> None:
+    """Say how the ranks' settings differ; all ranks call it, because bits of some differ.
+
+    Raises:
+        MismatchError: naming the first that differs, unless all are equal.
+    """
+    mine = json.dumps(settings).encode()
+    told = [json.loads(text) for text in driver.gather_bytes(mine)]
+    known = [rank for rank, theirs in enumerate(told) if theirs]
+    for rank in known:
+        for what, value in told[rank].items():
+            if (first := told[known[0]][what]) != value:
+                raise MismatchError(
+                    f"ranks differ in their {what}: rank {known[0]} has {first}, rank {rank} has {value}, so "
+                    "equal gradients would make unequal steps: load and step scalers and schedulers alike on "
+                    "all ranks (by an averaged loss, not this rank's), and go back to a checkpoint"
+                )
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those settings that are numbers, or a few, tensors of one element included."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[key] = value.item()
+        elif key != "params" and all(isinstance(v, (bool, int, float)) for v in _row(value)):
+            found[key] = value
+    return found
+
+
+def _take(settings: Any, theirs: Mapping[str, Any]) -> None:
+    """Overwrite settings by another rank's, tensors in place: compiled steps hold them."""
+    for key, value in theirs.items():
+        mine = settings.get(key)
+        if isinstance(mine, Tensor):
+            mine.fill_(value)
+        elif isinstance(value, list):
+            settings[key] = tuple(value) if isinstance(mine, tuple) else value
+        else:
+            settings[key] = value
+
+
+def _row(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else [value]
+
 
 _BITS = 4  # of a pass's number that the ranks compare
 
@@ -371,3 +701,87 @@ def _by_hand(parameter: Tensor, slots: Mapping[int, Slot]) -> bool:
     """Return whether neither a backward pass nor an exchange left the gradient that a parameter has."""
     slot = slots.get(id(parameter))
     return slot is not None and not slot.used and not slot.left(parameter.grad)
+
+
+_NAMED = 3  # parameters that a warning lists
+
+
+class _Sync(Protocol):
+    """What is asked of a `distribute`d model."""
+
+    _model: nn.Module
+    _optimizers: Sequence[torch.optim.Optimizer]
+
+    def _averaged(self) -> set[int]:
+        """Return the ids of the parameters that are averaged."""
+
+    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
+        """Let a step change nothing if the last gradients were not finite."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def skipped(self) -> int: ...
+
+
+def watch_others(sync: _Sync) -> Watch:
+    """Look at the steps of all optimizers of this process, but for those that `sync` was given.
+
+    Where one steps parameters that are averaged, a step after a bad gradient is skipped, as it is with those
+    that were given. Where one steps parameters of the model that are not averaged, a warning says so, once.
+
+    Returns:
+        What ends it by `remove()`; it does not keep `sync` alive.
+    """
+    weak = weakref.ref(sync)
+    known: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = WeakKeyDictionary()
+    warned = False
+
+    def act(optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False) -> None:
+        nonlocal warned
+        sync = weak()
+        if sync is None:
+            return
+        sync._skip_bad(optimizer, zeros)
+        if not warned:
+            left_out = _left_out(sync, optimizer)
+            if left_out:
+                warned = _warn(left_out)
+
+    def exchanges() -> int:
+        sync = weak()
+        return 0 if sync is None else sync.step + sync.skipped
+
+    watch = after_closure(act, exchanges)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
+        sync = weak()
+        if sync is None or any(optimizer is o for o in sync._optimizers):
+            return None
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if known.get(optimizer, (0, False))[0] != count:  # a new one, or one that got parameters
+            ids = sync._averaged() | {id(p) for p in sync._model.parameters()}
+            holds = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+            known[optimizer] = count, holds
+        return watch(optimizer, args, given) if known[optimizer][1] else None
+
+    handle = watch_every_step(before)
+    weakref.finalize(sync, handle.remove).atexit = False
+    return handle
+
+
+def _left_out(sync: _Sync, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the model's parameters that this step changes and nobody averages."""
+    moved = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
+    moved -= sync._averaged()
+    return [n for n, p in sync._model.named_parameters() if id(p) in moved and p.requires_grad]
+
+
+def _warn(names: Sequence[str]) -> bool:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return warn_unexchanged(
+        f"this rank's own gradients of {', '.join(names[:_NAMED])}{more}, which no optimizer given to "
+        "distribute() holds",
+        "give it all optimizers, in a list; after close() a model can be attached anew",
+    )
