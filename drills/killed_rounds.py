@@ -31,7 +31,6 @@ from torch import Tensor, nn
 import stenograd
 from stenograd.data.requests import exchange
 from stenograd.errors import PeerLost
-from stenograd.sync.outer import OuterPart
 from stenograd.testing.pool import RankPool, RanksFailed
 
 _EVERY, _ROUNDS = 3, 3
@@ -231,8 +230,7 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
     """Note what this rank brings to each round, and let the victim die in its phase."""
     meet, part = sync._meet, sync._parts[0]
     if die is not None and one.phase in ("sent", "arrived"):
-        arrive = "_await_arrival" if isinstance(part, OuterPart) else "arrive"
-        name = {"sent": "send", "arrived": arrive}[one.phase]
+        name = {"sent": "send", "arrived": "arrive"}[one.phase]
         work = getattr(part, name)
 
         def then_die() -> Any:
@@ -258,7 +256,7 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
 
     def meeting(t: int) -> None:
         own = _flat(sync)
-        there = isinstance(part, OuterPart)
+        there = bool(part._outer)
         outer = (part._outer[0].clone(), part._momentum[0].clone()) if there else (own * 0, own * 0)
         told["brought"].append((*outer, own))
         last = die is not None and len(told["brought"]) > one.round

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import stenograd
 from stenograd.cli.table import show
 from stenograd.comm.driver import Driver
+from stenograd.heat.across import ParameterAverager
 from stenograd.mlbench.decentralized import DecentralizedSGD
-from stenograd.sync.averaging import ParameterAverager
 from stenograd.testing.methods import by_name, differences
 from stenograd.testing.pool import RankPool
 

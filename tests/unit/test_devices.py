@@ -34,7 +34,7 @@ from stenograd.sync import mixing
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.mixing import Estimates, codec_of
 from stenograd.sync.replica_guard import ReplicaGuard
-from stenograd.sync.tracing import clock_offsets
+from stenograd.tracing import clock_offsets
 
 PACKAGE = Path(stenograd.__file__).parent
 META = torch.device("meta")

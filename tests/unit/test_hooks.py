@@ -13,7 +13,7 @@ from torch import nn
 import stenograd
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression.contract import Site
-from stenograd.sync import gradients, steps
+from stenograd.sync import attached, gradients
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_backward_pass_that_fails_keeps_nothing_alive(alone, text):
     engine = weakref.ref(stenograd.distribute(model, optimizer, text))
     with pytest.raises(ValueError, match="no"):
         model[1](Fails.apply(model[0](torch.ones(1, 3)))).sum().backward()
-    assert not steps._ends
+    assert not attached._ends
     del model, optimizer
     gc.collect()
     assert engine() is None

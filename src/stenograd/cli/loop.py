@@ -25,7 +25,7 @@ from stenograd.data.requests import Op
 from stenograd.kernels.hash import hash_tensor
 from stenograd.sync.distribute import distribute
 from stenograd.sync.replica_guard import ReplicaGuard
-from stenograd.sync.tracing import Phases
+from stenograd.tracing import Phases
 
 __all__ = ["Trainer"]
 

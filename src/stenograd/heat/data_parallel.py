@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stenograd.arguments import typed
 from stenograd.catalog.method import MethodLike
 from stenograd.comm.groups import ranks_of
-from stenograd.comm.step_end import Outcome
+from stenograd.comm.tensor_exchange import Outcome
 from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, StenogradError
 from stenograd.heat.daso import DASO, check_comm

@@ -1,4 +1,4 @@
-"""Parameters, and what is made of them, averaged over ranks: at once, or while training goes on."""
+"""Parameters, and what is made or kept of them, averaged over ranks: at once, or while training goes on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.kernel_loading import load_kernels
-from stenograd.comm.step_end import Outcome
-from stenograd.comm.tensor_exchange import TensorExchange
+from stenograd.comm.tensor_exchange import Outcome, TensorExchange
 from stenograd.compression.contract import Site, Transport
 from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compression.small_all_reduce import mean_in_order
@@ -26,15 +26,15 @@ from stenograd.compressors.identity import Identity
 from stenograd.data.carried import averaged_buffers
 from stenograd.data.finite import are_finite
 from stenograd.data.flat_parameters import Stream, by_kind
-from stenograd.data.requests import mean
-from stenograd.errors import CheckpointError, MethodError, NonFiniteError, StenogradError
+from stenograd.data.requests import gather, mean
+from stenograd.errors import ConfigError, MethodError, NonFiniteError, StenogradError
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.steps import pass_flags, refuse_other_passes
 
 __all__ = [
     "IN_ORDER",
+    "Copies",
     "FlatExchange",
-    "ParameterAverager",
     "average",
     "average_buffers",
     "average_carried",
@@ -42,7 +42,7 @@ __all__ = [
     "difference_method",
     "floating_buffers",
     "forget_states",
-    "spread",
+    "not_finite",
     "take_states",
 ]
 
@@ -168,6 +168,12 @@ class FlatExchange:
             refuse_other_passes(outcome.any_flags, self._passes)
         return outcome if outcome.applied else None
 
+    def put(self, outcome: Outcome, values: Sequence[Tensor]) -> None:
+        """Copy the averages to flat tensors, one per stream, unless they lie there."""
+        for (at, part), average_ in zip(self.cuts, outcome.averages, strict=True):
+            if average_.data_ptr() != values[at][part].data_ptr():
+                values[at][part].copy_(average_)
+
     def by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return copies of flat tensors, one per stream, cut into the parameters' shapes."""
         return {
@@ -226,234 +232,6 @@ def difference_method(how: MethodLike) -> Method:
     return replace(chosen, compressor=inner)
 
 
-class ParameterAverager:
-    """Averages parameters over a group: `replace` exactly, `send` and `merge` while training goes on.
-
-    A message holds the difference from what this rank sent so far, `q = C(p - h)`, `h <- h + q`, and all
-    ranks keep the mean of what was sent, `H <- H + mean(q)`. So rounding and sparsity cost no update: what a
-    message loses goes with a later one, and updates far below a weight's own precision survive. The merge,
-    `p <- p + share (H + (p_sent - h) - p)`, then keeps the ranks' mean whatever the compressor; with a
-    lossless one it is `p <- p + share (mean(p_sent) - p)`, and p itself travels. Then h follows p, `h <- h +
-    share (H - h)`, which leaves the mean of all h at H: without it, what is sent seldom is merged often.
-
-    Parameters travel in float32, or float64 where they have it, in chunks.
-
-    Args:
-        parameters: by name, alike on all ranks.
-        driver: the way to the other ranks.
-        how: how differences are written; see `difference_method`.
-        weight: this rank's weight in the average; the ranks' weights have mean 1.
-        chunk: largest number of elements sent at once; a remainder goes first. Methods that are neither dense
-            nor a cast cut between parameters only.
-
-    Attributes:
-        stayed: whether the last `merge` left parameters of this rank where they were, because what it led to
-            is beyond what float16 holds. The difference goes on being sent.
-
-    Reference: Koloskova et al., "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
-    Communication", ICML 2019 (CHOCO, here with everyone as neighbour and with h moved).
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        driver: AnyDriver,
-        how: MethodLike,
-        *,
-        weight: float = 1.0,
-        chunk: int = 10_000_000,
-    ) -> None:
-        self.driver = driver.private()
-        self.method = difference_method(how)
-        self.weight = weight
-        self._parameters, self._chunk = parameters, chunk
-        self._lossless = self.method.compressor.lossless
-        self._flat = FlatExchange(
-            parameters, self.driver, self.method, chunk=chunk, want_errors=not self._lossless
-        )
-        self._exact: dict[bool, FlatExchange] = {}  # made when first used
-        self._packed: list[Tensor] = []
-        self._sent: list[Tensor] = []
-        self._mine: list[Tensor] = []
-        self._mean: list[Tensor] = []
-        self._arrived = False
-        self.stayed = False
-
-    @property
-    def chunks(self) -> list[slice]:
-        """What travels at once, in this order, as slices of all parameters in a row."""
-        return self._flat.chunks
-
-    @torch.no_grad()
-    def anchor(self) -> None:
-        """Count differences from the present parameters, which must be equal on all ranks."""
-        if not self._lossless:
-            self._mine = self._flat.values()
-            self._mean = [values.clone() for values in self._mine]
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Read the parameters that the next `send` shall send."""
-        if not self._packed:
-            self._packed = [stream.empty() for stream in self._flat.streams]
-        for stream, packed in zip(self._flat.streams, self._packed, strict=True):
-            stream.read(packed)
-
-    @torch.no_grad()
-    def send(self, passes: int | None = None) -> None:
-        """Send what `pack` read; returns at once. What was sent before must have been merged.
-
-        Args:
-            passes: see `FlatExchange.send`.
-        """
-        self._packed, self._sent = self._sent, self._packed
-
-        def fill(at: int, part: slice, out: Tensor) -> None:
-            if self._lossless:
-                out.copy_(self._sent[at][part])
-            else:
-                torch.sub(self._sent[at][part], self._mine[at][part], out=out)
-
-        self._flat.send(fill, self.weight, passes)
-
-    @torch.no_grad()
-    def merge(self, share: float) -> bool:
-        """Wait for what was sent, and move the parameters by `share` of their way to the average.
-
-        Returns:
-            Whether all ranks' parameters were finite; if not, nothing moved.
-        """
-        self._await_arrival()
-        arrived, self._arrived = self._arrived, False
-        if arrived:
-            self.stayed = False
-            for stream, target in zip(self._flat.streams, self._sent, strict=True):
-                if stream.holds(target):
-                    stream.approach(target, share)
-                else:
-                    self.stayed = True
-            for mine, mean_ in zip(self._mine, self._mean, strict=True):
-                mine.lerp_(mean_, share)
-        return arrived
-
-    def discard(self) -> None:
-        """Wait for what was sent, and forget it."""
-        self._await_arrival()
-        self._arrived = False
-
-    def replace(self, *, in_order: bool = False) -> bool:
-        """Make the parameters the exact average if it is finite, and tell whether it is; see `exact`."""
-        return self.take(self.exact(in_order=in_order))
-
-    @torch.no_grad()
-    def take(self, values: Sequence[Tensor] | None) -> bool:
-        """Overwrite the parameters by what `exact` returned, if that is not None, and tell whether it is."""
-        for stream, found in zip(self._flat.streams, values or (), strict=values is not None):
-            stream.write(found)
-        return values is not None
-
-    @torch.no_grad()
-    def exact(self, *, in_order: bool = False, passes: int | None = None) -> list[Tensor] | None:
-        """Return the parameters' exact average, as flat tensors; None if it is not finite.
-
-        Args:
-            in_order: whether to add up in rank order, so that the result is that of a loop in one process.
-            passes: see `FlatExchange.send`.
-        """
-        exact = self._exact.get(in_order)
-        if exact is None:
-            how = IN_ORDER if in_order else method("dense")
-            exact = FlatExchange(self._parameters, self.driver, how, chunk=self._chunk)
-            self._exact[in_order] = exact
-        values = exact.values()
-        exact.lend(values, self.weight, passes)
-        outcome = exact.receive()
-        if outcome is None:  # every rank keeps its own, for whoever wants to save what is left
-            return None
-        for (at, part), average_ in zip(exact.cuts, outcome.averages, strict=True):
-            if average_.data_ptr() != values[at][part].data_ptr():
-                values[at][part].copy_(average_)
-        return values
-
-    def exchanged(self) -> list[str]:
-        """Return the names under which a compressor's state is kept."""
-        return self._flat.names
-
-    def by_name(self, *, own: bool) -> dict[str, Any]:
-        """Return what decides the next exchange, by parameter name, for `load_by_name`; nothing is under way.
-
-        Args:
-            own: whether this rank's parameters are a part of it.
-        """
-        named = {"own": self._flat.values()} if own else {}
-        named |= {} if self._lossless else {"own sent": self._mine, "mean of sent": self._mean}
-        tensors = {key: self._flat.by_name(values) for key, values in named.items()}
-        return {"exchange": self._flat.exchange.state_dict(), "tensors": tensors}
-
-    def load_by_name(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `by_name` returned.
-
-        Raises:
-            CheckpointError: it is of another model.
-        """
-        self._flat.load(state["exchange"])
-        if not self._lossless:
-            found = state["tensors"]
-            self._mine = self._flat.flat(found["own sent"])
-            self._mean = self._flat.flat(found["mean of sent"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what decides the next exchange, an unmerged one included; waits for it."""
-        self._await_arrival()
-        return {
-            "exchange": self._flat.exchange.state_dict(),
-            "mine": [t.clone() for t in self._mine],
-            "mean": [t.clone() for t in self._mean],
-            "arrived": [t.clone() for t in self._sent] if self._arrived else [],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved `state_dict()`.
-
-        Raises:
-            CheckpointError: it is of another method, rank or model.
-        """
-        sizes = [sum(stream.numels) for stream in self._flat.streams]
-        for key in ("mine", "mean", "arrived"):
-            if state[key] and [t.numel() for t in state[key]] != sizes:
-                raise CheckpointError(f"the state's {key} is of another model: load it into the same model")
-        self._await_arrival()
-        self._flat.exchange.load_state_dict(state["exchange"])
-        self._mine, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
-        self._arrived = bool(state["arrived"])
-        if self._arrived:
-            self._sent = self._taken(state["arrived"])
-
-    def close(self) -> None:
-        """Stop the threads that send."""
-        for flat in (self._flat, *self._exact.values()):
-            flat.close()
-
-    def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [stream.empty().copy_(t) for t, stream in zip(tensors, self._flat.streams, strict=False)]
-
-    @torch.no_grad()
-    def _await_arrival(self) -> None:
-        """Wait for the exchange in flight and work out where it leads."""
-        outcome = self._flat.receive()
-        if outcome is None:
-            return
-        for index, (at, part) in enumerate(self._flat.cuts):
-            sent, mean_, lost = self._sent[at][part], outcome.averages[index], outcome.errors[index]
-            if self._lossless:
-                sent.copy_(mean_)
-                continue
-            lost = torch.zeros_like(sent) if lost is None else lost / self.weight
-            torch.sub(sent, lost, out=self._mine[at][part])
-            torch.add(self._mean[at][part].add_(mean_), lost, out=sent)
-        self._arrived = True
-
-
 def average(
     tensors: Sequence[Tensor], driver: AnyDriver, weight: float = 1.0, *, in_order: bool = False
 ) -> None:
@@ -463,7 +241,7 @@ def average(
         tensors: floating, alike on all ranks.
         driver: the way to the other ranks.
         weight: this rank's weight; the ranks' weights have mean 1.
-        in_order: whether to add up in rank order; see `ParameterAverager.replace`.
+        in_order: whether to add up in rank order; so that the result is that of a loop in one process.
 
     Raises:
         NonFiniteError: on every rank, if a mean is not finite; all tensors are kept then.
@@ -484,7 +262,7 @@ def average(
         rounds = [mean_in_order(x, driver.world_size) if in_order else mean(x) for x in mine]
         means = [driver.run(one) for one in rounds]
         if not are_finite(means):
-            raise _not_finite("tensors")
+            raise not_finite("tensors")
         for stream, values in zip(streams, means, strict=True):
             stream.write(values)
 
@@ -529,38 +307,8 @@ def average_buffers(model: nn.Module, driver: AnyDriver) -> None:
         buffer.copy_(mean_)
 
 
-@torch.no_grad()
-def spread(parameters: Mapping[str, Tensor], driver: AnyDriver, source: int, finite: bool) -> None:
-    """Give every rank of a node the parameters of one of them, if they are fit for it.
-
-    Args:
-        parameters: by name, alike on all ranks.
-        driver: the way to the ranks of the node.
-        source: the rank in the node whose parameters all take.
-        finite: there: whether an average was finite; elsewhere without meaning.
-
-    Raises:
-        NonFiniteError: on every rank, if it was not.
-    """
-    verdict = torch.full(
-        (1,), float(finite), dtype=torch.float32, device=next(iter(parameters.values())).device
-    )
-    driver.broadcast(verdict, source, counted=True)
-    if not verdict.item():
-        raise _not_finite("parameters")
-    if driver.world_size == 1:
-        return
-    for part in by_kind(parameters):
-        stream = Stream(part)
-        values = stream.empty()
-        if driver.rank == source:
-            stream.read(values)
-        driver.broadcast(values, source, counted=True)
-        if driver.rank != source:
-            stream.write(values)
-
-
-def _not_finite(what: str) -> NonFiniteError:
+def not_finite(what: str) -> NonFiniteError:
+    """Return the error of an average whose ranks, or whose result, have something that is not finite."""
     return NonFiniteError(
         f"{what} to average must be finite, got NaN or infinity on a rank: lower the learning rate, clip "
         "gradients or use a GradScaler, and go back to a checkpoint"
@@ -722,3 +470,183 @@ def _form(state: Mapping[str, Any]) -> dict[str, tuple[str, Any, str]]:
         else:
             form[key] = ("value", value, "")
     return form
+
+
+_SAMPLE = 256  # elements by which a tensor is told to be a copy
+_LARGEST = 4  # parameters that tell it of a key of the state; small ones may be all zeros
+_DEEPEST = 6  # containers within containers in which copies outside of the state are looked for
+
+
+class Copies:
+    """What optimizers other than torch's keep of their parameters besides these.
+
+    Master weights in float32, the slow weights of Lookahead, or z of schedule-free methods: such an optimizer
+    does not start from what an average has left in the parameters p, and so undoes it. Whatever lies near p,
+    in the optimizer's state or in its attributes, is therefore moved as p is: `c <- c + p_after - p_before`.
+    That keeps what the copy knows beyond p, such as the last bits of master weights.
+
+    Copies that cannot be found, as one flat tensor of all, show in the first step after a round, which goes
+    back by what the round moved: where `d` is that, and the step moves by `s` (the one before by `s0`), then
+    `s - s0` is near `-d`. Without copies it is the little by which two steps differ. Ranks whose rounds are
+    undone part more and more, so it shows sooner or later; rounds 1, 2, 4, 8, ... are looked at.
+
+    Args:
+        optimizers: as they were given, with what stands around torch's.
+
+    Example:
+        >>> class Master(torch.optim.Optimizer):
+        ...     def step(self, closure=None):
+        ...         for p in self.param_groups[0]["params"]:
+        ...             self.state[p].setdefault("wide", p.detach().double())
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = Master([w], {})
+        >>> optimizer.step()
+        >>> with Copies([optimizer]).follow([w]):
+        ...     _ = w.data.add_(0.5)
+        >>> optimizer.state[w]["wide"].tolist()
+        [1.5, 1.5]
+    """
+
+    def __init__(self, optimizers: Any) -> None:
+        several = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self._owners = [owner for given in several for owner in _foreign(given)]
+        self._keys: dict[tuple[int, str], bool] = {}
+        self._rounds, self._sampled = 0, list[Tensor]()
+        self._start: Tensor | None = None  # where a sample of the parameters was before this step
+        self._step: Tensor | None = None  # by what the last step moved it
+        self._round: Tensor | None = None  # by what a round has, and no step since
+        self._undone = False
+
+    @property
+    def count(self) -> int:
+        """Number of optimizers that may keep copies: those that are not torch's."""
+        return len(self._owners)
+
+    @contextmanager
+    def follow(self, parameters: Iterable[Tensor], *, state: bool = True) -> Iterator[None]:
+        """Move copies as what happens inside of a `with` block moves the parameters.
+
+        Args:
+            parameters: that may be moved.
+            state: whether copies in the optimizers' states are moved, too.
+        """
+        with torch.no_grad():
+            pairs = self._found(list(parameters), state) if self._owners else ()
+            found = list({copy.data_ptr(): (p, copy) for p, copy in pairs}.values())
+            before = {id(p): p.detach().clone() for p, _ in found}
+        yield
+        with torch.no_grad():
+            for p, copy in found:
+                moved = p.to(copy) - before[id(p)].to(copy)
+                copy.copy_(torch.where(moved.isfinite(), copy + moved, p.to(copy)))
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Take the parameters that rounds move."""
+        self._sampled = sorted(parameters, key=Tensor.numel)[-_LARGEST:]
+        self._start = self._step = self._round = None
+
+    @contextmanager
+    def round(self, driver: AnyDriver | None) -> Iterator[None]:
+        """Look, around a round, whether the optimizers undo rounds; all ranks call it for the same ones.
+
+        Args:
+            driver: the way to all ranks; None says nothing of what was found.
+
+        Raises:
+            ConfigError: on every rank, where one has found that a step undid a round.
+        """
+        if not self._owners:
+            yield
+            return
+        self._rounds += 1
+        looks = driver is not None and not self._rounds & (self._rounds - 1)
+        if driver is not None and looks:
+            self._refuse(driver)
+        before = self._sample() if looks else None
+        yield
+        self._round = None if before is None else self._sample() - before
+
+    def steps(self) -> None:
+        """Note from where a step starts, after the round that may come before it."""
+        self._start = self._sample() if self._owners else None
+
+    def stepped(self) -> None:
+        """Note where a step has led, and whether it went back by what the round before had moved."""
+        if self._start is None:
+            return
+        before, moved, self._round = self._step, self._round, None
+        self._step = self._sample() - self._start
+        if before is not None and moved is not None:
+            change = self._step - before
+            along, whole, length = change @ moved, moved @ moved, change @ change
+            self._undone |= bool((along**2 > 0.9 * whole * length) & ((along / whole + 1).abs() < 0.2))
+
+    def _sample(self) -> Tensor:
+        found = [p.detach().reshape(-1)[:_SAMPLE] for p in self._sampled]
+        return torch.cat([part.to(found[0].device, torch.float32) for part in found])
+
+    def _refuse(self, driver: AnyDriver) -> None:
+        told = driver.run(gather(torch.tensor([int(self._undone)], device="cpu")))
+        if any(bool(theirs) for (theirs,) in told):
+            kinds = ", ".join(dict.fromkeys(type(owner).__name__ for owner in self._owners))
+            raise ConfigError(
+                f"optimizer must start its steps from the parameters, got {kinds}, which goes on from copies "
+                "of its own and so undoes every round: use another one, or keep copies in its state, one of "
+                "the parameter's shape for each, which then follow the rounds"
+            )
+
+    def _found(self, parameters: list[Tensor], within_state: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters, each with a copy of it."""
+        largest = sorted(parameters, key=Tensor.numel)[-_LARGEST:]
+        shaped: dict[torch.Size, list[Tensor]] = {}
+        for p in parameters:
+            shaped.setdefault(p.shape, []).append(p)
+        for number, owner in enumerate(self._owners):
+            state: Mapping[Tensor, Any] = vars(owner).get("state", {}) if within_state else {}
+            for p in parameters:
+                for key, value in state.get(p, {}).items():
+                    if _fits(value, p) and self._is_copy((number, str(key)), state, largest):
+                        yield p, value
+            for t in _tensors(vars(owner), _DEEPEST, set()):
+                yield from [(p, t) for p in shaped.get(t.shape, ()) if _fits(t, p) and _near(t, p)][:1]
+
+    def _is_copy(self, key: tuple[int, str], state: Mapping[Tensor, Any], largest: list[Tensor]) -> bool:
+        """Return whether a key of an optimizer's state holds copies; found out once, while they are near."""
+        if key not in self._keys:
+            pairs = [(state[p].get(key[1]), p) for p in largest if p in state]
+            self._keys[key] = any(_fits(value, p) and _near(value, p) for value, p in pairs)
+        return self._keys[key]
+
+
+def _foreign(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and those inside of it, without torch's own, which keep no copies."""
+    for _ in range(_DEEPEST):
+        if optimizer is None or type(optimizer).__module__.startswith("torch.optim"):
+            return
+        if hasattr(optimizer, "__dict__"):
+            yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _tensors(within: Any, deepest: int, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in containers, but for an optimizer's state and its groups of parameters."""
+    if isinstance(within, Tensor):
+        yield within
+    elif deepest and id(within) not in seen and isinstance(within, (dict, list, tuple)):
+        seen.add(id(within))
+        for key, value in within.items() if isinstance(within, dict) else enumerate(within):
+            if key not in ("state", "param_groups"):
+                yield from _tensors(value, deepest - 1, seen)
+
+
+def _fits(value: Any, p: Tensor) -> bool:
+    plain = type(value) in (Tensor, nn.Parameter)  # quantized states say that they are floating, and are not
+    return plain and value.shape == p.shape and value.is_floating_point()
+
+
+def _near(t: Tensor, p: Tensor) -> bool:
+    """Return whether a tensor is a parameter's copy: moments are of another size than what they move."""
+    if t.data_ptr() == p.data_ptr():
+        return False
+    mine, own = (x.detach().reshape(-1)[:_SAMPLE].double().cpu() for x in (t, p))
+    return bool((mine - own).norm() <= own.norm() / 2) and bool(own.norm() > 0)

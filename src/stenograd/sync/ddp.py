@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,26 +18,16 @@ from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.data.buckets import Bucket
 from stenograd.devices import future_on, refuse_capture
 from stenograd.errors import StenogradError, TensorTypeError, first_line
-from stenograd.sync.attached import Attached, as_in_training
+from stenograd.sync.attached import Sync, at_end, next_order
 from stenograd.sync.handshake import Members, compare, named, refuse_second_momentum, unwrapped
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
-from stenograd.sync.steps import (
-    Changed,
-    Passes,
-    after_closure,
-    at_end,
-    drop_bad,
-    next_order,
-    warn_of_skip,
-    warn_unexchanged,
-    watch_every_step,
-)
-from stenograd.sync.tracing import MAX_EVENTS, Tracing
+from stenograd.sync.steps import Passes, warn_unexchanged, watch_others
+from stenograd.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["DDPHook", "register"]
 
 
-class DDPHook(Attached):
+class DDPHook(Sync):
     """State of the hook on one model; made by `stenograd.ddp.register`.
 
     DDP calls it with its buckets in index order, and once, after the first step, makes other buckets of the
@@ -59,8 +49,7 @@ class DDPHook(Attached):
         repair: bool = False,
         check_buffers: bool = False,
     ) -> None:
-        self.method = how
-        self._finite = True
+        self.method, self._optimizers = how, ()  # DDP does not know which optimizers hold its parameters
         self._group = ddp.process_group
         self._ddp = weakref.ref(ddp)  # which holds this hook where Python's garbage collector cannot look
         module: nn.Module = ddp.module
@@ -101,35 +90,15 @@ class DDPHook(Attached):
                     for p in module.parameters()
                     if p.requires_grad
                 ]
-            self._skips, self._passes = skip_bad_steps, Passes()
-            # Of the optimizers seen to step, the exchanges before; -1 where they hold nothing of this model.
+            self._passes = Passes(skip_bad_steps=skip_bad_steps)
+            # Of the optimizers seen to step, the exchanges before.
             self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
             again = "wrap the model in DistributedDataParallel anew, and register the hook"
             members = Members(module, trained, remedy=again, rehooks=False)
-            self._handles += [_watch_steps(self)]
+            self._handles += [watch_others(self, averages_losses=True)]
             self._handles += [ddp.register_forward_pre_hook(members)]
-            self._warned = self._warned_local = self._at_once = self._shadows = False
-
-    @property
-    def repaired(self) -> int:
-        """Number of checks that found the ranks' parameters unequal, and repaired them."""
-        return self._guard.repaired
-
-    @property
-    def step(self) -> int:
-        """Number of exchanges applied; equal on every rank."""
-        return self._exchange.step
-
-    @property
-    def skipped(self) -> int:
-        """Number of exchanges that left the compressor's state alone because a gradient was not finite."""
-        return self._exchange.skipped
-
-    @property
-    def finite(self) -> bool:
-        """Whether the last exchange was, alike on all ranks."""
-        return self._finite
+            self._warned = self._at_once = self._shadows = False
 
     @torch.no_grad()  # gradients with a graph (create_graph=True) are averaged without it, as DDP does
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -160,32 +129,12 @@ class DDPHook(Attached):
             self._end()
         return future
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
-        return self._exchange.state_dict()
-
-    @as_in_training
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved `state_dict()`.
-
-        Raises:
-            CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
-        """
-        self._exchange.load_state_dict(state)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: `ddp_model.no_sync()`."""
-        with self._model.no_sync():
-            yield
-
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
-        """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `stenograd.sync.tracing`.
+        """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `stenograd.tracing`.
 
         Steps are noted of the optimizers that have stepped before, since DDP does not know its optimizer.
         """
-        mine = [optimizer for optimizer, before in self._seen.items() if before >= 0]
-        return Tracing(path, [self._driver], self._model, mine, max_events=max_events)
+        return Tracing(path, [self._driver], self._model, list(self._seen), max_events=max_events)
 
     def join(self, **options: Any) -> AbstractContextManager[Any]:
         """Let ranks have different numbers of batches: `ddp_model.join(**options)`.
@@ -238,16 +187,12 @@ class DDPHook(Attached):
             "the model again, and register"
         )
 
-    def close(self) -> None:
-        """Stop the exchange; the model cannot be trained with this hook afterwards. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
+    def _detach(self) -> None:
+        """Stop the exchange; the model cannot be trained with this hook afterwards."""
         for handle in self._handles:
             handle.remove()
-        if hasattr(self, "_exchange"):  # else registering failed before it
+        if hasattr(self, "_exchange"):
             self._exchange.close()
-        self._driver.close()
 
     @property
     def _model(self) -> Any:  # type: ignore[override]
@@ -284,13 +229,8 @@ class DDPHook(Attached):
         caller of `backward()` gets the error itself.
         """
         if self._waiting:
-            if self._driver.world_size > 1:
-                raise StenogradError(
-                    "the last backward pass did not finish (an error in it), so the ranks may be out of "
-                    "step: restart from a checkpoint"
-                )
+            self._abandon()
             self._waiting = []
-            self._exchange.abandon()
         refuse_capture()
         self._members, self._sources, self._small, self._task = [], [], {}, task
         # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
@@ -321,74 +261,34 @@ class DDPHook(Attached):
         waiting, self._waiting = self._waiting, []
         for buffer, future in waiting:
             future.set_result(buffer)
-        # A rank that ran out of inputs keeps its parameters until DDP's join ends: no comparing then.
-        due = self._check_every and (self.step + self.skipped) % self._check_every == 0
-        if due and not self._passes.shadowed:
-            self._guard.check(self.step)
+        self._check_replicas()
 
-    def _moves(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer holds parameters of this model; looked up again after a bad exchange.
+    def _averaged(self) -> set[int]:
+        return set(self._names)
 
-        It may have got a group of them since, and then its step must not apply what is not finite.
-        """
-        known = self._seen.get(optimizer)
-        if known is None or (known == -1 and not self.finite):
-            held = (p for g in optimizer.param_groups for p in g["params"])
-            if any(id(p) in self._names for p in held):
-                self._seen.pop(optimizer, None)
-                return True
-            known = self._seen[optimizer] = -1
-        return known != -1
+    def _held(self) -> set[int]:
+        return set(self._names)
 
-    def _check_step(
-        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
-    ) -> None:
+    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
+        self._passes.skip_bad(optimizer, self._names, self.finite, zeros, self._model.module.parameters())
+
+    def _other_step(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""
         self._passes.settings.look()
         before, now = self._seen.get(optimizer), self.step + self.skipped
         self._seen[optimizer] = now
-        if before not in (None, now) and (self.finite or not self._skips):
+        if before not in (None, now) and (self.finite or not self._passes.skips):
             return  # the usual step, without a look at every parameter
         held = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._names]
         if held and before is None:
             refuse_second_momentum(self.method, [optimizer])
-        self._seen[optimizer] = now if held else -1
         held = [p for p in held if p.grad is not None]
-        if held and (before or 0) == now and not self._warned_local and self.world_size > 1:
+        if held and (before or 0) == now and not self._warned and self.world_size > 1:
             cause = "gradients that no exchange has averaged, as inside ddp_model.no_sync()"
             advice = f"end accumulation outside of it, or nothing travels by {self.method}"
-            self._warned_local = warn_unexchanged(cause, advice)
-        if held and self._skips and not self.finite:
-            drop_bad(optimizer, self._names, zeros, self._model.module.parameters())
-            self._warned = self._warned or warn_of_skip()
-
-
-def _watch_steps(hook: DDPHook) -> Any:
-    """Look at the steps of all optimizers, since DDP does not know which of them hold its parameters."""
-    weak = weakref.ref(hook)
-
-    def act(optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False) -> None:
-        known = weak()
-        if known is not None:
-            known._check_step(optimizer, zeros=zeros, again=again)
-
-    def exchanges() -> int:
-        known = weak()
-        return 0 if known is None else known.step + known.skipped
-
-    def mean(loss: float) -> float:
-        known = weak()
-        return loss if known is None else known._mean(loss)
-
-    watch = after_closure(act, exchanges, mean)
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
-        known = weak()
-        return watch(optimizer, args, given) if known is not None and known._moves(optimizer) else None
-
-    handle = watch_every_step(before)
-    weakref.finalize(hook, handle.remove).atexit = False
-    return handle
+            self._warned = warn_unexchanged(cause, advice)
+        if held:
+            self._skip_bad(optimizer, zeros)
 
 
 def register(

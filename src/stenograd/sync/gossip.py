@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, method
+from stenograd.comm.bucket_slots import check_state
 from stenograd.comm.driver import Driver, Pipeline
 from stenograd.comm.traffic import Label
 from stenograd.compression.contract import Site
@@ -29,7 +30,7 @@ from stenograd.errors import (
 )
 from stenograd.schedules.gossip import Gossip as Schedule
 from stenograd.sync.attached import as_in_training
-from stenograd.sync.averaging import average, average_carried, floating_buffers
+from stenograd.sync.averaging import average, average_carried
 from stenograd.sync.clock import RoundSync
 from stenograd.sync.handshake import compare
 from stenograd.sync.mixing import Estimates, Number, by_dtype, codec_of, mixing
@@ -411,9 +412,6 @@ class GossipSync(RoundSync):
     def _tensors(self) -> list[Tensor]:
         return [p.detach() for p in self._parameters.values()]
 
-    def _buffers(self) -> list[Tensor]:
-        return floating_buffers(self._model, self._schedule.buffers)
-
     def _is_due(self, t: int) -> bool:
         return t % self._schedule.every == 0
 
@@ -429,15 +427,11 @@ class GossipSync(RoundSync):
         self._driver = self._gossip.driver  # another one, if ranks were lost
         self.round += 1
 
-    def _hold_if_due(self) -> None:
-        self.after_load()
-        super()._hold_if_due()
-
-    def _before_step(
+    def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
         """Drop a bad gradient first, for a mixing may end with an error; then mix, if that is due now."""
-        super()._before_step(optimizer, zeros=zeros)
+        super()._check_step(optimizer, zeros=zeros)
         if self._before and not again:  # else the step may have moved the parameters for a while, as SAM does
             self._hold_if_due()
             self._copies.steps()
@@ -507,7 +501,7 @@ class GossipSync(RoundSync):
         neighbours = {group: {str(r): t for r, t in found.items()} for group, found in known.items()}
         return {
             **self._identity(),
-            "passes": self._passes,
+            "passes": self._counted,
             "round": self.round,
             "own": {"skipped": self.skipped, "neighbours": neighbours},
             "parameters": parameters,
@@ -520,7 +514,7 @@ class GossipSync(RoundSync):
         Raises:
             CheckpointError: it is of another format, method, rank, world size or graph; nothing is changed.
         """
-        self._check_identity(state)
+        check_state(state, self._identity(), {})
         found = {name: dict(tensors) for name, tensors in state["parameters"].items()}
         share = float(found.pop(_SHARE, {}).get("own weight", 1.0))
         named = {"step": int(state["round"])}
@@ -532,11 +526,7 @@ class GossipSync(RoundSync):
             known = state["own"]["neighbours"]
             estimates = {group: {int(r): t for r, t in theirs.items()} for group, theirs in known.items()}
             self._gossip.load_state_dict({**named, "share": share, "estimates": estimates})
-        self._passes = self._begun = int(state["passes"])
-        self.round = int(state["round"])
-        self._skipped = int(state["own"]["skipped"])
-        self._due, self._finite = [], True
-        self._stepped.clear()
+        self._take_counters(state)
 
     @as_in_training
     def after_load(self) -> None:

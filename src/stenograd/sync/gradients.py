@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,18 +18,16 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.groups import as_group
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.sparse_rows import sparse_parameters
-from stenograd.comm.step_end import Outcome
-from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES, TensorExchange
+from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES, Outcome, TensorExchange
 from stenograd.data.buckets import assign
 from stenograd.data.requests import gather
 from stenograd.errors import StenogradError
 from stenograd.launch.process_group import join
-from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.averaging import take_states
+from stenograd.sync.attached import Sync, at_end, next_order, refuse_nested
+from stenograd.sync.averaging import Copies, take_states
 from stenograd.sync.filling import Filler, Slot, SparseFiller, is_own
 from stenograd.sync.handshake import (
     Wrapping,
@@ -42,152 +39,162 @@ from stenograd.sync.handshake import (
     synced_parameters,
     unwrapped,
 )
-from stenograd.sync.own_copies import Copies
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.steps import (
     Passes,
     StepSettings,
-    after_closure,
-    at_end,
-    next_order,
-    refuse_nested,
-    watch_others,
 )
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync", "Hooked", "Uneven"]
-
-
-class Uneven(Joinable):
-    """What `torch.distributed.algorithms.join.Join` asks of something that averages gradients.
-
-    A rank that has no more batches takes part in the others' exchanges with zeros. Averages are still divided
-    by the number of all ranks, as DistributedDataParallel does by default. When the last rank has run out,
-    all take its parameters, buffers and optimizer state, its learning rates and other settings, and the state
-    of its schedulers and of its GradScaler, so that they go on equal.
-    """
-
-    _join_config: Any
-    _driver: AnyDriver
-    _model: nn.Module
-    _optimizers: Sequence[torch.optim.Optimizer]
-    _group: Any
-    _passes: Passes
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._notice: Any = None
-
-    def join(
-        self, *, enable: bool = True, throw_on_early_termination: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Let ranks have different numbers of batches: train inside `with sync.join():`.
-
-        Each batch is one backward pass with an exchange. With several engines use
-        `Join([first, second])`, in the order in which their backward passes come.
-
-        Args:
-            enable: False does nothing, for inputs that are known to be even.
-            throw_on_early_termination: raise on all ranks as soon as one has run out.
-        """
-        if self._driver.world_size == 1:
-            return nullcontext()
-        return Join([self], enable, throw_on_early_termination)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the parameters live."""
-        return next(self._model.parameters()).device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group that was given when attaching, on which `Join` counts who is left."""
-        return as_group(self._group) if self._group is not None else dist.group.WORLD
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what a rank does that has run out."""
-        return _Shadow(self)
-
-    @abstractmethod
-    def shadow(self) -> None:
-        """Take part in one exchange of the others with zeros."""
-
-    def take_from_last(self, last: bool) -> None:
-        """Make all ranks equal to the lowest of those that ran out last; `last` tells if this is one."""
-        Joinable.__init__(self)  # later passes are no part of the `with` block any more
-        told = self._driver.run(gather(torch.tensor([int(last)], device="cpu")))
-        lasts = [rank for rank, (theirs,) in enumerate(told) if bool(theirs)]
-        if len(lasts) == len(told) or not lasts:
-            return  # even inputs, so nothing differs
-        broadcast_model(self._driver, self._model, lasts[0])
-        for optimizer in self._optimizers:
-            held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-            take_states(self._driver, held, [optimizer.state] * len(held), lasts[0])
-        self._passes.settings.share(self._driver, lasts[0])
-
-    def _notify_join(self) -> None:
-        """Tell `Join` that this rank takes part in one more exchange."""
-        if self._join_config.enable:
-            self._notice = Join.notify_join_context(self)
-
-    def _await_join(self) -> None:
-        notice, self._notice = self._notice, None
-        if notice is not None:
-            notice.wait()
-
-
-class _Shadow(JoinHook):
-    def __init__(self, sync: Uneven) -> None:
-        self._sync = sync
-
-    def main_hook(self) -> None:
-        self._sync.shadow()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._sync.take_from_last(is_last_joiner)
+__all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
 
 
 _graph_task = torch._C._current_graph_task_id
+_NAMED = 3  # parameters that a warning lists
+_SETTINGS = "check_every, repair, check_buffers, skip_bad_steps"
+# Shares of the bytes from which the first, and the last, gradients get a bucket of their own. It is one more
+# collective, about 1 ms, which a slow link saves manyfold: it is busy earlier, and the last bucket, which is
+# on it when nothing is left to compute, is smaller.
+_HEAD_SHARE, _TAIL_SHARE = 1 / 16, 1 / 32
 
 
-def _hook(sync: Callable[[], Hooked | None], slot: Slot, parameter: Tensor) -> None:
-    """Tell an engine of a gradient.
-
-    Python's garbage collector does not see what tensors' hooks hold. So the model holds its engine (see
-    `Wrapping`), and its parameters only know of it: when the model goes, the engine and its process group go.
-    """
-    running = sync()
-    if running is None:
-        raise StenogradError("the attached model is gone: keep it as long as its parameters are trained")
-    running._on_gradient(slot, parameter)
-
-
-class Hooked(Uneven):
-    """What hooks on a model's parameters do; `GradientSync` says what for.
+class GradientSync(Sync, Joinable):
+    """The running synchronisation of one model; made by `stenograd.distribute`, whose arguments it takes.
 
     A pass begins with the first gradient, and ends when autograd has made the last; buckets leave in between,
     as they fill, in their order. autograd runs one thread for each device, so a lock guards all of it.
+
+    After `backward()`, gradients live in the buckets' memory, which the next pass fills again: copy one that
+    is to outlive its step. A tensor that the program itself has made the gradient, such as a view of its own
+    flat buffer, stays the gradient; the average is written into it.
+
+    Where ranks have different numbers of batches (`join`), one that has no more takes part in the others'
+    exchanges with zeros. Averages are still divided by the number of all ranks, as DistributedDataParallel
+    does by default. When the last rank has run out, all take its parameters, buffers and optimizer state, its
+    learning rates and other settings, and the state of its schedulers and of its GradScaler, so that they go
+    on equal.
     """
 
-    _enabled: bool
-    _exchange: TensorExchange
-    _filler: Filler
-    _finite: bool
-    _order: int
-    _passes: Passes
-    _slots: dict[int, Slot]
+    # Whether gradients may live where they are averaged, which saves two copies.
+    _shares_memory = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        how: MethodLike = "dense",
+        *,
+        group: Any = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = 300.0,
+        check_every: int = 0,
+        repair: bool = False,
+        check_buffers: bool = False,
+        skip_bad_steps: bool = True,
+    ) -> None:
+        super().__init__()  # of Joinable
+        self._notice: Any = None
         self._lock = threading.RLock()
         self._exchanging = False
+        self.method = method(how)
+        self.method.require_every_step("GradientSync")
+        self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
+        refuse_taken(self._model, self._optimizers)
+        check_interval(check_every, repair)
+        refuse_second_momentum(self.method, self._optimizers)
+        parameters = self._found()  # complain before connecting
+        assign({}, bucket_bytes)
+        join(timeout_s=timeout_s)
+        self._group = group
+        self._driver = Driver.own(group, timeout_s=timeout_s)
+        self._slots: dict[int, Slot] = {}
+        self._met: list[Tensor] = []  # parameters that are equal on all ranks; kept, so that ids stay theirs
+        self._watches, self._wrapping = [], Wrapping(self)
+        with self._wholly():
+            load_kernels(
+                self.method,
+                self._driver.world_size,
+                parameters.values(),
+                checks=check_every > 0,
+            )
+            self._bucket_bytes = bucket_bytes
+            self._enabled, self._finite = True, True
+            self._check_every = check_every
+            self._checks = str((check_every, repair, check_buffers, skip_bad_steps))
+            self._order = next_order()
+            self._exchange = TensorExchange(self.method, self._driver, waits=self._shares_memory)
+            self.refresh()
+            with Copies(optimizer).follow(self._model.parameters()):
+                broadcast_model(self._driver, self._model)
+            self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
+            local = any(p.grad is not None for p in self._parameters.values())
+            self._passes = Passes(local, skip_bad_steps, StepSettings(self._optimizers))
+            self._leave_uncompiled()
+            called = {id(model): model, id(self._model): self._model}.values()
+            self._watch(called, lambda: self.step + self.skipped, self._mean)
 
-    @abstractmethod
-    def _end_pass(self) -> None:
-        """Do what is left when autograd has made all gradients of a pass with an exchange."""
+    def _found(self) -> dict[str, nn.Parameter]:
+        """Return what to synchronise, by name."""
+        return synced_parameters(self._model, self._optimizers)
+
+    def _passes_made(self) -> int:
+        return self._passes.count
+
+    def _accumulated(self, before: int) -> None:
+        self._passes.accumulated(before)
+
+    def refresh(self) -> None:
+        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
+
+        `optimizer.add_param_group` does this by itself. State of parameters that stay is kept, under other
+        names, too; that of parameters that were replaced is dropped with a warning, and the new ones take
+        rank 0's values.
+        """
+        parameters = self._found()
+        settings = {"bucket_bytes": self._bucket_bytes, _SETTINGS: self._checks}
+        met = {id(p) for p in self._met}
+        new = [name for name, p in parameters.items() if self._met and id(p) not in met]
+        self._compare(parameters, {**settings, "new parameters": new})
+        thin = sparse_parameters(self._model)
+        ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
+        device = next(iter(parameters.values())).device
+        share = self.method.share(self.world_size, device)
+        buckets = assign(
+            ready_order,
+            self._bucket_bytes,
+            head=share >= _HEAD_SHARE,
+            tail=share >= _TAIL_SHARE,
+            dense_below=self.method.dense_below,
+        )
+        before, now = vars(self).get("_parameters", {}), {id(p): name for name, p in parameters.items()}
+        broadcast_tensors(self._driver, [parameters[name].detach() for name in new])
+        self._met = list(self._model.parameters())
+        kept = {name: now.get(id(p), "") for name, p in before.items()}
+        if lost := sorted(set(self._exchange.arrange(buckets, device, kept)) & parameters.keys()):
+            warnings.warn(
+                f"parameters were replaced, {', '.join(lost[:_NAMED])} and {len(lost)} in all: what "
+                f"{self.method} still owed to the old ones is dropped",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        old = self._slots
+        for slot in old.values():
+            slot.handle.remove()
+        self._parameters = parameters
+        by_bucket = [[parameters[name] for name in bucket.names] for bucket in buckets]
+        self._slots = {id(p): Slot(i) for i, ps in enumerate(by_bucket) for p in ps}
+        sparse = {p: Slot(-1) for p in parameters.values() if id(p) in thin}
+        self._slots |= {id(p): slot for p, slot in sparse.items()}
+        self._sparse = SparseFiller(sparse, self.world_size)
+        for i in old.keys() & self._slots.keys():
+            self._slots[i].follow(old[i])
+        slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
+        self._filler = Filler(self._exchange, by_bucket, slots, self._shares_memory)
+        self._hook(parameters.values())
+        self._wrapping.watch(parameters.values(), self._members_of(parameters))
 
     def _leave_uncompiled(self) -> None:
         """Keep Dynamo, which traces what runs while a compiled training step does, out of the hooks."""
-        for hook in (_hook, type(self)._on_gradient, Hooked._on_gradient, Hooked._take):
+        for hook in (_hook, type(self)._on_gradient, GradientSync._on_gradient, GradientSync._take):
             torch._dynamo.decorators.skip(hook)  # a wrapper would cost a microsecond for each gradient
         self._begin_pass = torch.compiler.disable(self._begin_pass)  # type: ignore[method-assign]
         self._ready = torch.compiler.disable(self._ready)  # type: ignore[method-assign]
@@ -265,14 +272,8 @@ class Hooked(Uneven):
             refuse_taken(self._model, [])
             self._fresh = False
         self._driver.check_groupless()
-        if self._pass_id == -1:
-            return
-        if self._driver.world_size > 1:
-            raise StenogradError(
-                "the last backward pass did not finish (an error in it), so the ranks may be out of step: "
-                "restart from a checkpoint"
-            )
-        self._exchange.abandon()  # an interrupted pass of one rank harms nobody else
+        if self._pass_id != -1:
+            self._abandon()
 
     def _submit_next(self) -> None:
         self._filler.complete(self._next, self._passes.count)
@@ -281,193 +282,84 @@ class Hooked(Uneven):
         self._exchange.submit(self._next)
         self._next += 1
 
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        while self._late:
+            self._take(*self._late.pop())
+        while self._next < len(self._filler.holds):
+            self._submit_next()
+        self._await_join()
+        thin = self._sparse.used()
+        extra = self._sparse.rounds(thin)
+        used = [*self._filler.used(), *thin]
+        outcome = self._exchange.finish(used, self._passes.flags(), extra=extra, bad=self._sparse.bad)
+        self._sent(outcome)
+        self._pass_id = -1
+        self._check_replicas()
 
-_NAMED = 3  # parameters that a warning lists
-_SETTINGS = "check_every, repair, check_buffers, skip_bad_steps"
-# Shares of the bytes from which the first, and the last, gradients get a bucket of their own. It is one more
-# collective, about 1 ms, which a slow link saves manyfold: it is busy earlier, and the last bucket, which is
-# on it when nothing is left to compute, is smaller.
-_HEAD_SHARE, _TAIL_SHARE = 1 / 16, 1 / 32
+    def _sent(self, outcome: Future[Outcome]) -> None:
+        """Go on once all buckets are on their way: wait for the averages, which `.grad` then holds."""
+        self._write_back(outcome.result())
 
+    @torch.no_grad()
+    def _write_back(self, outcome: Outcome) -> None:
+        self._exchange.join_streams()
+        self._passes.exchanged(outcome.any_flags, self._driver)
+        self._finite = outcome.applied
+        self._filler.write_back(outcome)
+        self._sparse.write_back(outcome)
 
-class GradientSync(Hooked, Attached):
-    """The running synchronisation of one model; made by `stenograd.distribute`, whose arguments it takes.
+    @torch.no_grad()
+    def take_part(self) -> None:
+        """Average zeros with the others' gradients: this rank has no backward pass where they have one."""
+        self._check_pass()
+        self._passes.begun()
+        self._finite, self._next, self._late = True, 0, []
+        self._filler.begin()
+        self._end_pass()
 
-    Its collectives run on a process group of its own, so whatever else the program sends at the same time, in
-    hooks, in its own backward functions or in threads, is not mixed up with them.
-
-    Attributes:
-        method: the `Method` in use.
-        traffic: this rank's totals (`payload_bytes`, `moved_bytes`, `collectives`, `wait_s`).
-
-    After `backward()`, gradients live in the buckets' memory, which the next pass fills again: copy one that
-    is to outlive its step. A tensor that the program itself has made the gradient, such as a view of its own
-    flat buffer, stays the gradient; the average is written into it.
-    """
-
-    # Whether gradients may live where they are averaged, which saves two copies.
-    _shares_memory = True
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        how: MethodLike = "dense",
-        *,
-        group: Any = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = 300.0,
-        check_every: int = 0,
-        repair: bool = False,
-        check_buffers: bool = False,
-        skip_bad_steps: bool = True,
+    def _check_step(
+        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
-        super().__init__()
-        self.method = method(how)
-        self.method.require_every_step("GradientSync")
-        self._model, self._optimizers = unwrapped(model), as_optimizers(optimizer)
-        refuse_taken(self._model, self._optimizers)
-        check_interval(check_every, repair)
-        refuse_second_momentum(self.method, self._optimizers)
-        parameters = self._found()  # complain before connecting
-        assign({}, bucket_bytes)
-        join(timeout_s=timeout_s)
-        self._group = group
-        self._driver = Driver.own(group, timeout_s=timeout_s)
-        self._slots: dict[int, Slot] = {}
-        self._met: list[Tensor] = []  # parameters that are equal on all ranks; kept, so that ids stay theirs
-        self._watches, self._wrapping = [], Wrapping(self)
-        with self._wholly():
-            load_kernels(
-                self.method,
-                self._driver.world_size,
-                parameters.values(),
-                checks=check_every > 0,
-            )
-            self._bucket_bytes = bucket_bytes
-            self._enabled, self._finite = True, True
-            self._check_every = check_every
-            self._checks = str((check_every, repair, check_buffers, skip_bad_steps))
-            self._order = next_order()
-            self._exchange = TensorExchange(self.method, self._driver, waits=self._shares_memory)
-            self.refresh()
-            with Copies(optimizer).follow(self._model.parameters()):
-                broadcast_model(self._driver, self._model)
-            self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
-            local = any(p.grad is not None for p in self._parameters.values())
-            self._passes = Passes(local, skip_bad_steps, StepSettings(self._optimizers))
-            self._leave_uncompiled()
-            self._watch({id(model): model, id(self._model): self._model}.values())
-            watch = after_closure(self._check_step, lambda: self.step + self.skipped, self._mean)
-            check = torch.compiler.disable(watch)
-            self._watches += [o.register_step_pre_hook(check) for o in self._optimizers]
-            self._watches += [watch_others(self)]
+        """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
+        self._wrapping.look_before_step()
+        self._passes.settings.look()
+        told = self._slots, self._pass_id != -1, self.finite
+        self._passes.check_step(optimizer, *told, parameters=self._parameters.values(), zeros=zeros)
 
-    @property
-    def step(self) -> int:
-        """Number of exchanges applied; equal on every rank."""
-        return self._exchange.step
+    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
+        parameters = self._parameters.values()
+        self._passes.skip_bad(optimizer, self._slots, self.finite, zeros, parameters)
 
-    @property
-    def skipped(self) -> int:
-        """Number of exchanges that left the compressor's state alone because a gradient was not finite."""
-        return self._exchange.skipped
+    def join(
+        self, *, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Let ranks have different numbers of batches: train inside `with sync.join():`.
 
-    @property
-    def finite(self) -> bool:
-        """Whether the last backward pass left finite averages, alike on all ranks; step only then."""
-        return self._finite
+        Each batch is one backward pass with an exchange. With several engines use
+        `Join([first, second])`, in the order in which their backward passes come.
 
-    @property
-    def repaired(self) -> int:
-        """Number of checks that found the ranks' parameters unequal, and repaired them."""
-        return self._guard.repaired
-
-    def _found(self) -> dict[str, nn.Parameter]:
-        """Return what to synchronise, by name."""
-        return synced_parameters(self._model, self._optimizers)
-
-    def _passes_made(self) -> int:
-        return self._passes.count
-
-    def _accumulated(self, before: int) -> None:
-        self._passes.accumulated(before)
-
-    def refresh(self) -> None:
-        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
-
-        `optimizer.add_param_group` does this by itself. State of parameters that stay is kept, under other
-        names, too; that of parameters that were replaced is dropped with a warning, and the new ones take
-        rank 0's values.
+        Args:
+            enable: False does nothing, for inputs that are known to be even.
+            throw_on_early_termination: raise on all ranks as soon as one has run out.
         """
-        parameters = self._found()
-        settings = {"bucket_bytes": self._bucket_bytes, _SETTINGS: self._checks}
-        met = {id(p) for p in self._met}
-        new = [name for name, p in parameters.items() if self._met and id(p) not in met]
-        self._compare(parameters, {**settings, "new parameters": new})
-        thin = sparse_parameters(self._model)
-        ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
-        device = next(iter(parameters.values())).device
-        share = self.method.share(self.world_size, device)
-        buckets = assign(
-            ready_order,
-            self._bucket_bytes,
-            head=share >= _HEAD_SHARE,
-            tail=share >= _TAIL_SHARE,
-            dense_below=self.method.dense_below,
-        )
-        before, now = vars(self).get("_parameters", {}), {id(p): name for name, p in parameters.items()}
-        broadcast_tensors(self._driver, [parameters[name].detach() for name in new])
-        self._met = list(self._model.parameters())
-        kept = {name: now.get(id(p), "") for name, p in before.items()}
-        if lost := sorted(set(self._exchange.arrange(buckets, device, kept)) & parameters.keys()):
-            warnings.warn(
-                f"parameters were replaced, {', '.join(lost[:_NAMED])} and {len(lost)} in all: what "
-                f"{self.method} still owed to the old ones is dropped",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        old = self._slots
-        for slot in old.values():
-            slot.handle.remove()
-        self._parameters = parameters
-        by_bucket = [[parameters[name] for name in bucket.names] for bucket in buckets]
-        self._slots = {id(p): Slot(i) for i, ps in enumerate(by_bucket) for p in ps}
-        sparse = {p: Slot(-1) for p in parameters.values() if id(p) in thin}
-        self._slots |= {id(p): slot for p, slot in sparse.items()}
-        self._sparse = SparseFiller(sparse, self.world_size)
-        for i in old.keys() & self._slots.keys():
-            self._slots[i].follow(old[i])
-        slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
-        self._filler = Filler(self._exchange, by_bucket, slots, self._shares_memory)
-        self._hook(parameters.values())
-        self._wrapping.watch(parameters.values(), self._members_of(parameters))
+        if self._driver.world_size == 1:
+            return nullcontext()
+        return Join([self], enable, throw_on_early_termination)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
-        return self._exchange.state_dict()
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters live."""
+        return next(self._model.parameters()).device
 
-    @as_in_training
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved `state_dict()`; the next steps equal an uninterrupted run's bit for bit.
+    @property
+    def join_process_group(self) -> Any:
+        """The group that was given when attaching, on which `Join` counts who is left."""
+        return as_group(self._group) if self._group is not None else dist.group.WORLD
 
-        Raises:
-            CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
-        """
-        self._exchange.load_state_dict(state)
-
-    def close(self) -> None:
-        """Detach from model and optimizer; safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        for slot in self._slots.values():
-            if slot.handle is not None:
-                slot.handle.remove()
-        self._unwatch()
-        if hasattr(self, "_exchange"):  # else attaching failed before it
-            self._exchange.close()
-        self._driver.close()
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what a rank does that has run out."""
+        return _Shadow(self)
 
     def shadow(self) -> None:
         """Take part in one exchange of the others with zeros; see `join`."""
@@ -485,53 +377,56 @@ class GradientSync(Hooked, Attached):
             if not is_own(p):
                 p.grad = None  # it may lie in the memory that was just used
 
-    @torch.no_grad()
-    def take_part(self) -> None:
-        """Average zeros with the others' gradients: this rank has no backward pass where they have one."""
-        self._check_pass()
-        self._passes.begun()
-        self._finite, self._next, self._late = True, 0, []
-        self._filler.begin()
-        self._end_pass()
+    def take_from_last(self, last: bool) -> None:
+        """Make all ranks equal to the lowest of those that ran out last; `last` tells if this is one."""
+        Joinable.__init__(self)  # later passes are no part of the `with` block any more
+        told = self._driver.run(gather(torch.tensor([int(last)], device="cpu")))
+        lasts = [rank for rank, (theirs,) in enumerate(told) if bool(theirs)]
+        if len(lasts) == len(told) or not lasts:
+            return  # even inputs, so nothing differs
+        broadcast_model(self._driver, self._model, lasts[0])
+        for optimizer in self._optimizers:
+            held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+            take_states(self._driver, held, [optimizer.state] * len(held), lasts[0])
+        self._passes.settings.share(self._driver, lasts[0])
 
-    def _check_step(
-        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
-    ) -> None:
-        """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
-        self._wrapping.look_before_step()
-        self._passes.settings.look()
-        told = self._slots, self._pass_id != -1, self._finite
-        self._passes.check_step(optimizer, *told, parameters=self._parameters.values(), zeros=zeros)
+    def _notify_join(self) -> None:
+        """Tell `Join` that this rank takes part in one more exchange."""
+        if self._join_config.enable:
+            self._notice = Join.notify_join_context(self)
 
-    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
-        parameters = self._parameters.values()
-        self._passes.skip_bad(optimizer, self._slots, self._finite, zeros, parameters)
+    def _await_join(self) -> None:
+        notice, self._notice = self._notice, None
+        if notice is not None:
+            notice.wait()
 
-    @torch.no_grad()
-    def _end_pass(self) -> None:
-        while self._late:
-            self._take(*self._late.pop())
-        while self._next < len(self._filler.holds):
-            self._submit_next()
-        self._await_join()
-        thin = self._sparse.used()
-        extra = self._sparse.rounds(thin)
-        used = [*self._filler.used(), *thin]
-        outcome = self._exchange.finish(used, self._passes.flags(), extra=extra, bad=self._sparse.bad)
-        self._sent(outcome)
-        self._pass_id = -1
-        due = self._check_every and (self.step + self.skipped) % self._check_every == 0
-        if due and not self._passes.shadowed:  # a rank that ran out of inputs stays behind until the end
-            self._guard.check(self.step)
+    def _detach(self) -> None:
+        for slot in self._slots.values():
+            if slot.handle is not None:
+                slot.handle.remove()
+        self._unwatch()
+        if hasattr(self, "_exchange"):
+            self._exchange.close()
 
-    def _sent(self, outcome: Future[Outcome]) -> None:
-        """Go on once all buckets are on their way: wait for the averages, which `.grad` then holds."""
-        self._write_back(outcome.result())
 
-    @torch.no_grad()
-    def _write_back(self, outcome: Outcome) -> None:
-        self._exchange.join_streams()
-        self._passes.exchanged(outcome.any_flags, self._driver)
-        self._finite = outcome.applied
-        self._filler.write_back(outcome)
-        self._sparse.write_back(outcome)
+def _hook(sync: Callable[[], GradientSync | None], slot: Slot, parameter: Tensor) -> None:
+    """Tell an engine of a gradient.
+
+    Python's garbage collector does not see what tensors' hooks hold. So the model holds its engine (see
+    `Wrapping`), and its parameters only know of it: when the model goes, the engine and its process group go.
+    """
+    running = sync()
+    if running is None:
+        raise StenogradError("the attached model is gone: keep it as long as its parameters are trained")
+    running._on_gradient(slot, parameter)
+
+
+class _Shadow(JoinHook):
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
+
+    def main_hook(self) -> None:
+        self._sync.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._sync.take_from_last(is_last_joiner)

@@ -12,23 +12,24 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, Protocol, TypeAlias
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import _engine_run_backward
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.tensor_exchange import Told
 from stenograd.data.finite import is_finite
-from stenograd.devices import refuse_capture
 from stenograd.errors import MismatchError, StenogradError
 from stenograd.sync.filling import Slot, is_own
+
+if TYPE_CHECKING:
+    from stenograd.sync.attached import Sync
 
 __all__ = [
     "BITS",
@@ -39,17 +40,15 @@ __all__ = [
     "Watch",
     "Watcher",
     "after_closure",
-    "at_end",
-    "drop",
+    "drop_bad",
     "hashed",
-    "next_order",
     "pass_flags",
     "refuse",
-    "refuse_nested",
     "refuse_other_passes",
     "refuse_step",
     "tell",
     "unequal",
+    "warn_of_left_out",
     "warn_of_skip",
     "warn_unexchanged",
     "watch_every_step",
@@ -367,79 +366,7 @@ def _row(value: Any) -> Sequence[Any]:
 
 
 _BITS = 4  # of a pass's number that the ranks compare
-
-
-class _Ends(list[tuple[int, Callable[[], None]]]):
-    """What waits for the end of one backward pass: (place in the order of attaching, what to do)."""
-
-
-# By the pass's number in autograd. Engines that one pass reaches must end in the same order on all ranks,
-# whichever was reached first. autograd holds them with its callbacks, and drops both where a pass breaks off.
-_ends: WeakValueDictionary[int, _Ends] = WeakValueDictionary()
-_lock = threading.Lock()
 _taken: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Tensor, Tensor | None]]] = WeakKeyDictionary()
-_orders = itertools.count()
-
-
-def next_order() -> int:
-    """Return a number for something that is being attached; all ranks attach in the same order."""
-    return next(_orders)
-
-
-def at_end(task: int, order: int, action: Callable[[], None]) -> None:
-    """Call something when a backward pass ends, after whatever was attached before it; call it in the pass.
-
-    Args:
-        task: the pass's number, `torch._C._current_graph_task_id()`.
-        order: of what was attached, equal on all ranks.
-        action: what to do.
-    """
-    with _lock:
-        waiting = _ends.setdefault(task, _Ends())
-        waiting.append((order, action))
-        first = len(waiting) == 1
-    if first:
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_untraced(), task, waiting))
-
-
-@cache
-def _untraced() -> Callable[[int, _Ends], None]:
-    """Return `_run_ends`, which torch.compile would trace where it compiles a whole training step."""
-    run: Callable[[int, _Ends], None] = torch.compiler.disable(_run_ends)
-    return run
-
-
-def _run_ends(task: int, waiting: _Ends) -> None:
-    with _lock:
-        _ends.pop(task, None)
-    for _, action in sorted(waiting, key=lambda end: end[0]):
-        action()
-
-
-def refuse_nested() -> None:
-    """Refuse a backward pass inside another one: its gradients are a part of what the outer one makes.
-
-    Raises:
-        StenogradError: autograd runs inside the backward function of something, or is being compiled, or is
-            being captured as a CUDA graph.
-    """
-    refuse_capture()
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
-        raise StenogradError(
-            "compiled autograd is not supported, because it calls gradient hooks outside of a backward pass: "
-            "compile the forward pass only (torch.compile(model)), and leave compiled_autograd off"
-        )
-    frame, inside = sys._getframe(), False
-    while frame is not None:
-        if frame.f_code is _engine_run_backward.__code__:
-            inside = True
-        elif inside and frame.f_code is BackwardCFunction.apply.__code__:
-            raise StenogradError(
-                "a backward pass inside another one, as checkpoint(use_reentrant=True) runs it, makes only "
-                "some of the gradients, so they cannot be averaged yet: use checkpoint(use_reentrant=False)"
-            )
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 def refuse_step(
@@ -473,16 +400,23 @@ def refuse_step(
     return held
 
 
-def drop(optimizer: torch.optim.Optimizer, held: Iterable[Tensor], zeros: bool) -> None:
-    """Let a step find no gradients, so that optimizers leave weights, momenta and counts as they are.
+def drop_bad(
+    optimizer: torch.optim.Optimizer, averaged: Container[int], zeros: bool, parameters: Iterable[Tensor]
+) -> None:
+    """Let a step find no gradients, and let what other optimizers gather for a later step be finite.
+
+    So optimizers leave weights, momenta and counts as they are. Gradients that accumulate over several passes
+    stay bad once one is, and would make each of these passes bad for the parameters that step in between.
 
     Args:
         optimizer: about to step; after the step, parameters get back gradients that are the program's own
             tensors, such as views of a flat buffer.
-        held: the parameters.
-        zeros: whether they get zeros, for an optimizer that computes with its gradients already.
+        averaged: the ids of the parameters that are averaged.
+        zeros: whether its gradients become zeros, since it computes with them already.
+        parameters: those that other optimizers may hold; of theirs only bad gradients become zeros.
     """
-    for p in held:
+    mine = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
+    for p in mine.values():
         if zeros and p.grad is not None:
             p.grad.zero_()
             continue
@@ -492,34 +426,16 @@ def drop(optimizer: torch.optim.Optimizer, held: Iterable[Tensor], zeros: bool) 
                 optimizer.register_step_post_hook(_give_back)
             _taken[optimizer].append((p, p.grad))
         p.grad = None
-
-
-def _give_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Undo `drop` for gradients that the program holds."""
-    for p, grad in _taken[optimizer]:
-        p.grad = grad
-    _taken[optimizer].clear()
-
-
-def drop_bad(
-    optimizer: torch.optim.Optimizer, averaged: Container[int], zeros: bool, parameters: Iterable[Tensor]
-) -> None:
-    """Let a step find no gradients, and let what other optimizers gather for a later step be finite.
-
-    Gradients that accumulate over several passes stay bad once one is, and would make each of these passes
-    bad for the parameters that step in between.
-
-    Args:
-        optimizer: about to step.
-        averaged: the ids of the parameters that are averaged.
-        zeros: whether its gradients become zeros; see `drop`.
-        parameters: those that other optimizers may hold; of theirs only bad gradients become zeros.
-    """
-    mine = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
-    drop(optimizer, mine.values(), zeros)
     for p in parameters:
         if id(p) not in mine and p.grad is not None and not is_finite(p.grad):
             p.grad.zero_()  # not None: its optimizer may compute with it before it asks, as SAM does
+
+
+def _give_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Undo `drop_bad` for gradients that the program holds."""
+    for p, grad in _taken[optimizer]:
+        p.grad = grad
+    _taken[optimizer].clear()
 
 
 def warn_of_skip() -> bool:
@@ -564,6 +480,21 @@ def refuse_other_passes(any_flags: Sequence[bool], count: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _PassFlags(Told):
+    """What ranks compare at the end of a pass.
+
+    shadow: whether this rank has run out of inputs. number, settings: of the pass and its steps; see `tell`.
+    """
+
+    shadow: list[bool]
+    number: list[bool]
+    settings: list[bool]
+
+
+_SILENT = _PassFlags([False], [False] * (2 * _BITS), [False] * (2 * BITS))
+
+
 class Passes:
     """Counts a rank's backward passes, and knows whether its gradients are averages.
 
@@ -575,6 +506,7 @@ class Passes:
     Attributes:
         count: number of passes begun, those without an exchange included.
         shadowed: whether in the last exchange a rank took part that had run out of inputs.
+        skips: whether a step is to change nothing after an exchange that was not finite.
     """
 
     def __init__(
@@ -585,7 +517,7 @@ class Passes:
         self.shadowed = False
         self._exchanges = 0
         self._at_step: dict[int, int] = {}  # exchanges when an optimizer stepped last, by its id
-        self._skips = skip_bad_steps
+        self.skips = skip_bad_steps
         self._local, self._warned, self._warned_of_bad = local, False, False
 
     def begun(self) -> int:
@@ -609,8 +541,8 @@ class Passes:
             [False, False, False, False, False]
         """
         if shadow:
-            return [True, *[False] * (2 * _BITS + 2 * BITS)]
-        return [False, *pass_flags(self.count), *self.settings.flags(self.count)]
+            return replace(_SILENT, shadow=[True]).packed()
+        return _PassFlags([False], pass_flags(self.count), self.settings.flags(self.count)).packed()
 
     def exchanged(self, any_flags: Sequence[bool], driver: AnyDriver) -> None:
         """Take which of all ranks' `flags` were set: gradients are averages now.
@@ -619,20 +551,21 @@ class Passes:
             StenogradError: on all ranks: they are at different backward passes.
             MismatchError: on all ranks: their losses' scales or learning rates differ.
         """
-        self.shadowed = any_flags[0]
-        self._check(any_flags, driver)
+        self.shadowed = any(self._checked(any_flags, driver).shadow)
         self._exchanges += 1
         self._local = False
 
-    def _check(self, any_flags: Sequence[bool], driver: AnyDriver) -> None:
-        refuse_other_passes(any_flags[1 : 1 + 2 * _BITS], self.count)
-        if any(unequal(any_flags[1 + 2 * _BITS :])):
+    def _checked(self, any_flags: Sequence[bool], driver: AnyDriver) -> _PassFlags:
+        told = _SILENT.unpacked(any_flags)
+        refuse_other_passes(told.number, self.count)
+        if any(unequal(told.settings)):
             refuse(driver, self.settings.read())
+        return told
 
     def follow(self, any_flags: Sequence[bool], driver: AnyDriver) -> None:
         """Take the other ranks' number from their `flags`: this rank shadowed their pass."""
-        self._check(any_flags, driver)
-        theirs = sum(bool(one) << bit for bit, one in enumerate(any_flags[1 : 1 + _BITS]))
+        told = self._checked(any_flags, driver)
+        theirs = sum(bool(one) << bit for bit, one in enumerate(told.number[:_BITS]))
         self.count += (theirs - self.count) % (1 << _BITS)
         self._exchanges += 1
 
@@ -672,7 +605,7 @@ class Passes:
         parameters: Iterable[Tensor] = (),
     ) -> bool:
         """Let a step change nothing if it may not apply what the last exchange left, and tell whether."""
-        bad = self._skips and not finite
+        bad = self.skips and not finite
         if bad:
             drop_bad(optimizer, slots, zeros, parameters)
             self._warned_of_bad = self._warned_of_bad or warn_of_skip()
@@ -706,62 +639,40 @@ def _by_hand(parameter: Tensor, slots: Mapping[int, Slot]) -> bool:
 _NAMED = 3  # parameters that a warning lists
 
 
-class _Sync(Protocol):
-    """What is asked of a `distribute`d model."""
-
-    _model: nn.Module
-    _optimizers: Sequence[torch.optim.Optimizer]
-
-    def _averaged(self) -> set[int]:
-        """Return the ids of the parameters that are averaged."""
-
-    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
-        """Let a step change nothing if the last gradients were not finite."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def skipped(self) -> int: ...
-
-
-def watch_others(sync: _Sync) -> Watch:
+def watch_others(sync: Sync, *, averages_losses: bool = False) -> Watch:
     """Look at the steps of all optimizers of this process, but for those that `sync` was given.
 
-    Where one steps parameters that are averaged, a step after a bad gradient is skipped, as it is with those
-    that were given. Where one steps parameters of the model that are not averaged, a warning says so, once.
+    Those that hold parameters of its model are told to `sync._other_step`, once their gradients are there.
+
+    Args:
+        sync: is not kept alive by this.
+        averages_losses: whether a closure's losses are averaged over the ranks; see `after_closure`.
 
     Returns:
-        What ends it by `remove()`; it does not keep `sync` alive.
+        What ends it by `remove()`.
     """
     weak = weakref.ref(sync)
     known: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = WeakKeyDictionary()
-    warned = False
 
     def act(optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False) -> None:
-        nonlocal warned
-        sync = weak()
-        if sync is None:
-            return
-        sync._skip_bad(optimizer, zeros)
-        if not warned:
-            left_out = _left_out(sync, optimizer)
-            if left_out:
-                warned = _warn(left_out)
+        if (running := weak()) is not None:
+            running._other_step(optimizer, zeros)
 
     def exchanges() -> int:
-        sync = weak()
-        return 0 if sync is None else sync.step + sync.skipped
+        return 0 if (running := weak()) is None else running.step + running.skipped
 
-    watch = after_closure(act, exchanges)
+    def mean(loss: float) -> float:
+        return loss if (running := weak()) is None else running._mean(loss)
+
+    watch = after_closure(act, exchanges, mean if averages_losses else None)
 
     def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
-        sync = weak()
-        if sync is None or any(optimizer is o for o in sync._optimizers):
+        running = weak()
+        if running is None or any(optimizer is o for o in running._optimizers):
             return None
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if known.get(optimizer, (0, False))[0] != count:  # a new one, or one that got parameters
-            ids = sync._averaged() | {id(p) for p in sync._model.parameters()}
+            ids = running._held()
             holds = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
             known[optimizer] = count, holds
         return watch(optimizer, args, given) if known[optimizer][1] else None
@@ -771,14 +682,13 @@ def watch_others(sync: _Sync) -> Watch:
     return handle
 
 
-def _left_out(sync: _Sync, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the model's parameters that this step changes and nobody averages."""
+def warn_of_left_out(sync: Sync, optimizer: torch.optim.Optimizer) -> bool:
+    """Warn where a step changes parameters of the model that nobody averages, and tell whether it does."""
     moved = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
     moved -= sync._averaged()
-    return [n for n, p in sync._model.named_parameters() if id(p) in moved and p.requires_grad]
-
-
-def _warn(names: Sequence[str]) -> bool:
+    names = [n for n, p in sync._model.named_parameters() if id(p) in moved and p.requires_grad]
+    if not names:
+        return False
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return warn_unexchanged(
         f"this rank's own gradients of {', '.join(names[:_NAMED])}{more}, which no optimizer given to "
