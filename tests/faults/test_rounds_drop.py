@@ -147,9 +147,7 @@ def _half_confirmed(rank, folder, text, dies_in, evaluates):
                     ends.append(_flat(sync))
                 assert torch.equal(_flat(sync), own)
             if (step + 1) % 4 == 0:
-                ends += [
-                    p._outer[0].clone() if p._outer else _flat(sync) for p in sync._parts
-                ]
+                ends += [p._outer[0].clone() if p._outer else _flat(sync) for p in sync._parts]
     (folder / f"{rank}").write_bytes(pickle.dumps((ends, sync.round, sync.events)))
     sync.close()
 

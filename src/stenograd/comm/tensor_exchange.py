@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.checks import Doubt, refuse
-from stenograd.comm.bucket_slots import Lane, Slot, Slots, check_state, same_memory
+from stenograd.comm.bucket_states import BucketState, BucketStates, Lane, check_state, same_memory
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.pipeline import Pipeline
 from stenograd.comm.trace_events import hand_over
@@ -299,7 +299,7 @@ class TensorExchange:
         self._device = torch.device("cpu")  # for what travels besides the buckets
         self._want_errors, self._waits = want_errors, waits
         self._bucket_bytes = bucket_bytes
-        self._slots = Slots(self.method, driver, waits=waits, want_errors=want_errors)
+        self._slots = BucketStates(self.method, driver, waits=waits, want_errors=want_errors)
         self._streams = Streams()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stenograd")
         self._jobs: list[Future[None]] = []
@@ -542,7 +542,7 @@ class TensorExchange:
             self._failure = error
             raise
 
-    def _buffer(self, slot: Slot, lane: Lane, x: Tensor) -> Tensor | None:
+    def _buffer(self, slot: BucketState, lane: Lane, x: Tensor) -> Tensor | None:
         """Return last step's memory for the average of a bucket, if the caller is done with it by now."""
         if not self._waits or lane.transport.linear or lane.transport.frees_residual:
             return None  # the average may still be in use, or takes x's own memory or the residual's

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, method
-from stenograd.comm.bucket_slots import check_state
+from stenograd.comm.bucket_states import check_state
 from stenograd.comm.driver import Driver, Pipeline
 from stenograd.comm.traffic import Label
 from stenograd.compression.contract import Site

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
+from stenograd.comm.filling import Filler, Slot, SparseFiller, is_own
 from stenograd.comm.groups import as_group
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.sparse_rows import sparse_parameters
@@ -28,7 +29,6 @@ from stenograd.errors import StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Sync, at_end, next_order, refuse_nested
 from stenograd.sync.averaging import Copies, take_states
-from stenograd.sync.filling import Filler, Slot, SparseFiller, is_own
 from stenograd.sync.handshake import (
     Wrapping,
     as_optimizers,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method
-from stenograd.comm.bucket_slots import check_state
+from stenograd.comm.bucket_states import check_state
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.node_layout import find_layout

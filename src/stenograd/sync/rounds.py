@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stenograd.comm.bucket_slots import check_state
+from stenograd.comm.bucket_states import check_state
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
 from stenograd.data.requests import gather

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.filling import Slot
 from stenograd.comm.groups import ranks_of
 from stenograd.comm.tensor_exchange import Outcome
 from stenograd.data.finite import are_finite
 from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
-from stenograd.sync.filling import Slot
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import Members, as_optimizers, named, synced_parameters, unwrapped
 from stenograd.tracing import MAX_EVENTS, Tracing

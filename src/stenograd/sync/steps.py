@@ -23,10 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.filling import Slot, is_own
 from stenograd.comm.tensor_exchange import Told
 from stenograd.data.finite import is_finite
 from stenograd.errors import MismatchError, StenogradError
-from stenograd.sync.filling import Slot, is_own
 
 if TYPE_CHECKING:
     from stenograd.sync.attached import Sync

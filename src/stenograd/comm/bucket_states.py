@@ -15,7 +15,7 @@ from stenograd.compression.contract import Compressor, Exchange, Site, State, Tr
 from stenograd.data.buckets import Bucket, KeptState, join_state, keep, put_back, split_state
 from stenograd.errors import CheckpointError
 
-__all__ = ["Lane", "Slot", "Slots", "check_state", "same_memory"]
+__all__ = ["BucketState", "BucketStates", "Lane", "check_state", "same_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Lane:
 
 
 @dataclass(slots=True)
-class Slot:
+class BucketState:
     """One bucket, its two lanes (while the method warms up, and after it), its state and its memory."""
 
     bucket: Bucket
@@ -45,7 +45,7 @@ class Slot:
     average: Tensor | None = None
 
 
-class Slots:
+class BucketStates:
     """The buckets of an exchange, in the order in which they are submitted; state follows its parameters.
 
     Args:
@@ -58,13 +58,13 @@ class Slots:
     def __init__(self, method: Method, driver: AnyDriver, *, waits: bool, want_errors: bool) -> None:
         self._method, self._driver = method, driver
         self._waits, self._want_errors = waits, want_errors
-        self._slots: list[Slot] = []
+        self._slots: list[BucketState] = []
         self._homeless: dict[str, dict[str, Tensor]] = {}  # state of parameters that wait for their bucket
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __getitem__(self, index: int) -> Slot:
+    def __getitem__(self, index: int) -> BucketState:
         return self._slots[index]
 
     @property
@@ -92,7 +92,7 @@ class Slots:
         if known and fresh:  # a dense bucket keeps none
             mine = {name: {**new, **known.get(name, {})} for name, new in split_state(fresh, bucket).items()}
             state = join_state(fresh, bucket, mine)
-        self._slots.append(Slot(bucket, (first, later), state))
+        self._slots.append(BucketState(bucket, (first, later), state))
         return True
 
     def drop_from(self, index: int) -> None:
