@@ -388,13 +388,7 @@ class Sync(ABC):
         exchanges: Callable[[], int],
         mean: Callable[[float], float] | None = None,
     ) -> None:
-        """Follow steps, added parameter groups, and forward passes of the model and what it came wrapped in.
-
-        Args:
-            modules: the model, and what it came wrapped in.
-            exchanges: as for `after_closure`.
-            mean: as for `after_closure`.
-        """
+        """Follow added parameter groups, forward passes of modules, and steps, as `after_closure` says."""
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
         called = {id(m): m for module in modules for m in entries(module)}

@@ -29,7 +29,7 @@ from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.data.requests import gather, mean
 from stenograd.errors import ConfigError, MethodError, NonFiniteError, StenogradError
 from stenograd.sync.handshake import broadcast_tensors
-from stenograd.sync.steps import pass_flags, refuse_other_passes
+from stenograd.sync.steps import BITS, refuse_other_passes, tell
 
 __all__ = [
     "IN_ORDER",
@@ -150,7 +150,7 @@ class FlatExchange:
                 self.exchange.submit(index)
             except StenogradError:
                 break  # an earlier chunk failed meanwhile; `receive` raises what happened to it
-        self._future = self.exchange.finish(flags=() if passes is None else pass_flags(passes))
+        self._future = self.exchange.finish(flags=() if passes is None else tell(passes, BITS))
         self._passes = passes
 
     def receive(self) -> Outcome | None:

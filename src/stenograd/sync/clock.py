@@ -41,7 +41,7 @@ from stenograd.sync.steps import (
     refuse_step,
 )
 
-__all__ = ["RoundSync"]
+__all__ = ["RoundSync", "beside"]
 
 _FORMAT = 2  # of state_dict(); a reader refuses others
 _graph_task = torch._C._current_graph_task_id
@@ -120,7 +120,11 @@ class RoundSync(Sync):
         self._copies = Copies(optimizer)
         refuse_taken(self._model, self._optimizers)
         check_interval(check_every, repair)
-        _refuse_closures(self._optimizers)
+        if any(isinstance(o, torch.optim.LBFGS) for o in self._optimizers):  # passes would not tell steps
+            raise ConfigError(
+                "optimizer must step once per backward pass where ranks meet in rounds, got LBFGS: use "
+                "another"
+            )
         synced_parameters(self._model, self._optimizers)  # complain before connecting
         self._check_settings(check_every)
         world = join(timeout_s=timeout_s)
@@ -155,9 +159,7 @@ class RoundSync(Sync):
         self._dense, how = dense, "dense"
         driver: Driver | None = None
         if dense:
-            (driver,) = self._driver.split([range(self.world_size)], "gradients")
-            assert driver is not None  # every rank is in the one part
-            driver.traffic = self._driver.traffic  # one ledger for gradients and rounds
+            driver = beside(self._driver, "gradients")
         elif self._levels is not None and self._nodes is not None:
             how, driver = self._levels[0], self._nodes.inside
         if driver is not None:  # the engine closes it
@@ -427,9 +429,9 @@ class RoundSync(Sync):
                 self._meet(t)
 
 
-def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that evaluate the model several times per step: passes would not tell steps."""
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ConfigError(
-            "optimizer must step once per backward pass where ranks meet in rounds, got LBFGS: use another"
-        )
+def beside(driver: AnyDriver, what: str) -> Driver:
+    """Return a driver over the same ranks whose collectives mix with nobody's; both have one ledger."""
+    own: Driver
+    (own,) = driver.split([range(driver.world_size)], what)  # every rank is in the one part
+    own.traffic = driver.traffic
+    return own

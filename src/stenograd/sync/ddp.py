@@ -58,12 +58,8 @@ class DDPHook(Sync):
         with self._wholly():
             learning = [p for p in module.parameters() if p.requires_grad]  # others may be of any type
             load_kernels(how, self._driver.world_size, learning, checks=check_every > 0)
-            checks = str((check_every, repair, check_buffers))
-            settings: dict[str, Any] = {
-                "method": how.text,
-                "skip_bad_steps": skip_bad_steps,
-                "checks": checks,
-            }
+            settings: dict[str, Any] = {"method": how.text, "skip_bad_steps": skip_bad_steps}
+            settings["checks"] = str((check_every, repair, check_buffers))
             if ddp.broadcast_buffers:  # which DDP does by position, as it does with parameters
                 shapes = ((name, tuple(b.shape)) for name, b in ddp.named_module_buffers.items())
                 settings |= {f"buffer {name}": str(shape) for name, shape in shapes}

@@ -110,12 +110,8 @@ class GradientSync(Sync, Joinable):
         self._met: list[Tensor] = []  # parameters that are equal on all ranks; kept, so that ids stay theirs
         self._watches, self._wrapping = [], Wrapping(self)
         with self._wholly():
-            load_kernels(
-                self.method,
-                self._driver.world_size,
-                parameters.values(),
-                checks=check_every > 0,
-            )
+            size, checks = self._driver.world_size, check_every > 0
+            load_kernels(self.method, size, parameters.values(), checks=checks)
             self._bucket_bytes = bucket_bytes
             self._enabled, self._finite = True, True
             self._check_every = check_every

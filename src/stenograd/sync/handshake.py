@@ -35,7 +35,6 @@ __all__ = [
     "broadcast_model",
     "broadcast_tensors",
     "compare",
-    "describe",
     "describe_optimizers",
     "entries",
     "named",
@@ -43,7 +42,6 @@ __all__ = [
     "refuse_taken",
     "synced_parameters",
     "unwrapped",
-    "versions",
 ]
 
 REFRESH = "call sync.refresh() on every rank, with optimizers that hold what the model has now"
@@ -271,18 +269,6 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def versions() -> dict[str, str]:
-    """Return what must be equal on all ranks whatever they exchange, for `compare`.
-
-    Example:
-        >>> sorted(versions())
-        ['kernels', 'stenograd version', 'torch version']
-    """
-    # Ranks with other kernels would get averages that differ in the last bits.
-    own = {"stenograd version": __version__, "torch version": ".".join(torch.__version__.split(".")[:2])}
-    return {**own, "kernels": wanted()}
-
-
 def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse a model whose gradients somebody else averages or shards already.
 
@@ -424,23 +410,19 @@ def synced_parameters(
     return synced
 
 
-def describe(
-    settings: Mapping[str, Any], parameters: Mapping[str, Tensor], model: nn.Module | None = None
+def _described(
+    settings: Mapping[str, Any], parameters: Mapping[str, Tensor], model: nn.Module | None
 ) -> dict[str, Any]:
-    """Return what must be equal on all ranks, by what it is: versions and kernels, settings, tensors.
-
-    Example:
-        >>> found = describe({"method": "topk"}, {"w": torch.zeros(2)})
-        >>> found["method"], found["parameters"], found["parameter w"], "kernels" in found
-        ('topk', 1, '(2,) torch.float32', True)
-    """
+    """Return what must be equal on all ranks, by what it is: versions and kernels, settings, tensors."""
+    # Ranks with other kernels would get averages that differ in the last bits.
+    own = {"stenograd version": __version__, "torch version": ".".join(torch.__version__.split(".")[:2])}
     tensors = {f"parameter {n}": form_of(p) for n, p in parameters.items()}
     if model is not None:
         synced = {id(p) for p in parameters.values()}
         others = ((n, p) for n, p in model.named_parameters() if id(p) not in synced)
         tensors |= {f"parameter {n}": f"{form_of(p)}, not averaged" for n, p in others}
         tensors |= {f"buffer {n}": form_of(b) for n, b in model.named_buffers()}
-    return {**versions(), "parameters": len(parameters), **tensors, **settings}
+    return {**own, "kernels": wanted(), "parameters": len(parameters), **tensors, **settings}
 
 
 def describe_optimizers(
@@ -501,7 +483,7 @@ def compare(
 
     Versions of torch that differ in their last part only, as 2.13.0 and 2.13.1 do, are a warning on rank 0.
     """
-    mine = json.dumps(describe(settings, parameters, model))
+    mine = json.dumps(_described(settings, parameters, model))
     digest = hashlib.sha256(mine.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
     messages = driver.gather_bytes(json.dumps([_host(), digest, torch.__version__]).encode())
     about: list[list[str]] = [json.loads(text) for text in messages]

@@ -100,11 +100,6 @@ class Part:
         self.anchor()
 
     @property
-    def names(self) -> list[str]:
-        """Names of the parameters."""
-        return list(self.parameters)
-
-    @property
     def under_way(self) -> bool:
         """Whether something was sent and not applied yet."""
         return self._flat.under_way or bool(self._arrived)
@@ -456,7 +451,7 @@ def of_part(part: Part, number: int, state: Mapping[str, Any]) -> dict[str, Any]
     found: _Table = state["parameters"]
     codec = {name: found[name] for name in part.exchanged() if name in found}
     tensors: dict[str, dict[str, Tensor]] = {}
-    for name in part.names:
+    for name in part.parameters:
         for key, tensor in found.get(name + _IN_ROUNDS, {}).items():
             tensors.setdefault(key, {})[name] = tensor
     return {"exchange": {**state["exchanges"][number], "parameters": codec}, "tensors": tensors}

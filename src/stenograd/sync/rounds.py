@@ -22,7 +22,7 @@ from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.attached import as_in_training
 from stenograd.sync.averaging import average, average_carried, average_states, forget_states
-from stenograd.sync.clock import RoundSync
+from stenograd.sync.clock import RoundSync, beside
 from stenograd.sync.gossip import Gossip
 from stenograd.sync.outer import Part, check_shapes, fragments_of, joined, of_part
 from stenograd.sync.survivors import Survivors
@@ -113,9 +113,7 @@ class ParameterSync(RoundSync):
         self._parts, self._whole = [], fragments_of(parameters, schedule.fragments, schedule.layout)
         driver = self._driver if nodes is None else nodes.between
         if isinstance(schedule, DiLoCo) and (schedule.eager or schedule.delay):
-            (self._side,) = driver.split([range(driver.world_size)], "rounds")
-            assert self._side is not None  # every rank is in the one part
-            self._side.traffic = driver.traffic
+            self._side = beside(driver, "rounds")
         for whole in self._whole:
             part = whole if nodes is None else nodes.share_of(whole)
             shared: dict[str, Any] = {"side": self._side, "pairs": self._pairs}
@@ -195,9 +193,7 @@ class ParameterSync(RoundSync):
                 _put([*apart, *buffers], self._together(means))
             yield
         finally:
-            with torch.no_grad():
-                for t, mine in zip(tensors, own, strict=True):
-                    t.copy_(mine)
+            _put(tensors, own)
 
     @as_in_training
     def state_dict(self) -> dict[str, Any]:

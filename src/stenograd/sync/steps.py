@@ -42,7 +42,6 @@ __all__ = [
     "after_closure",
     "drop_bad",
     "hashed",
-    "pass_flags",
     "refuse",
     "refuse_other_passes",
     "refuse_step",
@@ -51,7 +50,6 @@ __all__ = [
     "warn_of_left_out",
     "warn_of_skip",
     "warn_unexchanged",
-    "watch_every_step",
     "watch_others",
 ]
 
@@ -147,36 +145,26 @@ _hooked = False
 
 
 class Watch:
-    """Looks at every step until it is removed.
+    """Calls something before every step of every optimizer, with the arguments that torch's hooks get.
 
     Args:
-        number: of the watcher.
+        watcher: returns None, or changed arguments.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, watcher: Watcher) -> None:
+        global _watchers, _hooked
+        self._number = next(_numbers)
+        with _watchers_lock:
+            _watchers = {**_watchers, self._number: watcher}
+            if not _hooked:
+                register_optimizer_step_pre_hook(torch.compiler.disable(_before))
+                _hooked = True
 
     def remove(self) -> None:
         """End it; may be called twice."""
         global _watchers
         with _watchers_lock:
             _watchers = {n: w for n, w in _watchers.items() if n != self._number}
-
-
-def watch_every_step(watcher: Watcher) -> Watch:
-    """Call something before every step of every optimizer, with the arguments that torch's hooks get.
-
-    Args:
-        watcher: returns None, or changed arguments.
-    """
-    global _watchers, _hooked
-    number = next(_numbers)
-    with _watchers_lock:
-        _watchers = {**_watchers, number: watcher}
-        if not _hooked:
-            register_optimizer_step_pre_hook(torch.compiler.disable(_before))
-            _hooked = True
-    return Watch(number)
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
@@ -188,7 +176,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
     return changed
 
 
-BITS = 4  # of the settings' hash that each exchange tells; other ones each time, so 8 exchanges tell all
+BITS = 4  # of a pass's number, and of the settings' hash: other ones each time, so 8 exchanges tell all
 _TURNS = 32 // BITS
 _GROUPS = 8  # whose learning rates are looked at, for each optimizer: a group a layer may mean thousands
 _DEEPEST = 30  # frames from a step's pre-hook up to `GradScaler.step`, with the hooks and wrappers between
@@ -365,7 +353,6 @@ def _row(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else [value]
 
 
-_BITS = 4  # of a pass's number that the ranks compare
 _taken: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Tensor, Tensor | None]]] = WeakKeyDictionary()
 
 
@@ -457,18 +444,8 @@ def warn_unexchanged(cause: str, advice: str) -> bool:
     return True
 
 
-def pass_flags(count: int) -> list[bool]:
-    """Return flags that tell a pass's number modulo 16 from others: each bit, then each bit's opposite.
-
-    Example:
-        >>> pass_flags(1)
-        [True, False, False, False, False, True, True, True]
-    """
-    return tell(count, _BITS)
-
-
 def refuse_other_passes(any_flags: Sequence[bool], count: int) -> None:
-    """Look at which of all ranks' `pass_flags` were set.
+    """Look at which flags all ranks have set that tell their numbers of passes; see `tell`.
 
     Raises:
         StenogradError: on all ranks: they are at different backward passes.
@@ -492,7 +469,7 @@ class _PassFlags(Told):
     settings: list[bool]
 
 
-_SILENT = _PassFlags([False], [False] * (2 * _BITS), [False] * (2 * BITS))
+_SILENT = _PassFlags([False], [False] * (2 * BITS), [False] * (2 * BITS))
 
 
 class Passes:
@@ -542,7 +519,7 @@ class Passes:
         """
         if shadow:
             return replace(_SILENT, shadow=[True]).packed()
-        return _PassFlags([False], pass_flags(self.count), self.settings.flags(self.count)).packed()
+        return _PassFlags([False], tell(self.count, BITS), self.settings.flags(self.count)).packed()
 
     def exchanged(self, any_flags: Sequence[bool], driver: AnyDriver) -> None:
         """Take which of all ranks' `flags` were set: gradients are averages now.
@@ -565,8 +542,8 @@ class Passes:
     def follow(self, any_flags: Sequence[bool], driver: AnyDriver) -> None:
         """Take the other ranks' number from their `flags`: this rank shadowed their pass."""
         told = self._checked(any_flags, driver)
-        theirs = sum(bool(one) << bit for bit, one in enumerate(told.number[:_BITS]))
-        self.count += (theirs - self.count) % (1 << _BITS)
+        theirs = sum(bool(one) << bit for bit, one in enumerate(told.number[:BITS]))
+        self.count += (theirs - self.count) % (1 << BITS)
         self._exchanges += 1
 
     def check_step(
@@ -677,7 +654,7 @@ def watch_others(sync: Sync, *, averages_losses: bool = False) -> Watch:
             known[optimizer] = count, holds
         return watch(optimizer, args, given) if known[optimizer][1] else None
 
-    handle = watch_every_step(before)
+    handle = Watch(before)
     weakref.finalize(sync, handle.remove).atexit = False
     return handle
 
