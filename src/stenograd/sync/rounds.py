@@ -79,6 +79,12 @@ class ParameterSync(RoundSync):
         """Whether a round is due, or an exchange under way."""
         return bool(self._due) or any(part.under_way for part in self._parts)
 
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """For each loss the round, the ranks that were lost, and the seconds until training went on."""
+        keeper = self._pairs or self._survivors
+        return [] if keeper is None else keeper.events
+
     def _check_settings(self, check_every: int) -> None:
         schedule = self._schedule
         self._dense_passes = schedule.after
@@ -262,10 +268,7 @@ class ParameterSync(RoundSync):
         self.round += any(ended)
         self._common_at = self._counted - self._dense_passes
 
-    @property
-    def _is_common(self) -> bool:
-        """Whether all ranks' parameters are known to be equal now."""
-        return self._common_at == max(self._counted - self._dense_passes, 0)
+    # The steps of a round, in their order.
 
     def _period(self) -> int:
         """Return the number of steps of a round of `local` that starts now."""
@@ -304,31 +307,6 @@ class ParameterSync(RoundSync):
         if isinstance(self._schedule, Local) and t >= self._next:
             self._next = t + self._agreed_period()
 
-    def _agreed_period(self) -> int:
-        """Return the number of steps until the next round; by QSR it depends on the learning rate.
-
-        Raises:
-            ConfigError: on every rank, if their learning rates differ: they would never meet again.
-        """
-        period = self._period()
-        if not isinstance(self._schedule, Local) or not self._schedule.qsr:
-            return period
-        mine = torch.tensor([period], device="cpu")
-        found = [int(theirs) for (theirs,) in self._together(lambda: self._way.run(gather(mine)))]
-        if len(set(found)) > 1:
-            raise ConfigError(
-                f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "
-                "scheduler alike on all ranks"
-            )
-        return period
-
-    @property
-    def _shared(self) -> bool:
-        """Whether a round without delay leaves all ranks with equal parameters."""
-        if isinstance(self._schedule, DiLoCo):
-            return self._schedule.fragments == 1 and self._schedule.shares_outer
-        return self._each_round.lossless
-
     def _finish(self, fragment: int) -> bool:
         """Take what was sent, and do what belongs to a round when its first fragment has come.
 
@@ -356,10 +334,6 @@ class ParameterSync(RoundSync):
             self._guard.check(self.round)
         return True
 
-    def _averages_states(self, number: int) -> bool:
-        """Return whether a round averages the optimizers' states."""
-        return self._schedule.states == "average" and number % self._schedule.states_every == 0
-
     def _merge(self, part: Part, first: bool) -> _Outcome:
         """Take what was sent; where lost ranks are dropped, all that belongs to the round or nothing."""
         if self._survivors is None:
@@ -379,24 +353,31 @@ class ParameterSync(RoundSync):
             return replace(outcome, sound=False, lost=[])
         return outcome
 
-    def _together(self, collective: Callable[[], T]) -> T:
-        """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
-        if self._survivors is None:
-            return collective()
-        found = self._survivors.hold(collective, self._parts, None, self.round)
-        self._driver = self._survivors.driver
-        return found
-
-    @property
-    def _way(self) -> AnyDriver:
-        """The way to all ranks that are left, also in the middle of a round."""
-        return self._driver if self._survivors is None else self._survivors.driver
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """For each loss the round, the ranks that were lost, and the seconds until training went on."""
-        keeper = self._pairs or self._survivors
-        return [] if keeper is None else keeper.events
+    def _outcome(self, part: Part, sound: bool) -> _Outcome:
+        """Find out what came of a round, on all ranks alike, and bring what ends it; changes nothing."""
+        lost = part.lost_own if sound else not part.is_finite()
+        code = (0 if sound else _VOID) | (_LOST if lost else 0)
+        if self._nodes is not None:
+            told, node, place = self._nodes.tell(code), self._nodes.node, self._nodes.place
+            names = list(range(len(told)))
+        elif sound:  # nobody asks the others
+            return _Outcome(True, [0] if lost else [])
+        else:
+            driver = part.driver
+            mine = torch.tensor([code], dtype=torch.uint8, device="cpu")
+            told = [[int(theirs)] for (theirs,) in driver.run(gather(mine))]
+            node, place, names = driver.rank, 0, [driver.name_of(rank) for rank in range(driver.world_size)]
+        bad = [
+            {i for i, codes in enumerate(told) if codes[at] == _VOID | _LOST} for at in range(len(told[0]))
+        ]
+        hopeless = any(len(nodes) == len(told) for nodes in bad)
+        return _Outcome(
+            not any(code & _VOID for codes in told for code in codes),
+            [at for at, code in enumerate(told[node]) if code & _LOST],
+            frozenset(names[i] for nodes in bad for i in nodes),
+            hopeless,
+            bool if sound or hopeless else part.restart(bad[place]),
+        )
 
     def _other_means(self) -> list[Callable[[], None]]:
         """Average buffers and the optimizers' states, where this round does; return what takes the means."""
@@ -441,38 +422,6 @@ class ParameterSync(RoundSync):
             self._start_afresh([p for place in outcome.lost for p in shares[place].values()])
         return outcome.sound
 
-    def _outcome(self, part: Part, sound: bool) -> _Outcome:
-        """Find out what came of a round, on all ranks alike, and bring what ends it; changes nothing."""
-        lost = part.lost_own if sound else not part.is_finite()
-        code = (0 if sound else _VOID) | (_LOST if lost else 0)
-        if self._nodes is not None:
-            told, node, place = self._nodes.tell(code), self._nodes.node, self._nodes.place
-            names = list(range(len(told)))
-        elif sound:  # nobody asks the others
-            return _Outcome(True, [0] if lost else [])
-        else:
-            driver = part.driver
-            mine = torch.tensor([code], dtype=torch.uint8, device="cpu")
-            told = [[int(theirs)] for (theirs,) in driver.run(gather(mine))]
-            node, place, names = driver.rank, 0, [driver.name_of(rank) for rank in range(driver.world_size)]
-        bad = [
-            {i for i, codes in enumerate(told) if codes[at] == _VOID | _LOST} for at in range(len(told[0]))
-        ]
-        hopeless = any(len(nodes) == len(told) for nodes in bad)
-        return _Outcome(
-            not any(code & _VOID for codes in told for code in codes),
-            [at for at, code in enumerate(told[node]) if code & _LOST],
-            frozenset(names[i] for nodes in bad for i in nodes),
-            hopeless,
-            bool if sound or hopeless else part.restart(bad[place]),
-        )
-
-    def _names(self) -> list[int]:
-        """Return what `_void` calls nodes: the ranks' numbers in the whole world, on one level."""
-        if self._nodes is not None:
-            return list(range(self.world_size))
-        return [self._driver.name_of(rank) for rank in range(self.world_size)]
-
     def _tell_too_far(self, *, again: bool) -> None:
         """Say that all parameters were finite, but would not have been after the round.
 
@@ -503,6 +452,61 @@ class ParameterSync(RoundSync):
             RuntimeWarning,
             stacklevel=9,
         )
+
+    def _agreed_period(self) -> int:
+        """Return the number of steps until the next round; by QSR it depends on the learning rate.
+
+        Raises:
+            ConfigError: on every rank, if their learning rates differ: they would never meet again.
+        """
+        period = self._period()
+        if not isinstance(self._schedule, Local) or not self._schedule.qsr:
+            return period
+        mine = torch.tensor([period], device="cpu")
+        found = [int(theirs) for (theirs,) in self._together(lambda: self._way.run(gather(mine)))]
+        if len(set(found)) > 1:
+            raise ConfigError(
+                f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "
+                "scheduler alike on all ranks"
+            )
+        return period
+
+    # What they ask.
+
+    def _together(self, collective: Callable[[], T]) -> T:
+        """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
+        if self._survivors is None:
+            return collective()
+        found = self._survivors.hold(collective, self._parts, None, self.round)
+        self._driver = self._survivors.driver
+        return found
+
+    @property
+    def _way(self) -> AnyDriver:
+        """The way to all ranks that are left, also in the middle of a round."""
+        return self._driver if self._survivors is None else self._survivors.driver
+
+    def _names(self) -> list[int]:
+        """Return what `_void` calls nodes: the ranks' numbers in the whole world, on one level."""
+        if self._nodes is not None:
+            return list(range(self.world_size))
+        return [self._driver.name_of(rank) for rank in range(self.world_size)]
+
+    @property
+    def _shared(self) -> bool:
+        """Whether a round without delay leaves all ranks with equal parameters."""
+        if isinstance(self._schedule, DiLoCo):
+            return self._schedule.fragments == 1 and self._schedule.shares_outer
+        return self._each_round.lossless
+
+    @property
+    def _is_common(self) -> bool:
+        """Whether all ranks' parameters are known to be equal now."""
+        return self._common_at == max(self._counted - self._dense_passes, 0)
+
+    def _averages_states(self, number: int) -> bool:
+        """Return whether a round averages the optimizers' states."""
+        return self._schedule.states == "average" and number % self._schedule.states_every == 0
 
 
 @torch.no_grad()
