@@ -33,9 +33,6 @@ class DDPHook(Sync):
     DDP calls it with its buckets in index order, and once, after the first step, makes other buckets of the
     same parameters. Since state is kept by parameter name, it carries over. The exchange has a process group
     of its own, because DDP sends its map of used parameters on its group at the same time.
-
-    Attributes:
-        method: the `Method` in use.
     """
 
     def __init__(

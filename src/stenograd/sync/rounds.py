@@ -471,8 +471,6 @@ class ParameterSync(RoundSync):
             )
         return period
 
-    # What they ask.
-
     def _together(self, collective: Callable[[], T]) -> T:
         """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
         if self._survivors is None:
