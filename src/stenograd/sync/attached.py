@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
@@ -149,7 +149,7 @@ class Sync(ABC):
     _closed: bool
     _enabled: bool = True
     _warned_of_others: bool = False
-    _finite: bool | None = True
+    _finite: bool | Tensor | None = True  # None: not looked at yet; a tensor: nor read
     _group: Any = None
 
     @property
@@ -325,7 +325,7 @@ class Sync(ABC):
 
         A rank that ran out of inputs stays behind until the end: no comparing then.
         """
-        due = self._check_every and (self.step + self.skipped) % self._check_every == 0
+        due = self._check_every and self._exchanges() % self._check_every == 0
         if due and not self._passes.shadowed:
             self._guard.check(self.step)
 
@@ -339,6 +339,10 @@ class Sync(ABC):
 
     def _passes_made(self) -> int:
         return 0
+
+    def _exchanges(self) -> int:
+        """Return how many exchanges were made, whatever came of them; where ranks meet in rounds, passes."""
+        return self.step + self.skipped
 
     def _accumulated(self, before: int) -> None:
         """Note that passes since `before` were not exchanged."""
@@ -385,7 +389,6 @@ class Sync(ABC):
     def _watch(
         self,
         modules: Iterable[nn.Module],
-        exchanges: Callable[[], int],
         mean: Callable[[float], float] | None = None,
     ) -> None:
         """Follow added parameter groups, forward passes of modules, and steps, as `after_closure` says."""
@@ -393,7 +396,7 @@ class Sync(ABC):
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
         called = {id(m): m for module in modules for m in entries(module)}
         self._watches = [module.register_forward_pre_hook(self._wrapping) for module in called.values()]
-        before = torch.compiler.disable(after_closure(self._check_step, exchanges, mean))
+        before = torch.compiler.disable(after_closure(self._check_step, self._exchanges, mean))
         self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
         self._watches += [watch_others(self)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,14 +14,15 @@ from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.comm.driver import Driver
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.sparse_rows import sparse_parameters
-from stenograd.comm.tensor_exchange import TensorExchange
+from stenograd.comm.tensor_exchange import Outcome, TensorExchange
 from stenograd.data.buckets import Bucket
+from stenograd.data.finite import is_finite
 from stenograd.devices import future_on, refuse_capture
 from stenograd.errors import StenogradError, TensorTypeError, first_line
 from stenograd.sync.attached import Sync, at_end, next_order
 from stenograd.sync.handshake import Members, compare, named, refuse_second_momentum, unwrapped
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
-from stenograd.sync.steps import Passes, warn_unexchanged, watch_others
+from stenograd.sync.steps import Leftovers, Passes, warn_unexchanged, watch_others
 from stenograd.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["DDPHook", "register"]
@@ -52,6 +53,7 @@ class DDPHook(Sync):
         module: nn.Module = ddp.module
         self._driver = Driver.own(ddp.process_group, timeout_s=timeout_s)
         self._handles: list[Any] = []
+        self._left = Leftovers()
         with self._wholly():
             learning = [p for p in module.parameters() if p.requires_grad]  # others may be of any type
             load_kernels(how, self._driver.world_size, learning, checks=check_every > 0)
@@ -184,6 +186,7 @@ class DDPHook(Sync):
         """Stop the exchange; the model cannot be trained with this hook afterwards."""
         for handle in self._handles:
             handle.remove()
+        self._left.forget()
         if hasattr(self, "_exchange"):
             self._exchange.close()
 
@@ -249,12 +252,25 @@ class DDPHook(Sync):
             self._passes.exchanged(outcome.any_flags, self._driver)
         self._made.clear()
         self._finite = outcome.applied
+        if not self._finite and self._passes.skips:
+            self._left.take(self._bad(outcome))
         for sources, average in zip(self._sources, outcome.averages, strict=True):
             torch._foreach_copy_(sources, list(average.split([s.numel() for s in sources])))
         waiting, self._waiting = self._waiting, []
         for buffer, future in waiting:
             future.set_result(buffer)
         self._check_replicas()
+
+    def _bad(self, outcome: Outcome) -> Iterator[Tensor]:
+        """Yield the parameters whose averages, which DDP has not taken yet, are not finite."""
+        known = {id(p): p for p in self._model.module.parameters()}
+        used = iter(outcome.any_used)
+        for members, bucket, average in zip(
+            self._members, self._exchange.buckets, outcome.averages, strict=True
+        ):
+            for member, piece in zip(members, bucket.views(average), strict=True):
+                if next(used, True) and not is_finite(piece):
+                    yield known[member]
 
     def _averaged(self) -> set[int]:
         return set(self._names)
@@ -351,11 +367,13 @@ def register(
     check_interval(check_every, repair)
     checks: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
     hook = DDPHook(ddp, chosen, timeout_s=timeout_s, skip_bad_steps=skip_bad_steps, **checks)
-    try:
-        with hook._wholly():
-            # DDP compares annotations with its own classes; a lambda has none.
-            ddp.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
-    except RuntimeError as reason:
+    try:  # this comes last, because DDP keeps a hook for good
+        # DDP compares annotations with its own classes; a lambda has none.
+        ddp.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
+    except BaseException as reason:
+        hook.close()
+        if not isinstance(reason, RuntimeError):
+            raise
         raise StenogradError(
             f"the model has a communication hook already, or cannot take one ({first_line(reason)}): "
             "register one only, right after wrapping the model"

@@ -41,8 +41,10 @@ from stenograd.sync.handshake import (
 )
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.steps import (
+    Leftovers,
     Passes,
     StepSettings,
+    bad_of,
 )
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
@@ -109,6 +111,7 @@ class GradientSync(Sync, Joinable):
         self._slots: dict[int, Slot] = {}
         self._met: list[Tensor] = []  # parameters that are equal on all ranks; kept, so that ids stay theirs
         self._watches, self._wrapping = [], Wrapping(self)
+        self._left = Leftovers()
         with self._wholly():
             size, checks = self._driver.world_size, check_every > 0
             load_kernels(self.method, size, parameters.values(), checks=checks)
@@ -126,7 +129,7 @@ class GradientSync(Sync, Joinable):
             self._passes = Passes(local, skip_bad_steps, StepSettings(self._optimizers))
             self._leave_uncompiled()
             called = {id(model): model, id(self._model): self._model}.values()
-            self._watch(called, lambda: self.step + self.skipped, self._mean)
+            self._watch(called, self._mean)
 
     def _found(self) -> dict[str, nn.Parameter]:
         """Return what to synchronise, by name."""
@@ -304,6 +307,12 @@ class GradientSync(Sync, Joinable):
         self._finite = outcome.applied
         self._filler.write_back(outcome)
         self._sparse.write_back(outcome)
+        if not self._finite and self._passes.skips:
+            self._leave_bad()
+
+    def _leave_bad(self) -> None:
+        """Note what the exchange has left that is not finite, in case that it accumulates further."""
+        self._left.take(bad_of(self._parameters.values()))
 
     @torch.no_grad()
     def take_part(self) -> None:
@@ -400,6 +409,7 @@ class GradientSync(Sync, Joinable):
         for slot in self._slots.values():
             if slot.handle is not None:
                 slot.handle.remove()
+        self._left.forget()
         self._unwatch()
         if hasattr(self, "_exchange"):
             self._exchange.close()

@@ -473,16 +473,20 @@ class ParameterSync(RoundSync):
 
     def _together(self, collective: Callable[[], T]) -> T:
         """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
-        if self._survivors is None:
+        if self._pairs is not None:
+            found = self._pairs.together(collective)
+        elif self._survivors is not None:
+            found = self._survivors.hold(collective, self._parts, None, self.round)
+        else:
             return collective()
-        found = self._survivors.hold(collective, self._parts, None, self.round)
-        self._driver = self._survivors.driver
+        self._driver = self._way
         return found
 
     @property
     def _way(self) -> AnyDriver:
         """The way to all ranks that are left, also in the middle of a round."""
-        return self._driver if self._survivors is None else self._survivors.driver
+        keeper = self._pairs or self._survivors
+        return self._driver if keeper is None else keeper.driver
 
     def _names(self) -> list[int]:
         """Return what `_void` calls nodes: the ranks' numbers in the whole world, on one level."""

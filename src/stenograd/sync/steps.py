@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.filling import Slot, is_own
 from stenograd.comm.tensor_exchange import Told
-from stenograd.data.finite import is_finite
+from stenograd.data.finite import is_finite, look_at, values_of
 from stenograd.errors import MismatchError, StenogradError
 
 if TYPE_CHECKING:
@@ -35,11 +35,13 @@ __all__ = [
     "BITS",
     "Act",
     "Changed",
+    "Leftovers",
     "Passes",
     "StepSettings",
     "Watch",
     "Watcher",
     "after_closure",
+    "bad_of",
     "drop_bad",
     "hashed",
     "refuse",
@@ -51,6 +53,7 @@ __all__ = [
     "warn_of_skip",
     "warn_unexchanged",
     "watch_others",
+    "zero_bad",
 ]
 
 # What a pre-hook returns to change a step's arguments.
@@ -141,6 +144,7 @@ Watcher: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], Changed]
 _watchers: dict[int, Watcher] = {}
 _numbers = itertools.count()
 _watchers_lock = threading.RLock()
+_leftovers_lock = threading.Lock()
 _hooked = False
 
 
@@ -413,9 +417,108 @@ def drop_bad(
                 optimizer.register_step_post_hook(_give_back)
             _taken[optimizer].append((p, p.grad))
         p.grad = None
-    for p in parameters:
-        if id(p) not in mine and p.grad is not None and not is_finite(p.grad):
+    for p in bad_of(parameters):
+        if id(p) not in mine and p.grad is not None:
             p.grad.zero_()  # not None: its optimizer may compute with it before it asks, as SAM does
+
+
+def bad_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Return those parameters whose gradients are not finite, one after another."""
+    return (p for p in parameters if p.grad is not None and not is_finite(p.grad))
+
+
+class Leftovers:
+    """Gradients of a bad pass that accumulate further: they become zeros when the next pass begins.
+
+    `drop_bad` sees to them where an optimizer steps. A `GradScaler` leaves out the step of one that is not
+    fused, and then nobody would: a gradient that another optimizer gathers for a later step would stay bad,
+    and with it each pass until then. Where none of the bad gradients was cleared since, no step lies between,
+    and all stay: the passes belong to one step, which is lost.
+
+    Example:
+        >>> a, b = (torch.nn.Parameter(torch.ones(1)) for _ in "ab")
+        >>> left = Leftovers()
+        >>> (a * b * torch.nan).backward()
+        >>> left.take([a, b])
+        >>> a.grad = None
+        >>> (a + 2 * b).backward()
+        >>> a.grad, b.grad
+        (tensor([1.]), tensor([2.]))
+    """
+
+    def __init__(self) -> None:
+        self._bad: list[Tensor] = []
+        self._handles: list[Any] = []
+
+    def take(self, parameters: Iterable[Tensor], handle: Any = None) -> None:
+        """Take those, after a bad pass, whose gradients are not finite.
+
+        Args:
+            parameters: leaves, unless there is a handle.
+            handle: of a hook by which the caller has `clear()` called when the next pass begins.
+        """
+        self.forget()
+        self._bad = list(parameters)
+        if handle is not None:
+            self._handles = [handle]
+            return
+        # Before a gradient is added to: a hook that is called afterwards finds the new one spoilt, too. It
+        # only knows of this, because the garbage collector does not see what hooks hold.
+        known = weakref.ref(self)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo traces it in a compiled step
+        def before(_: Tensor) -> None:
+            with _leftovers_lock:  # autograd runs one thread for each device
+                if (found := known()) is not None:
+                    found.clear()
+
+        self._handles = [p.register_hook(before) for p in self._bad]
+
+    def forget(self) -> None:
+        """Leave them as they are."""
+        handles, self._bad, self._handles = self._handles, [], []
+        for handle in handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Make them zeros, unless all are still there."""
+        bad = self._bad
+        self.forget()
+        # An empty shard of a parameter says nothing of the others of it.
+        left = [p for p in bad if p.grad is not None and not (p.grad.numel() and is_finite(p.grad))]
+        for p in left if len(left) < len(bad) else ():
+            p.grad.zero_()  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def zero_bad(
+    optimizer: torch.optim.Optimizer, averaged: Container[int], sound: Tensor, parameters: Iterable[Tensor]
+) -> None:
+    """Let a device do what is nearest to `drop_bad`, while the host does not know whether a gradient is bad.
+
+    Gradients become zeros, so momenta and weight decay act in the step. Asking would let the device idle.
+
+    Args:
+        optimizer: about to step; all of its gradients become zeros if not `sound`.
+        averaged: the ids of the parameters that are averaged.
+        sound: 0-d and boolean, on a device: whether all gradients are finite.
+        parameters: those that other optimizers may hold; of theirs only bad gradients become zeros.
+    """
+    mine = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
+    bad = {sound.device: sound.logical_not()}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        values = values_of(p.grad)
+        if id(p) in mine:
+            if values.device not in bad:
+                bad[values.device] = bad[sound.device].to(values.device, non_blocking=not values.is_cpu)
+            values.masked_fill_(bad[values.device], 0)
+        elif isinstance(fine := look_at([values]), Tensor):
+            values.masked_fill_(fine.logical_not(), 0)
+        elif not fine:
+            values.zero_()
 
 
 def _give_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -636,7 +739,7 @@ def watch_others(sync: Sync, *, averages_losses: bool = False) -> Watch:
             running._other_step(optimizer, zeros)
 
     def exchanges() -> int:
-        return 0 if (running := weak()) is None else running.step + running.skipped
+        return 0 if (running := weak()) is None else running._exchanges()
 
     def mean(loss: float) -> float:
         return loss if (running := weak()) is None else running._mean(loss)
