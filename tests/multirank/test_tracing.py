@@ -11,7 +11,7 @@ from torch import nn
 import stenograd
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
-from stenograd.sync.tracing import Tracer, as_json, clock_offsets
+from stenograd.tracing import Tracer, as_json, clock_offsets
 
 STEPS = 3
 SPANS = {"forward", "backward", "wait", "encode", "collective", "decode", "step"}

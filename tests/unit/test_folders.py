@@ -13,7 +13,7 @@ ALLOWED = {
     "lightning/trainer.py",
     "launch/process_group.py",
     "launch/rendezvous.py",
-    "sync/uneven.py",
+    "sync/gradients.py",
 }
 
 

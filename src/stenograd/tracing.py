@@ -14,8 +14,9 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,9 +28,8 @@ from stenograd.checkpoint.files import write_atomically
 from stenograd.comm.agreement import agree
 from stenograd.comm.drivers import AnyDriver
 from stenograd.errors import ConfigError
-from stenograd.sync.phases import Phases
 
-__all__ = ["MAX_EVENTS", "Event", "Tracer", "Tracing", "as_json", "clock_offsets"]
+__all__ = ["MAX_EVENTS", "Event", "Phases", "Tracer", "Tracing", "as_json", "clock_offsets"]
 
 MAX_EVENTS = 200_000
 
@@ -170,6 +170,96 @@ class Tracer:
         return thread.submit(job, *args)
 
 
+class Phases:
+    """Tells by hooks on a model and its optimizers how long each phase of a step lasted.
+
+    A `wait` is the end of a `backward`: what is left of the exchange when all gradients are there. Rounds
+    that are held when an optimizer has stepped are a part of `step`.
+
+    Args:
+        model: whose passes are followed.
+        optimizers: whose steps are followed.
+        note: called with "forward", "backward", "wait" or "step", start and end by `time.perf_counter`.
+
+    Example:
+        >>> model, seen = nn.Linear(2, 1), []
+        >>> phases = Phases(model, [], lambda kind, start, end: seen.append(kind))
+        >>> phases.watch()
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> phases.close()
+        >>> seen
+        ['forward', 'wait', 'backward']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        note: Callable[[str, float, float], None],
+    ) -> None:
+        self._model, self._optimizers, self._note = model, list(optimizers), note
+        self._handles: list[Any] = []
+        self._began: dict[str, float] = {}
+
+    def watch(self) -> None:
+        """Begin."""
+        self._watch_model(self._model)
+        for optimizer in self._optimizers:
+            self._watch(optimizer)
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def begin(self, kind: str, *_: object) -> None:
+        """Note when something begins; a second beginning without an end counts as none."""
+        self._began.setdefault(kind, time.perf_counter())
+
+    def end(self, kind: str, *_: object) -> None:
+        """Note when it ends."""
+        start = self._began.pop(kind, None)
+        if start is not None:
+            self._note(kind, start, time.perf_counter())
+
+    def _watch_model(self, model: nn.Module) -> None:
+        self._handles.append(model.register_forward_pre_hook(partial(self.begin, "forward")))
+        self._handles.append(model.register_forward_hook(self._after_forward))
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles.append(optimizer.register_step_pre_hook(partial(self.begin, "step")))
+        self._handles.append(optimizer.register_step_post_hook(partial(self.end, "step")))
+
+    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        self.end("forward")
+        self._began.pop("backward", None)  # of a backward pass that failed
+        for leaf in _tensors(output):
+            if leaf.requires_grad:
+                leaf.register_hook(self._on_output_gradient)
+
+    def _on_output_gradient(self, grad: Tensor) -> None:
+        """Note that a backward pass begins, and have its end noted.
+
+        This comes before any parameter's gradient, so the first callback runs before the engine's, which
+        waits for the exchange, and what that callback queues runs after it.
+        """
+        if "backward" in self._began or not self._handles:
+            return
+        self.begin("backward")
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def computed() -> None:
+            self.begin("wait")
+            queue(averaged)
+
+        def averaged() -> None:
+            self.end("wait")
+            self.end("backward")
+
+        queue(computed)
+
+
 def clock_offsets(driver: AnyDriver) -> list[tuple[float, float]]:
     """Return each rank's clock minus rank 0's, with the largest error it can have, in seconds.
 
@@ -236,6 +326,16 @@ def as_json(ranks: Sequence[tuple[float, Sequence[Event]]]) -> dict[str, Any]:
             place = {"ts": _us(start - offset - first), "pid": rank, "tid": row}
             out.append({"name": kind, "cat": kind, **how, **place, "args": dict(about)})
     return {"traceEvents": out, "displayTimeUnit": "ms"}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _write(path: str, trace: Mapping[str, Any]) -> None:
