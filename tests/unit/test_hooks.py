@@ -15,14 +15,10 @@ from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression.contract import Site
 from stenograd.sync import backward_passes, hooks
 
-
-@pytest.fixture
-def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STENOGRAD_STORE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("unlaunched")
 
 
-def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
+def test_threads_of_several_devices_submit_each_bucket_once(monkeypatch):
     """Two threads report one pass's gradients, as for a model on two GPUs, while submitting takes long."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,7 +68,7 @@ def test_clipping_and_warm_up_let_averages_take_the_residuals_memory(text):
     assert plain.transport(site).frees_residual
 
 
-def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model(alone):
+def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model():
     import copy
     import io
 
@@ -91,7 +87,7 @@ def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model(alone):
             assert torch.equal(other.weight, model.weight)
 
 
-def test_an_engine_goes_with_its_model(alone):
+def test_an_engine_goes_with_its_model():
     import gc
     import weakref
 
@@ -110,7 +106,7 @@ def test_an_engine_goes_with_its_model(alone):
 
 
 @pytest.mark.parametrize("text", ["topk", "local:every=2", "diloco:every=2", "gossip"])
-def test_a_backward_pass_that_fails_keeps_nothing_alive(alone, text):
+def test_a_backward_pass_that_fails_keeps_nothing_alive(text):
     """What waits for its end belongs to the pass, which is gone."""
     import gc
     import weakref
@@ -166,7 +162,7 @@ def _left_behind(model, optimizer):
 
 
 @pytest.mark.parametrize("text", ["dense", "local:every=2", "diloco:every=2,after=2/sign", "gossip"])
-def test_attaching_that_fails_at_any_point_leaves_the_model_as_it_was(alone, text):
+def test_attaching_that_fails_at_any_point_leaves_the_model_as_it_was(text):
     """Errors are injected into every 29th call that the library makes while it attaches."""
     number, ended = 1, False
     while not ended:
