@@ -16,7 +16,7 @@ from stenograd.errors import MismatchError
 from stenograd.heat import DASO, DataParallel, DataParallelOptimizer
 from stenograd.mlbench import CentralizedSGD, FP16Optimizer
 from stenograd.mlbench.aggregation import AllReduceAggregation
-from stenograd.mlbench.decentralized import DecentralizedSGD
+from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
 from stenograd.simulate import ranks
 from stenograd.singa import DistOpt
 from stenograd.sync.gradient_sync import GradientSync
@@ -67,6 +67,10 @@ def test_another_order_of_tensors_on_a_rank_is_an_error_that_names_the_first(met
         assert names[0] in second.split(":")[0]
 
 
+def _neighbours(rank):
+    return DecentralizedAggregation(rank, [1 - rank], timeout_s=30)
+
+
 def _faces(rank, other):
     """Every face that takes a model compares the order and the shapes of what it holds."""
     stenograd.init()
@@ -95,13 +99,16 @@ def _faces(rank, other):
         "mlbench's gradients": lambda: AllReduceAggregation(2).agg_grad()(pair(), "avg_world"),
         "distribute": lambda: stenograd.distribute(model := pair(), _sgd(model), timeout_s=30),
         "neighbours in mlbench": lambda: DecentralizedSGD(rank, [1 - rank], pair(), lr=0.1),
+        "neighbours' weights": lambda: _neighbours(rank).agg_model()(pair(), "avg_world"),
+        "neighbours' gradients": lambda: _neighbours(rank).agg_grad()(pair(), "avg_world"),
     }
     if other == "shape":
         del faces["DDP"]  # torch refuses it by itself
     for face, attach in faces.items():
         with pytest.raises(MismatchError) as caught:
             attach()
-        assert re.search(r"\ba\b|parameter 0|order", str(caught.value)), face
+        assert other == "shape" or "order" in str(caught.value), face
+        assert re.search(r"\ba\b|parameter 0", str(caught.value)), face
         assert "rank 1" in str(caught.value), face
     if other == "order":
         with pytest.raises(MismatchError, match="order"):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Feedback, Payload, Site, Transport
+from stenograd.compression.contract import Exchange, Feedback, Payload, Site, State, Transport
 from stenograd.compression.transports import AllGather
 from stenograd.data.finite import finite_of
+from stenograd.data.requests import Rounds, gather_lengths, gather_padded
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.dispatch import scatter_mean
 
@@ -68,12 +69,11 @@ class Threshold(Codec):
 
     def transport(self, site: Site) -> Transport:
         """Gather messages of different lengths."""
-        return AllGather(ragged=True, reports_finite=True)
+        return _Counted(ragged=True, reports_finite=True)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Select and compact."""
-        places = torch.nonzero(~(x.abs() < self.value)).view(-1)  # NaN, too
-        return places.to(torch.int32), x.index_select(0, places)
+        return _taken(x, torch.nonzero(_reaches(x, self.value)).view(-1))
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
         """Scatter into zeros."""
@@ -83,7 +83,7 @@ class Threshold(Codec):
         """Send, and leave x with zeros where it was sent."""
         x = x if residual is None else x.add_(residual)
         payload = self.encode(x, site)
-        return payload, x.index_fill_(0, payload[0].long(), 0)
+        return payload, _left(x, payload)
 
     def finite(self, payloads: Sequence[Payload]) -> Tensor:
         """Look at what is sent: NaN and infinity are."""
@@ -93,3 +93,44 @@ class Threshold(Codec):
         """Add all ranks' elements into one dense tensor."""
         vectors = [(places, values) for places, values in payloads]
         return scatter_mean(vectors, like.numel(), out=site.out(like))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counted(AllGather):
+    """An all-gather of messages whose lengths a device counts, and the host reads for all buckets at once."""
+
+    def run(
+        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Encode, gather, decode; see `Transport.run`."""
+        run = super().run if x.is_cpu else self._run_counted
+        return run(codec, x, residual, state, site, want_error)
+
+    def _run_counted(
+        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    ) -> Rounds[Exchange]:
+        """Count, tell the counts, and only then write what the host now knows the size of: the same bytes."""
+        x = x if residual is None else x.add_(residual)
+        count = _reaches(x, codec.value).sum(dtype=torch.int32)
+        own, lengths = yield from gather_lengths(count.view(1), x.numel())
+        # The i-th place is where the count reaches i: `nonzero` would ask the device for its length again.
+        reached = _reaches(x, codec.value).cumsum(0, dtype=torch.int32)
+        numbers = torch.arange(1, own + 1, dtype=torch.int32, device=x.device)
+        payload = _taken(x, torch.searchsorted(reached, numbers))
+        error = _left(x, payload) if want_error else None
+        everyone = yield from gather_padded(payload, lengths)
+        finite = codec.finite(everyone)
+        return Exchange(codec.combine(everyone, x, site), state, error, finite)
+
+
+def _reaches(x: Tensor, value: float) -> Tensor:
+    return ~(x.abs() < value)  # NaN, too
+
+
+def _taken(x: Tensor, places: Tensor) -> Payload:
+    return places.to(torch.int32), x.index_select(0, places)
+
+
+def _left(x: Tensor, payload: Payload) -> Tensor:
+    """Return x with zeros where it was sent."""
+    return x.index_fill_(0, payload[0].long(), 0)
