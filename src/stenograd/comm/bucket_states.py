@@ -112,6 +112,7 @@ class BucketStates:
         known, self._homeless = self._homeless, {}
         for name in before.keys() - gone:
             self._homeless[names[name]] = known[name]
+        # A state of zeros owes nothing, so nobody needs to hear that it is dropped.
         return [name for name in gone if any(bool(t.any()) for t in known[name].values())]
 
     def forget(self) -> None:
@@ -129,6 +130,7 @@ class BucketStates:
         """Take state by parameter name in place of what there is."""
         buckets = self.buckets
         self.drop_from(0)
+        # copies: what was loaded stays the caller's
         self._homeless = {name: {k: t.clone() for k, t in ts.items()} for name, ts in parameters.items()}
         for index, bucket in enumerate(buckets):
             self.place(index, bucket)
@@ -178,7 +180,9 @@ class BucketStates:
         looked_at = site.dtype is torch.float16  # before the step counts; see `read_end`
         if not self._waits or self._want_errors or looked_at:
             transport = transport.keeping()
+        # Limits for clipping are meant for whole gradients, so these must not come divided.
         sums = self._waits and transport.linear and not self._method.clips
+        # Clipping makes a finite number of an infinity, which nobody would find later.
         guarded = not (transport.linear or transport.reports_finite) or self._method.clip_value is not None
         scale = 1.0 / site.world_size if sums else 1.0
         return Lane(compressor, transport.summing() if sums else transport, site, guarded, scale)

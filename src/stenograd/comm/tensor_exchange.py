@@ -96,6 +96,7 @@ class Flags:
 
     def _rider(self, request: Request) -> Tensor | None:
         if request.op in REDUCTIONS:
+            # One all-reduce has one type; zeros and ones are exact in each.
             return self._mine.to(request.tensors[0].dtype) if request.tensors else self._mine
         if request.op is Op.GATHER:
             return self._mine.to(torch.uint8)
@@ -207,6 +208,7 @@ def read_end(
     refuse(doubts, list(numbers))
     fine = {
         i: codes.get(i, Finite.BOUNDED) == Finite.BOUNDED
+        # A sum of finite numbers may overflow; then all of them are looked at.
         and (i not in sums or math.isfinite(sums[i]) or is_finite(e.average))
         for i, e in exchanges.items()
     }
@@ -300,6 +302,7 @@ class TensorExchange:
         self._bucket_bytes = bucket_bytes
         self._slots = BucketStates(self.method, driver, waits=waits, want_errors=want_errors)
         self._streams = Streams()
+        # One worker: collectives leave in the order of submission, which is equal on all ranks.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stenograd")
         self._jobs: list[Future[None]] = []
         self._held: _Filled | None = None
@@ -326,6 +329,7 @@ class TensorExchange:
             They may lie in memory that the next step fills. On CUDA, the stream on which `result()` is called
             waits for them.
         """
+        # No bucket for the last gradients: nothing is computed meanwhile that could hide the others.
         buckets = assign(values, self._bucket_bytes, tail=False, dense_below=self.method.dense_below)
         if buckets != self.buckets:
             self.arrange(buckets)
@@ -538,6 +542,7 @@ class TensorExchange:
                     self._bad[index] = not_bounded(x, most)
                     if x.device.type == "cpu" and bool(self._bad[index]):
                         x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
+                # After the look, from which clipping would hide an infinity.
                 self.method.clip(x, slot.bucket.numels)
                 site = replace(lane.site, step=self.step, buffer=self._buffer(slot, lane, x))
                 rounds = lane.transport.run(lane.compressor, x, None, slot.state, site, self._want_errors)
@@ -568,7 +573,7 @@ class TensorExchange:
         self, jobs: list[Future[None]], held: _Filled | None, end: _End, extra: Rounds[Any] | None
     ) -> Outcome:
         try:
-            for job in jobs:
+            for job in jobs:  # before this thread issues collectives of its own
                 job.result()
             self._check_sound()
             pipeline, carries = self._running(), False
@@ -623,7 +628,7 @@ class TensorExchange:
         overflowed = False
         for i, exchange in enumerate(exchanges):
             lane, bad = self._lane(i), entered.get(i, False)
-            if bad or (not fine[i] and not lane.transport.linear):
+            if bad or (not fine[i] and not lane.transport.linear):  # a sum is not finite by itself
                 exchange.average.fill_(torch.nan)
             reported = exchange.finite is not None and int(exchange.finite) != Finite.NO
             overflowed |= not fine[i] and not bad and (lane.guarded or reported)

@@ -279,7 +279,7 @@ def average_of(tensors: Iterable[Tensor]) -> Tensor:
     for t in tensors:
         if total is None:
             dtype = t.dtype
-            total = t.to(torch.promote_types(dtype, torch.float32), copy=True)
+            total = t.to(torch.promote_types(dtype, torch.float32), copy=True)  # a copy: the first one stays
         else:
             total.add_(t)
         count += 1

@@ -14,7 +14,7 @@ from stenograd.errors import MethodError, bad_value
 
 __all__ = ["ErrorFeedback"]
 
-_HALF = torch.finfo(torch.float16).max / 2
+_HALF = torch.finfo(torch.float16).max / 2  # the other half is for x itself
 
 
 @dataclass(frozen=True, kw_only=True)

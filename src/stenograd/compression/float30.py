@@ -29,10 +29,10 @@ def pack_floats(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tensor([ 1.1000e+00, -3.0000e-07,  0.0000e+00])
     """
     words = values.view(torch.int32)
-    exponents = (words >> 23) & 0xFF
+    exponents = (words >> 23) & 0xFF  # eight bits behind the sign
     largest = exponents.amax().view(1) if values.numel() else exponents
     distances = (largest - exponents).clamp_(max=_NEGLIGIBLE).to(torch.uint8)
-    rest = (words & 0x7FFFFF) | ((words >> 8) & 0x800000)
+    rest = (words & 0x7FFFFF) | ((words >> 8) & 0x800000)  # 23 bits of mantissa, and the sign behind them
     return (
         largest.to(torch.uint8),
         pack_bits(distances, 6),
@@ -53,5 +53,6 @@ def unpack_floats(packed: tuple[Tensor, ...], count: int) -> Tensor:
         raise WireError(f"{count} numbers have {min(count, 1)} largest exponents, got {largest.numel()}")
     codes = unpack_bits(distances, 6, count).to(torch.int32)
     words = torch.nn.functional.pad(rest.view(-1, 3), (0, 1)).view(-1).view(torch.int32)
+    # The sign goes back to the highest bit, the exponent is what the distance leaves of the largest.
     words = (words & 0x7FFFFF) | ((words & 0x800000) << 8) | ((largest.to(torch.int32) - codes) << 23)
     return words.masked_fill_(codes == _NEGLIGIBLE, 0).view(torch.float32)

@@ -46,6 +46,7 @@ def pack_binned(values: Tensor, places: Tensor, numels: Sequence[int]) -> tuple[
     exact = values.to(torch.float64)
     off = exact - _means(exact, tensor, tensors)[tensor]
     bound = _WIDTH * _means(off.square(), tensor, tensors).sqrt()[tensor]
+    # 0 to 3, by the three places where bins meet
     codes = (off > -bound).to(torch.int64).add_(off >= 0).add_(off >= bound)
     means = _means(exact, tensor * _LEVELS + codes, tensors * _LEVELS)
     return pack_bits(codes.to(torch.uint8), 2), means.to(torch.float32)
@@ -76,6 +77,7 @@ def _owners(places: Tensor, numels: Sequence[int]) -> tuple[Tensor, int]:
     return torch.searchsorted(ends, places.to(torch.int64), right=True), ends.numel()
 
 
+# Kept, because making it on a device copies it there, in each step and for each message.
 @lru_cache(maxsize=256)
 def _ends(numels: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([n for n in numels if n], dtype=torch.int64, device=device).cumsum(0)

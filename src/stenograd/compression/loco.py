@@ -112,9 +112,9 @@ class _Averaged(Transport):
         error = (done.error - lost).to(x.dtype) if want_error else None
         new, average = dict(done.state), done.average.to(x.dtype)
         ages = [state[f"loco_age/{i}"] + 1 for i in range(len(site.shapes))]
-        moved = lost.lerp_(done.error, 1 - codec.memory)
+        moved = lost.lerp_(done.error, 1 - codec.memory)  # a r + (1 - a) (v - C(v))
         for i, (age, part) in enumerate(zip(ages, moved.split(site.numels), strict=True)):
-            part.mul_(age % codec.reset_steps != 0)
+            part.mul_(age % codec.reset_steps != 0)  # a factor: the host need not know the age
             new[f"loco_age/{i}"] = age
         return Exchange(average, {**new, **_written(moved, site)}, error, done.finite)
 

@@ -228,10 +228,11 @@ class SparseAllReduce(Transport):
         average = _assembled(kept, regions, x)
         if not want_error:
             return Exchange(average, state)
-        lost = chosen - first.rounded(chosen).to(x.dtype)
+        lost = chosen - first.rounded(chosen).to(x.dtype)  # by rounding
+        # What was sent leaves its rounding, and what did not fit stays whole.
         x.index_copy_(0, places, lost if fits is None else torch.where(fits, lost, chosen))
         sent, values = _real(*kept[mine], kept[mine][0] < regions.length)
-        sums.index_add_(0, sent, values.to(sums.dtype), alpha=-world)
+        sums.index_add_(0, sent, values.to(sums.dtype), alpha=-world)  # what is in the average, times N
         regions.put(sums[: regions.length].to(x.dtype), x, mine)
         return Exchange(average, state, x)
 
@@ -245,7 +246,7 @@ def _fitting(values: Tensor, owner: Tensor, regions: Regions) -> Tensor | None:
     if owner.is_cpu and int(owner.bincount(minlength=world).amax()) <= regions.slots:
         return None
     order = values.abs().argsort(descending=True)
-    order = order[owner[order].argsort(stable=True)]
+    order = order[owner[order].argsort(stable=True)]  # by owner, the largest first in each
     fits = torch.empty_like(owner, dtype=torch.bool)
     return fits.index_copy_(0, order, _numbered(owner[order], world) < regions.slots)
 
@@ -256,7 +257,7 @@ def _arranged(
     """Put the entries that fit into their owners' rows, in their order."""
     if fits is not None:
         owner = torch.where(fits, owner, world_size)
-    order = owner.argsort(stable=True)
+    order = owner.argsort(stable=True)  # stable: places ascend within a row, as their code needs
     owner = owner[order]
     slot = owner * rows.count + _numbered(owner, world_size + 1)
     row_places, row_values = rows.empty(world_size + 1, values)

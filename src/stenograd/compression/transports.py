@@ -116,5 +116,6 @@ class AllGather(Transport):
         everyone = yield from (gather_ragged(*payload, most=x.numel()) if self.ragged else gather(*payload))
         finite = codec.finite(everyone) if self.reports_finite else None
         if self.frees_residual and finite is not None and (yield from commit(finite)):
+            # Where an error is kept it lies in x, and the old residual is free.
             site = replace(site, buffer=x if error is None else residual)
         return Exchange(codec.combine(everyone, x, site), state, error, finite)

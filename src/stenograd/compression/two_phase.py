@@ -111,6 +111,7 @@ def chunks_for(site: Site, bits: int, block: int) -> Chunks | None:
     numels = tuple(m for m in site.numels if m)
     chunks = _chunks(numels, bits, block, site.world_size)
     coded_bytes = packed_bytes(sum(numels), bits) + 4 * _blocks(numels, block)
+    # Two rows go to each other rank, in place of one whole code.
     return chunks if 2 * 4 * chunks.row_words < coded_bytes else None
 
 
@@ -148,6 +149,7 @@ class TwoPhase(Transport):
         """Encode, scatter, average, encode again, gather; see `Transport.run`."""
         chunks, world, mine = self.chunks, site.world_size, self.chunks.span(site.rank)
         whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key, buffer=None)
+        # a copy: encoding writes over x
         own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
         if residual is not None:
             own.add_(residual[mine])
@@ -155,11 +157,11 @@ class TwoPhase(Transport):
         rows = yield from scatter(chunks.cut(payload))
         theirs = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
         average = codec.combine(theirs, own, part)
-        average.mul_((world - 1) / world).add_(own, alpha=1 / world)
+        average.mul_((world - 1) / world).add_(own, alpha=1 / world)  # (sum_{r != j} C(x_r) + x_j) / N
         codec, chunks = self.again or (codec, chunks)
         second, lost = codec.message(average, None, part, want_error)
         if error is not None and lost is not None:
-            error[mine] = lost.mul_(world).to(error.dtype)
+            error[mine] = lost.mul_(world).to(error.dtype)  # N (a - C(a))
         everyone = yield from gather(chunks.row(second))
         final = chunks.join(row for (row,) in everyone)
         return Exchange(codec.decode(final, x, whole), state, error, codec.finite([final]))
@@ -221,7 +223,7 @@ def _bounds(numels: tuple[int, ...], bits: int, block: int, world_size: int) -> 
             at += 1
         missing = numels[at] * (reached[at] - target) // costs[at] if at < len(numels) else 0
         end = ends[at] - missing if at < len(numels) else numel
-        bounds.append(max(bounds[-1], min(8 * ((end + 4) // 8), numel)))
+        bounds.append(max(bounds[-1], min(8 * ((end + 4) // 8), numel)))  # whole bytes
     return (*bounds, numel)
 
 

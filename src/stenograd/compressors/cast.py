@@ -67,6 +67,7 @@ class Cast(Codec):
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Round to nearest."""
         wire = _TYPES[self.dtype]
+        # a copy, because the driver may average in place
         return (x.clone() if x.element_size() <= wire.itemsize else x.to(wire),)
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:

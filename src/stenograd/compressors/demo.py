@@ -122,13 +122,13 @@ class DeMo(Compressor):
         a, b, height, width = self.blocks(shape)
         blocks = part.view(a, height, b, width).transpose(1, 2)
         left, right = cosines(height, part), cosines(width, part)
-        return (left @ blocks @ right.T).reshape(a * b, height * width)
+        return (left @ blocks @ right.T).reshape(a * b, height * width)  # D B D^T
 
     def backward(self, coefficients: Tensor, shape: torch.Size) -> Tensor:
         """Return the flat tensor of such coefficients."""
         a, b, height, width = self.blocks(shape)
         left, right = cosines(height, coefficients), cosines(width, coefficients)
-        blocks = left.T @ coefficients.view(a, b, height, width) @ right
+        blocks = left.T @ coefficients.view(a, b, height, width) @ right  # D^T S D
         return blocks.transpose(1, 2).reshape(-1)
 
 
@@ -144,7 +144,7 @@ class _Frequencies(Transport):
         """Accumulate, transform, select, gather, transform back; see `Transport.run`."""
         wide = state["demo_momentum"].dtype
         g = x.to(wide) if residual is None else x.to(wide) + residual
-        delta = torch.add(g, state["demo_momentum"], alpha=codec.decay)
+        delta = torch.add(g, state["demo_momentum"], alpha=codec.decay)  # decay * delta + g
         chosen, values, sent = [], [], []
         for part, shape in zip(delta.split(site.numels), site.shapes, strict=True):
             if not part.numel():
@@ -206,7 +206,7 @@ def cosines(size: int, like: Tensor) -> Tensor:
 
 @cache
 def _cosines(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    i = torch.arange(size, dtype=torch.float64, device="cpu")
+    i = torch.arange(size, dtype=torch.float64, device="cpu")  # rounded once, and alike for all devices
     matrix = torch.cos(math.pi / size * (i + 0.5) * i[:, None]) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
     return matrix.to(device, dtype)

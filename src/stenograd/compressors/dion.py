@@ -151,6 +151,7 @@ class _Subspace(Transport):
         exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in places]
         average, new, finite = torch.zeros_like(b), dict(state), finite_of([])
         if site.numel:
+            # B_r Q, (1, k, n); what is handed over is copied, because the driver may average in place.
             thin = [project_rows(b, None, at, state[f"dion_q/{i}"][None]) for i, (at, _) in places.items()]
             reply = yield from means([*thin, *(piece.clone() for piece in exact)])
             pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(thin)]]  # (1, k, n)
@@ -158,6 +159,7 @@ class _Subspace(Transport):
             for piece, out, mean in zip(exact, outs, reply[len(thin) :], strict=True):
                 out.copy_(mean)
                 piece.zero_()  # these have no momentum
+            # R_r
             mine = [project_columns(b, at, pt) for (at, _), pt in zip(places.values(), pts, strict=True)]
             rts = (yield from means([r.clone() for r in mine])) if places else ()  # (1, k, m)
             finite = finite_of([*reply, *rts])
@@ -166,8 +168,9 @@ class _Subspace(Transport):
                 length = row_sums(rt.double().square())[..., None].sqrt().to(rt.dtype)
                 unit = torch.where(length > 0, rt / length, 0.0)
                 scale = math.sqrt(at[3] / at[4])
-                take_out(b, at, (pt, own * (1 - codec.momentum)))
-                expand(average, at, (pt, unit * scale))
+                take_out(b, at, (pt, own * (1 - codec.momentum)))  # B_r - (1 - momentum) P R_r^T
+                expand(average, at, (pt, unit * scale))  # sqrt(n / m) P Q^T
+                # A column of zeros has no direction: it keeps the last one.
                 new[f"dion_q/{i}"] = torch.where(length > 0, unit, state[f"dion_q/{i}"])[0]
         new["dion_momentum"] = b
         error = None if before is None else (x.to(b.dtype) - (before - b)).to(x.dtype)

@@ -21,7 +21,7 @@ __all__ = ["Natural"]
 _BITS = 8
 _WHOLE = 2**31 - 1  # elements per scale: a block never spans tensors, so each tensor has one
 _PIECE = 1 << 22  # elements at a time, so that what is computed on the way stays small
-_SIGN = 128
+_SIGN = 128  # the highest bit of a code
 _ONE = 126  # the code of the scale itself; 127 is twice the scale
 
 
@@ -91,8 +91,8 @@ def _codes(share: Tensor, draw: Tensor) -> Tensor:
     """Return the codes of shares of the scale, which are below 2."""
     mantissa, exponent = torch.frexp(share.abs())  # in [0.5, 1), and of the power above
     code = exponent + (_ONE - 1)
-    code += draw < 2 * mantissa - 1
-    code = torch.where((share == 0) | (exponent < 2 - _ONE), 0, code)
+    code += draw < 2 * mantissa - 1  # with the chance |x| / 2^e - 1
+    code = torch.where((share == 0) | (exponent < 2 - _ONE), 0, code)  # below 2^-125 of the largest
     return code.clamp_(0, 127).add_((share < 0).to(code.dtype), alpha=_SIGN)
 
 

@@ -126,6 +126,7 @@ class PowerSGD(Compressor):
         right = sum(len(b.tensors) * b.rank * b.columns for b in batches)
         if self.alternate:
             dense_bytes = width * sum(b - a for a, b in dense)
+            # The longer of the two turns decides for both: a bucket chooses its transport once.
             largest = max(width * left, dense_bytes + width * right)
             return _OneFactor(rounds=small_rounds(largest, site.world_size, site.device))
         sizes = [width * left] + [width * right] * bool(batches)
@@ -180,11 +181,13 @@ class _TwoFactors(Transport):
             for start, stop in dense:
                 work[start:stop] += residual[start:stop]
         qts = [torch.stack([queries[f"q/{i}"].mT for i in b.tensors]) for b in batches]  # (count, r, m)
+        # M_r Q, (count, r, n)
         thin = [project_rows(work, residual, b.place, qt) for b, qt in zip(batches, qts, strict=True)]
         exact = [work[a:b] for a, b in dense]
         reply, sent = yield from _averages(thin, exact, codec, site)
         finite = finite_of(reply)  # what is not finite makes the mean of M Q so
         pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
+        # M_r^T P, (count, r, m)
         mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
         qts, mine = (yield from _averages(mine, [], codec, site)) if batches else ([], [])
         # An element that meets a zero of Q shows in M^T P, if anywhere.
@@ -194,9 +197,9 @@ class _TwoFactors(Transport):
         average = site.out(work) if want_error else work
         _put_exact(average, work if want_error else None, dense, reply[len(batches) :], sent[len(batches) :])
         for b, pt, own, mean in zip(batches, pts, mine, qts, strict=True):
-            expand(average, b.place, (pt, mean))
+            expand(average, b.place, (pt, mean))  # P Q^T
             if want_error:
-                take_out(work, b.place, (pt, own))
+                take_out(work, b.place, (pt, own))  # M_r - P (M_r^T P)^T
         state = _next("q", batches, qts) if codec.warm_start else state
         error = work.to(x.dtype) if want_error else None
         return Exchange(average.to(x.dtype), state, error, finite)

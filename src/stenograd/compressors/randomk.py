@@ -18,7 +18,7 @@ from stenograd.errors import MethodError, bad_value
 __all__ = ["RandomK"]
 
 _SMALL = 4096
-_SPARSE = 32
+_SPARSE = 32  # with fewer of n places, sorting those takes less than marking all
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class _Drawn(Transport):
         n = x.numel()
         k = math.ceil(codec.ratio * n)
         scale = n / k if codec.unbiased and k else 1.0
+        # drawn on the CPU: alike for all devices
         indices = bring(codec.draw(n, k, site.generator(codec.seed, shared=True)), x.device)
         values = x.index_select(0, indices)
         error = None

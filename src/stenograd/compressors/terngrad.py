@@ -88,7 +88,7 @@ class TernGrad(Codec):
             return qsgd_encode_feedback(residual, x, _BITS, _WHOLE, site.numels, key), x
         x = x if residual is None else x.add_(residual)
         clipped = self._clipped(x, site)
-        x.sub_(clipped)
+        x.sub_(clipped)  # what clipping cuts off; below, what drawing loses is added
         payload = qsgd_encode_feedback(None, clipped, _BITS, _WHOLE, site.numels, key)
         return payload, x.add_(clipped)
 
@@ -112,6 +112,7 @@ class TernGrad(Codec):
         x = x.clone()
         for part in x.split(site.numels):
             if part.numel():
+                # In float32: squares of more than 255 are beyond float16.
                 bound = torch.linalg.vector_norm(part, dtype=torch.promote_types(x.dtype, torch.float32))
                 bound = (bound * (self.clip / math.sqrt(part.numel()))).to(x.dtype)
                 part.clamp_(-bound, bound)

@@ -178,7 +178,7 @@ class TopK(Codec):
             halves = message.values == "bfloat16"
             places, values = select_feedback(residual, x, self._count(x, site), halves=halves)
         payload = message.write(places, values)
-        if message.is_lossy and not halves:
+        if message.is_lossy and not halves:  # else `select_feedback` has left it there
             put(x, places, values - message.read_values(payload, places))
         return payload, x
 
@@ -199,7 +199,7 @@ class TopK(Codec):
 
         Rounded values have scales, means, or the exponent of the largest, which tell the same.
         """
-        at = 2 if self.values in ("int8", "int2") and len(payloads[0]) > 2 else 1
+        at = 2 if self.values in ("int8", "int2") and len(payloads[0]) > 2 else 1  # behind the codes
         numbers = [p[at] for p in payloads]
         if not numbers[0].is_floating_point():  # exponents of float32, of which 255 is NaN's and infinity's
             numbers = [torch.where(n == 255, torch.inf, (n.float() - 127).exp2()) for n in numbers]

@@ -254,7 +254,7 @@ def gather_lengths(count: Tensor, most: int = _MOST_RAGGED) -> Rounds[tuple[int,
     """
     told = yield from gather(count.clone())  # what is handed over may be overwritten
     own, *lengths = yield from read(torch.cat([count, *(theirs for (theirs,) in told)]))
-    if min(lengths) < 0 or max(lengths) > most:
+    if min(lengths) < 0 or max(lengths) > most:  # before memory for as many is asked for
         raise WireError(f"a rank may send 0 to {most} entries, got {lengths}: the message is damaged")
     return own, lengths
 
