@@ -350,6 +350,7 @@ def share_of(found: Found, rank: int, world_size: int) -> dict[str, Any]:
                 f"{world_size} ranks: load it on {found.manifest.world_size}, or let it count the "
                 "samples of all ranks together"
             )
+        # Copies, because these tensors are parts of a mapped file.
         generators.append({name: state.clone() for name, state in content["generators"].items()})
     if "sync" in first:
         new["sync"] = joint.share(rank, world_size)

@@ -50,4 +50,5 @@ def _bytes(tensor: Tensor) -> Tensor:
     if flat.numel() and flat.stride(0) != 1:  # one element can have any stride
         flat = flat.clone()
     raw = flat.view(torch.uint8)
+    # words lie at multiples of 8
     return raw.clone() if raw.data_ptr() % 8 or raw.storage_offset() % 8 else raw

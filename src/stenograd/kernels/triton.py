@@ -172,8 +172,8 @@ def _quantize(
     draw = (h >> (((start + lane) & 1) * 16).to(tl.uint32)) & 0xFFFF
     inverse = tl.div_rn(levels, tl.where(scale == 0, 1.0, scale))
     inverse = tl.where(inverse > most, most, inverse)
-    inverse = (inverse.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
-    y = draw.to(tl.float32) * 1.52587890625e-05 + v * inverse + levels
+    inverse = (inverse.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)  # the next larger float
+    y = draw.to(tl.float32) * 1.52587890625e-05 + v * inverse + levels  # 2**-16
     y = tl.minimum(tl.where(y > 0, y, 0.0), 2 * levels).to(tl.int32)
     tl.store(scales + row, scale)
     tl.store(codes + start + lane, y.to(tl.uint8), inside)
@@ -249,6 +249,7 @@ def _add_decoded(
     inside = lane < tl.load(starts + row + 1) - start
     bit = (start + lane) * bits
     low = tl.load(codes + (bit >> 3), inside, 0).to(tl.int32)
+    # A code of 3, 5, 6 or 7 bits may lie in two bytes.
     high = tl.load(codes + (bit >> 3) + 1, inside & ((bit >> 3) + 1 < size), 0).to(tl.int32)
     code = ((low | (high << 8)) >> (bit & 7).to(tl.int32)) & ((1 << bits) - 1)
     value = (code * factor).to(tl.float32) - levels

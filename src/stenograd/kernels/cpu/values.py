@@ -39,7 +39,8 @@ def _to_int8(values: Any, codes: Any, scales: Any) -> None:
         scale = np.uint32(largest).view(np.float32)
         unit = scale if scale != 0 else np.float32(1)
         for i in range(v.size):
-            y = np.rint(v[i] / unit * np.float32(127))
+            y = np.rint(v[i] / unit * np.float32(127))  # halves to even, as torch rounds
+            # NaN has no integer that is the same on every machine.
             out[i] = np.int8(np.int32(y if y == y else np.float32(0)))
         scales[row] = scale
 

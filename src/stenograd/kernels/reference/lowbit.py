@@ -45,7 +45,7 @@ def levels(name: str, device: torch.device | str = "cpu") -> Tensor:
 
 def lowbit_encode(x: Tensor, name: str, block: int, numels: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Pack the codes, lowest bit first, and the largest magnitude of each block."""
-    block_count(block, numels, x.numel())
+    block_count(block, numels, x.numel())  # refuses lengths that do not fit
     codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
     scales = [torch.zeros(0, dtype=torch.float32, device=x.device)]
     for rows, out in zip(*(block_views(t, block, numels) for t in (x, codes)), strict=True):

@@ -33,7 +33,7 @@ def qsgd_encode_feedback(
 ) -> tuple[Tensor, Tensor]:
     """Round at random, and leave the error in residual."""
     levels = levels_of(bits)
-    block_count(block, numels, length_of(x, residual))
+    block_count(block, numels, length_of(x, residual))  # refuses lengths that do not fit
     v = corrected(x, residual)
     u = short_uniforms(seed, v.numel(), v.device)
     scales = [torch.zeros(0, dtype=torch.float32, device=v.device)]
@@ -121,7 +121,7 @@ def uniforms(seed: int, n: int, device: torch.device | None = None) -> Tensor:
     """
     out = torch.empty(n, dtype=torch.float32, device=device)
     for part, h in _hashes(seed, out):
-        part.copy_(h >> 8).mul_(2.0**-24)
+        part.copy_(h >> 8).mul_(2.0**-24)  # 24 bits, which float32 holds exactly
     return out
 
 
@@ -153,6 +153,7 @@ def _hashes(seed: int, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     chunk = _CHUNK.get(out.device.type, 1 << 22)
     for start in range(0, len(out), chunk):
         part = out[start : start + chunk]
+        # int64, masked: torch has no arithmetic of uint32
         h = torch.arange(start, start + len(part), device=out.device)
         h ^= first
         h ^= h >> 16

@@ -15,17 +15,17 @@ from stenograd.kernels.reference.bits import block_views, pack_bits, unpack_bits
 
 __all__ = ["block_count", "check_scales", "lane_means", "sign_decode_mean", "sign_encode_feedback"]
 
-_LANES = 32
+_LANES = 32  # as many as the CPU's kernels add at once
 
 
 def sign_encode_feedback(
     x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Send signs and mean magnitudes, and leave the error in residual."""
-    block_count(block, numels, length_of(x, residual))
+    block_count(block, numels, length_of(x, residual))  # refuses lengths that do not fit
     v = corrected(x, residual)
     scales = [v.new_zeros(0, dtype=torch.float32)]
-    bits = pack_bits((v >= 0).view(torch.uint8), 1)
+    bits = pack_bits((v >= 0).view(torch.uint8), 1)  # before v becomes what is left
     for rows in block_views(v, block, numels):
         scales.append(lane_means(rows))
         if residual is not None:
