@@ -10,6 +10,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,8 @@ from torch import Tensor
 
 import stenograd
 from stenograd.comm.packing import pack
-from stenograd.compression import float30 as compact
 from stenograd.compression.contract import Compressor, Site
-from stenograd.compression.sparse_format import Message
+from stenograd.compression.sparse import Message
 from stenograd.data.requests import gather_ragged
 from stenograd.errors import StenogradError
 from stenograd.kernels.cpu import indices as cpu_places
@@ -183,13 +183,6 @@ def _qsgd(bits: int, draw: random.Random) -> str:
     return _into_guards(*both, n, payloads, bits, block, numels)
 
 
-def _floats(draw: random.Random) -> str:
-    count = draw.randrange(_MOST)
-    (packed,) = _guarded([damaged(compact.pack_floats(_numbers(count, draw)), draw)])
-    name, values = outcome(lambda: compact.unpack_floats(packed, count))
-    return _formed(name, values, (count,), torch.float32)
-
-
 def _message(values: str | None, is_compact: bool, draw: random.Random) -> str:
     n = draw.randrange(1, _MOST)
     message = Message(n, draw.randrange(1, n + 1), is_compact, values)
@@ -219,7 +212,7 @@ def _exchange(text: str, draw: random.Random) -> str:
 
 
 def _rounds(compressor: Compressor, x: Tensor, site: Site) -> Any:
-    return compressor.rounds(x, compressor.init(x, site), site, want_error=True)
+    return compressor.exchange(x, None, compressor.init(x, site), replace(site, error=True))
 
 
 def _tampered(rounds: Generator[Any, Any, Any], draw: random.Random) -> Generator[Any, Any, Any]:
@@ -327,7 +320,6 @@ CASES: dict[str, Case] = {
     "values float32": partial(_values, "float32"),
     "values bfloat16": partial(_values, "bfloat16"),
     "values int8": partial(_values, "int8"),
-    "values float30": _floats,
     "sparse mean": _scatter,
     "sign": _sign,
     **{f"qsgd {bits} bits": partial(_qsgd, bits) for bits in range(2, 9)},
@@ -335,7 +327,7 @@ CASES: dict[str, Case] = {
         f"message {values or 'as is'}{' compact' if is_compact else ''}": partial(
             _message, values, is_compact
         )
-        for values in (None, "float32", "float30", "bfloat16", "int8")
+        for values in (None, "float32", "bfloat16", "int8")
         for is_compact in (True, False)
     },
     **{f"exchange {text}": partial(_exchange, text) for text in configurations()},

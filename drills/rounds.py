@@ -52,7 +52,7 @@ class Rounds:
 
     def __init__(self, model: nn.Module, sync: Any) -> None:
         self.model, self.sync = model, sync
-        self._exact = sync.method.each_round().compressor.lossless
+        self._exact = sync.method.each_round().lossless
         self._seen = sync.round
         self._digests: list[tuple[int, str]] = []
 

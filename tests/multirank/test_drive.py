@@ -13,7 +13,7 @@ from stenograd.comm.driver import Driver
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Site
-from stenograd.compression.half_means import half_means
+from stenograd.compression.means import half_means
 from stenograd.data.requests import exchange as exchange_with
 from stenograd.data.requests import gather, gather_ragged, mean, means
 from stenograd.errors import PeerLost
@@ -35,11 +35,12 @@ def _same_as_simulated(rank, world_size):
     driver, out = Driver(timeout_s=30), []
     for text in METHODS:
         compressor = method(text).compressor
-        site = Site(shapes=tuple(torch.Size(s) for s in SHAPES), rank=rank, world_size=world_size)
+        shapes = tuple(torch.Size(s) for s in SHAPES)
+        site = Site(shapes=shapes, rank=rank, world_size=world_size, error=True)
         x = _vector(rank)
         state = compressor.init(x, site)
         payload = driver.traffic.payload_bytes
-        done = driver.run(compressor.rounds(x.clone(), state, site, want_error=True))
+        done = driver.run(compressor.exchange(x.clone(), None, state, site))
         out.append((done.average, done.error, driver.traffic.payload_bytes - payload))
     return out
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stenograd.compression.codec import Codec
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.qsgd import QSGD
 from stenograd.compressors.sign import Sign
 from stenograd.compressors.topk import TopK
@@ -17,11 +17,11 @@ WORLD, EPOCHS, BATCH, SEEDS = 4, 7, 16, 2
 
 
 class GatheredSign(Sign):
-    transport = Codec.transport
+    facts, exchange = Codec.facts, Codec.exchange
 
 
 class GatheredQSGD(QSGD):
-    transport = Codec.transport
+    facts, exchange = Codec.facts, Codec.exchange
 
 
 PAIRS = [

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Feedback, Payload, Site, Transport
-from stenograd.compression.transports import AllGather
+from stenograd.compression.codec import Codec, gathered
+from stenograd.compression.contract import Exchange, Facts, Feedback, Payload, Site, State
 from stenograd.data.finite import finite_of
+from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.dispatch import scatter_mean
 
@@ -61,14 +61,15 @@ class Threshold(Codec):
         for value in (1e-3, 1.0, 5.0):
             yield cls(value=value)
 
-    @property
-    def feedback(self) -> Feedback:
-        """Small elements are dropped, always the same ones."""
-        return Feedback.ON
+    feedback = Feedback.ON  # small elements are dropped, always the same ones
 
-    def transport(self, site: Site) -> Transport:
+    def facts(self, site: Site) -> Facts:
+        """Lengths first."""
+        return Facts(rounds=2, finite=True)
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
         """Gather messages of different lengths."""
-        return AllGather(ragged=True, reports_finite=True)
+        return gathered(self, x, residual, state, site, ragged=True)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Select and compact."""

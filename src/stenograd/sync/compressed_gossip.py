@@ -12,7 +12,7 @@ from torch import Tensor
 from stenograd.catalog.method import Method
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.data.finite import is_finite
 from stenograd.data.flat_parameters import holds
 from stenograd.data.requests import Rounds, exchange
@@ -32,7 +32,7 @@ def codec_of(how: Method) -> Codec | None:
     how.require_every_step("gossip")
     compressor = how.compressor
     inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
-    if inner.lossless:
+    if how.lossless:
         return None
     fit = how.one_message and not (how.votes or how.clips or how.warmup_steps)
     if not isinstance(inner, Codec) or not fit:

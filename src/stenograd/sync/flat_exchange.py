@@ -16,10 +16,11 @@ from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.step_end import Outcome
 from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.compression.contract import Site, Transport
-from stenograd.compression.transports import InOrder
+from stenograd.compression.contract import Facts, Payload, Site
+from stenograd.compression.means import mean_in_order
 from stenograd.compressors.identity import Identity
 from stenograd.data.flat_parameters import Stream, by_kind
+from stenograd.data.requests import Rounds
 from stenograd.errors import StenogradError
 from stenograd.sync.backward_passes import pass_flags, refuse_other_passes
 
@@ -30,8 +31,12 @@ __all__ = ["IN_ORDER", "FlatExchange"]
 class _InOrder(Identity):
     """Dense averaging whose sums go in rank order, so that a loop in one process gets the same bits."""
 
-    def transport(self, site: Site) -> Transport:
-        return InOrder()
+    def facts(self, site: Site) -> Facts:
+        return Facts(rounds=2, linear=True)
+
+    def reduce(self, payload: Payload, site: Site) -> Rounds[Payload]:
+        (x,) = payload
+        return ((yield from mean_in_order(x, site.world_size)),)
 
 
 IN_ORDER = Method(compressor=_InOrder(), text="dense")

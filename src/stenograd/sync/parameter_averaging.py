@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.comm.drivers import AnyDriver
-from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.small_all_reduce import mean_in_order
+from stenograd.compression.feedback import ErrorFeedback
+from stenograd.compression.means import mean_in_order
 from stenograd.data.carried import averaged_buffers
 from stenograd.data.finite import are_finite
 from stenograd.data.flat_parameters import Stream, by_kind
@@ -96,7 +96,7 @@ class ParameterAverager:
         self.method = difference_method(how)
         self.weight = weight
         self._parameters, self._chunk = parameters, chunk
-        self._lossless = self.method.compressor.lossless
+        self._lossless = self.method.lossless
         self._flat = FlatExchange(
             parameters, self.driver, self.method, chunk=chunk, want_errors=not self._lossless
         )
