@@ -30,15 +30,17 @@ from stenograd.kernels.cpu import indices as cpu_places
 from stenograd.kernels.cpu import quantize as cpu_quantize
 from stenograd.kernels.cpu import scatter as cpu_scatter
 from stenograd.kernels.cpu import sign as cpu_sign
-from stenograd.kernels.cpu import values as cpu_values
-from stenograd.kernels.reference import indices as reference_places
-from stenograd.kernels.reference import quantize as reference_quantize
-from stenograd.kernels.reference import scatter as reference_scatter
-from stenograd.kernels.reference import sign as reference_sign
-from stenograd.kernels.reference import values as plain_values
+from stenograd.kernels.values import unpack_values
 from stenograd.launch.failure_detector import Presence
 from stenograd.simulate import run
+from stenograd.testing.checks import Plain
 from stenograd.testing.methods import configurations
+
+reference_places = Plain("indices")
+reference_quantize = Plain("quantize")
+reference_scatter = Plain("scatter")
+reference_sign = Plain("sign")
+plain_values = Plain("values")
 
 __all__ = ["CASES", "Wrong", "warm"]
 
@@ -153,7 +155,7 @@ def _values(kind: str, draw: random.Random) -> str:
     count = draw.randrange(_MOST)
     payload = damaged(plain_values.pack_values(_numbers(count, draw), kind), draw)
     (packed,) = _guarded([payload])
-    return _compared(cpu_values.unpack_values, plain_values.unpack_values, packed, kind, count)
+    return _compared(unpack_values, plain_values.unpack_values, packed, kind, count)
 
 
 def _scatter(draw: random.Random) -> str:

@@ -10,7 +10,7 @@ import stenograd
 from stenograd.compression import Kind
 from stenograd.compressors.dion import Dion
 from stenograd.errors import MethodError
-from stenograd.kernels.reference.lowrank import row_sums
+from stenograd.kernels.lowrank import row_sums
 from stenograd.simulate import exchange, ranks
 
 SHAPES = [torch.Size(s) for s in [(12, 8), (7,), (0, 3), (4, 3, 3), (), (1, 5), (8, 12)]]

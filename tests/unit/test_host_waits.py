@@ -15,7 +15,7 @@ import stenograd
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compressors.topk import TopK
 from stenograd.errors import WireError
-from stenograd.kernels.reference import indices, scatter, select
+from stenograd.kernels import indices, scatter, select
 from stenograd.simulate import ranks
 from stenograd.testing.methods import by_name
 

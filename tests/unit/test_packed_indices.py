@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stenograd.compressors.topk import TopK
 from stenograd.errors import WireError
-from stenograd.kernels.dispatch import pack_places, places_bytes, unpack_places
+from stenograd.kernels.indices import pack_places, places_bytes, unpack_places
 from stenograd.simulate import exchange
 
 SIZES = [

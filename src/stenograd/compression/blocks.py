@@ -15,7 +15,7 @@ from stenograd.compression.codec import Codec, written
 from stenograd.compression.contract import Exchange, Facts, Payload, Site, State
 from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds, gather, scatter
-from stenograd.kernels.reference.bits import packed_bytes
+from stenograd.kernels.bits import packed_bytes
 
 __all__ = ["FEWEST_RANKS", "WHOLE", "BlockCodec", "Chunks", "chunks_for"]
 

@@ -23,7 +23,7 @@ from stenograd.compression.contract import (
 )
 from stenograd.data.requests import Rounds, mean
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.reference.bits import block_views
+from stenograd.kernels.bits import block_views
 
 __all__ = ["EF21", "ErrorFeedback", "LoCo", "Wrapper"]
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from stenograd.compression.contract import Exchange, Payload, Site, State
 from stenograd.data.requests import Rounds, gather, scatter
 from stenograd.errors import MethodError, WireError, bad_value, check_count
-from stenograd.kernels.dispatch import pack_places, pack_values, select, unpack_places, unpack_values
-from stenograd.kernels.reference.bits import block_views, pack_bits, unpack_bits
-from stenograd.kernels.reference.indices import place_type
-from stenograd.kernels.reference.scatter import inside
+from stenograd.kernels.bits import block_views, pack_bits, unpack_bits
+from stenograd.kernels.indices import pack_places, place_type, unpack_places
+from stenograd.kernels.scatter import inside
+from stenograd.kernels.select import select
+from stenograd.kernels.values import pack_values, unpack_values
 
 __all__ = [
     "VALUES",

@@ -26,7 +26,8 @@ from stenograd.compression.sparse import Message, check_ramp, ramped
 from stenograd.data.finite import finite_of, norm_of
 from stenograd.data.requests import Rounds, gather, mean, together
 from stenograd.errors import MethodError, bad_value
-from stenograd.kernels.dispatch import scatter_mean, select
+from stenograd.kernels.scatter import scatter_mean
+from stenograd.kernels.select import select
 
 __all__ = ["DGC"]
 

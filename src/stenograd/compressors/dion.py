@@ -26,8 +26,7 @@ from stenograd.compression.orthogonalize import orthogonalize
 from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds, means
 from stenograd.errors import MethodError, bad_value
-from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, take_out
-from stenograd.kernels.reference.lowrank import row_sums
+from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, row_sums, take_out
 
 __all__ = ["Dion"]
 

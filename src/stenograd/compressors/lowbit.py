@@ -11,8 +11,7 @@ from torch import Tensor
 from stenograd.compression.blocks import BlockCodec
 from stenograd.compression.contract import Feedback, Payload, Site
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.lowbit import lowbit_decode, lowbit_encode
-from stenograd.kernels.reference.lowbit import BITS
+from stenograd.kernels.lowbit import BITS, lowbit_decode, lowbit_encode
 
 __all__ = ["LowBit"]
 

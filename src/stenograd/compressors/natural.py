@@ -11,9 +11,9 @@ from torch import Tensor
 
 from stenograd.compression.blocks import WHOLE, BlockCodec
 from stenograd.compression.contract import Payload, Site
-from stenograd.kernels.reference.bits import block_views, unpack_bits
-from stenograd.kernels.reference.quantize import uniforms
-from stenograd.kernels.reference.sign import block_count, check_scales
+from stenograd.kernels.bits import block_views, unpack_bits
+from stenograd.kernels.quantize import uniforms
+from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = ["Natural"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from stenograd.compression.blocks import BlockCodec
 from stenograd.compression.contract import Payload, Site
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
+from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
 
 __all__ = ["QSGD", "Rounding"]
 

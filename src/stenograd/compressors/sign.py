@@ -11,8 +11,8 @@ from torch import Tensor
 from stenograd.compression.blocks import BlockCodec, Chunks
 from stenograd.compression.contract import Average, Facts, Feedback, Payload, Site, average_of
 from stenograd.errors import MethodError, check_count
-from stenograd.kernels.dispatch import sign_decode_mean, sign_encode_feedback
-from stenograd.kernels.reference.bits import block_views, unpack_bits
+from stenograd.kernels.bits import block_views, unpack_bits
+from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
 
 __all__ = ["Sign"]
 

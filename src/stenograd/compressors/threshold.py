@@ -15,7 +15,7 @@ from stenograd.compression.contract import Exchange, Facts, Feedback, Payload, S
 from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value
-from stenograd.kernels.dispatch import scatter_mean
+from stenograd.kernels.scatter import scatter_mean
 
 __all__ = ["Threshold"]
 

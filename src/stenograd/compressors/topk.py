@@ -27,7 +27,8 @@ from stenograd.compression.sparse import (
 from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.dispatch import put, scatter_mean, select, select_feedback
+from stenograd.kernels.scatter import put, scatter_mean
+from stenograd.kernels.select import select, select_feedback
 
 __all__ = ["TopK"]
 
