@@ -1,132 +1,197 @@
 """Time and bytes per step: DistributedDataParallel against Stenograd's methods, on emulated hosts and links.
 
-For every link and model one run, in which the rivals take turns, round after round. Needs root and iproute2.
-Writes NAME.json, NAME.md and NAME.png into --out:
+For every link and model one run, in which the rivals take turns, round after round. Needs root and iproute2,
+but for `--hosts 0`: that takes two processes of this machine and no link. Writes NAME.json, NAME.md and
+NAME.png into --out:
 
     python benchmarks/bench.py                                         # all, for half an hour or more
     python benchmarks/bench.py --quick
     python benchmarks/bench.py --models mlp --rates 100mbit --rivals none ddp dense topk:ratio=0.01 sign
+    python benchmarks/bench.py --hosts 0 --models mlp --rounds 5
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import sys
-import tempfile
+import statistics
 import time
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+from harness import Place, command_line, main, number, publish, ratio, settled_bytes, slowest, table, turns
 from pictures import step_times
-from plan import expected_s
-from report import document, rows, step_tables, write
+from rivals import DDP_HOOKS, FLOOR, RIVALS, Rival, check_names
+from scenarios import WORKS
 
-from stenograd.catalog.method import for_any_optimizer
-from stenograd.emulate.hosts import Hosts, HostsError, parse_rate
+from stenograd.emulate.hosts import parse_rate
 
-HERE = Path(__file__).parent
-RIVALS = ["none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", *for_any_optimizer()]
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else torch warns that a host on 10.77.0.x has no name
-_RUN_LIMIT_FACTOR, _RUN_LIMIT_S = 10, 300  # the forecast is rough; a hanging run must still end
+_WARM_UP_STEPS = 4  # DDP settles its buckets after one, its PowerSGD hook sends all for two
+Log = dict[str, list[Any]]  # turns_ms (slowest rank), counted_bytes and interface_bytes (rank 0): one a turn
 
 
 def options() -> argparse.Namespace:
     """Read the command line; --quick only changes what is not given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "steps")
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="none, or like 100mbit or 1gbit")
-    parser.add_argument("--models", nargs="+", metavar="MODEL", help="cnn, mlp, mlp-64, gpt-small, gpt")
+    parser.add_argument("--models", nargs="+", choices=list(WORKS))
     parser.add_argument("--rivals", nargs="+", metavar="RIVAL", default=RIVALS)
-    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=2, help="0: two processes of this machine")
     cores = "that each host has for itself, by default all there are for it; 0: all share all"
     parser.add_argument("--cores-per-host", type=int, metavar="N", help=cores)
     parser.add_argument("--rounds", type=int, help="turns of each rival")
     parser.add_argument("--turn-s", type=float, help="seconds of a turn, for steps shorter than that")
     parser.add_argument("--max-steps", type=int, default=40, help="most timed steps of a turn")
+    parser.add_argument("--timeout-s", type=float, default=3600.0, help="of one model on one link")
     parser.add_argument("--quick", action="store_true", help="the smallest model, two links, two rounds")
-    parser.add_argument("--out", type=Path, default=HERE / "results", metavar="DIR")
-    parser.add_argument("--name", default="steps", help="name of the files, without an ending")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
     args = parser.parse_args()
     args.rates = args.rates or (["none", "100mbit"] if args.quick else ["none", "1gbit", "100mbit"])
+    if not args.hosts:
+        args.rates = ["none"]
     args.models = args.models or (["cnn"] if args.quick else ["cnn", "mlp", "gpt-small", "gpt"])
     if args.cores_per_host is None:
-        args.cores_per_host = len(os.sched_getaffinity(0)) // max(args.hosts, 1)
+        args.cores_per_host = len(os.sched_getaffinity(0)) // args.hosts if args.hosts else 0
     args.rounds = args.rounds or (2 if args.quick else 5)
     args.turn_s = args.turn_s or (0.3 if args.quick else 1.5)
     return args
 
 
-def forecast_s(args: argparse.Namespace, model: str, rate: str) -> float:
-    """Estimate the seconds of one run."""
-    return expected_s(model, rate, args.rivals, args.hosts, args.rounds, args.turn_s, args.max_steps)
+def take_turns(rank: int, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Be a rank: let the rivals take turns."""
+    rivals, refused = enter(args.rivals, model, rank)
+    logs: dict[str, Log] = {
+        name: {"turns_ms": [], "counted_bytes": [], "interface_bytes": []} for name in rivals
+    }
+    steps = {}
+    for name, rival in rivals.items():
+        step_s = slowest(rival.steps(_WARM_UP_STEPS)[-1]) / 1e3
+        steps[name] = turn_steps(step_s, args.turn_s, args.max_steps)
+    counts = [settled_bytes() for _ in range(4)]
+    idle_bytes = round(statistics.median(b - a for a, b in pairwise(counts)))  # of the barriers around a turn
+    for name in turns(list(rivals), args.rounds):
+        take_turn(rivals[name], logs[name], steps[name], idle_bytes)
+    for rival in rivals.values():
+        rival.attached.close()
+    parameters = sum(p.numel() for p in next(iter(rivals.values())).model.parameters())
+    return {"parameters": parameters, "refused": refused, "rivals": logs}
 
 
-def show_plan(args: argparse.Namespace) -> None:
-    """Print what will be run, and how long it may take."""
-    own = f"{args.cores_per_host} core(s) each" if args.cores_per_host else "which share all cores"
-    print(f"{args.hosts} hosts, {own}, {args.rounds} rounds of {len(args.rivals)} rivals:", *args.rivals)
-    total_s = 0.0
-    for model in args.models:
-        times = [forecast_s(args, model, rate) for rate in args.rates]
-        total_s += sum(times)
-        print(
-            f"  {model:10s}", *(f"{r}: {s:.0f} s" for r, s in zip(args.rates, times, strict=True)), sep="  "
-        )
-    print(f"expected: about {total_s / 60:.1f} minutes, by rough estimate", flush=True)
+def enter(names: Sequence[str], model: str, rank: int) -> tuple[dict[str, Rival], dict[str, str]]:
+    """Return the rivals, and for those of DDP's that it refuses here the reason."""
+    rivals, refused = {}, {}
+    for name in names:
+        try:
+            rivals[name] = Rival.on(model, name, rank)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if name not in DDP_HOOKS:
+                raise
+            refused[name] = str(error).strip().splitlines()[0]
+    return rivals, refused
+
+
+def turn_steps(step_s: float, turn_s: float, max_steps: int) -> int:
+    """Return how many steps of a turn are timed: what fills it, at least one.
+
+    Example:
+        >>> turn_steps(0.03, 1.5, 40), turn_steps(0.1, 1.5, 40), turn_steps(3.6, 1.5, 40)
+        (40, 15, 1)
+    """
+    return max(1, min(max_steps, round(turn_s / step_s)))
+
+
+def take_turn(rival: Rival, log: Log, steps: int, idle_bytes: int) -> None:
+    """Let a rival train for a turn; its first step, with cold caches, is not timed."""
+    before, counted_before = settled_bytes(), rival.attached.moved_bytes
+    taken_ms = rival.steps(1 + steps)
+    interface, counted = settled_bytes() - before - idle_bytes, rival.attached.moved_bytes
+    log["turns_ms"].append(slowest(statistics.median(taken_ms[1:])))
+    log["interface_bytes"].append(interface / len(taken_ms))
+    per_step = None if counted is None else (counted - (counted_before or 0)) / len(taken_ms)
+    log["counted_bytes"].append(per_step)
 
 
 def measure(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
     """Run all rivals on one model and link."""
     start = time.monotonic()
-    hosts = Hosts(args.hosts, rate, cores_per_host=args.cores_per_host)
-    with tempfile.TemporaryDirectory() as folder, hosts:
-        out = Path(folder) / "turns.json"
-        command = [sys.executable, str(HERE / "turns.py"), "--model", model, "--rivals", *args.rivals]
-        command += ["--rounds", str(args.rounds), "--turn-s", str(args.turn_s)]
-        command += ["--max-steps", str(args.max_steps), "--out", str(out)]
-        limit_s = _RUN_LIMIT_S + _RUN_LIMIT_FACTOR * forecast_s(args, model, rate)
-        hosts.run(command, env=QUIET, timeout_s=limit_s)
-        told = json.loads(out.read_text())
+    place = Place(args.hosts, 1 if args.hosts else 2, rate, cores_per_host=args.cores_per_host)
+    told = place.run(take_turns, model, args, timeout_s=args.timeout_s)[0]
     print(f"{model} at {rate}: {time.monotonic() - start:.0f} s", flush=True)
     link = {"model": model, "rate": rate, "hosts": args.hosts, "cores_per_host": args.cores_per_host}
     link["parameters"] = told["parameters"]
     return link | {"rows": rows(told, args.rivals), "turns": told["rivals"]}
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuse wrong names before hours of measuring."""
-    from models import WORKS  # imports torch: not before the command line is understood
-    from rivals import check_names
+def rows(told: Mapping[str, Any], names: Sequence[str], base: str = "ddp") -> list[dict[str, Any]]:
+    """Summarise one model on one link, in the order of the names.
 
+    A row has ms (median over the turns), its ratio to DDP's and to training without communication (medians
+    over the rounds of the ratio in the same round), and bytes per step by both counts; or why it was refused.
+    """
+    logs, refused = told["rivals"], told["refused"]
+    made = []
+    for name in names:
+        if name in refused:
+            made.append({"rival": name, "refused": refused[name]})
+            continue
+        mine = logs[name]
+        counted = [value for value in mine["counted_bytes"] if value is not None]
+        to = {
+            other: ratio(mine["turns_ms"], logs[other]["turns_ms"]) if other in logs else None
+            for other in (base, FLOOR)
+        }
+        row = {"rival": name, "ms": statistics.median(mine["turns_ms"])}
+        row |= {"ddp_ratio": to[base], "floor_ratio": to[FLOOR]}
+        row |= {"counted_bytes": statistics.median(counted) if counted else None}
+        made.append(row | {"interface_bytes": statistics.median(mine["interface_bytes"])})
+    return made
+
+
+def step_tables(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Format one table a model: a line a rival, and for every link ms, ratio to DDP, ratio to the floor."""
+    parts = []
+    for model in dict.fromkeys(run["model"] for run in runs):
+        mine = [run for run in runs if run["model"] == model]
+        heads = [f"{run['rate']}: {what}" for run in mine for what in ("ms", "x DDP", "x floor")]
+        by_run = [{row["rival"]: row for row in run["rows"]} for run in mine]
+        lines = [_cells([rows[name] for rows in by_run]) for name in by_run[0]]
+        cores = mine[0].get("cores_per_host", 0)
+        where = f"{mine[0]['hosts']} hosts" if mine[0]["hosts"] else "2 processes"
+        own = f" of {cores} core{'s' * (cores > 1)}" if cores else ""
+        title = f"### {model}, {mine[0]['parameters'] / 1e6:.2f} M parameters, {where}{own}"
+        head = ["rival", *heads, "kB/step counted", "kB/step interface"]
+        parts += [title, table(head, lines)]
+        parts += [f"{row['rival']}: {row['refused']}" for row in mine[0]["rows"] if "refused" in row]
+    return "\n\n".join(parts)
+
+
+def _cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Format one rival on all links.
+
+    Of its bytes the largest are told: an unshaped link takes bundles of packets, which count as one header.
+    """
+    cells = [rows[0]["rival"]]
+    for row in rows:
+        if "refused" in row:
+            cells += ["not supported", "", ""]
+        else:
+            cells += [number(row["ms"]), number(row["ddp_ratio"], 3), number(row["floor_ratio"], 3)]
+    for kind in ("counted_bytes", "interface_bytes"):
+        seen = [row[kind] for row in rows if row.get(kind) is not None]
+        cells.append(number(max(0.0, *seen) / 1e3) if seen else "")
+    return cells
+
+
+def bench() -> None:
+    """Measure, print and write."""
+    args = options()
     check_names(args.rivals)
     for rate in args.rates:
         parse_rate(rate)
-    unknown = [model for model in args.models if model not in WORKS]
-    if unknown:
-        raise ValueError(f"model must be one of {', '.join(WORKS)}, got {unknown[0]!r}")
-
-
-def main() -> None:
-    """Measure, print and write."""
-    args = options()
-    try:
-        check(args)
-        show_plan(args)
-        runs = [measure(args, model, rate) for model in args.models for rate in args.rates]
-    except (HostsError, ValueError) as error:
-        raise SystemExit(f"bench: {error}") from None
-    tables = step_tables(runs)
-    print(f"\n{tables}\n")
-    settings = {key: value for key, value in vars(args).items() if key not in ("out", "date", "name")}
-    text = document("Time and bytes per training step", args.date, sys.argv, tables)
-    write(args.out / args.name, args.date, settings, runs, text)
+    runs = [measure(args, model, rate) for model in args.models for rate in args.rates]
+    publish(args, "Time and bytes per training step", runs, step_tables(runs))
     print(step_times(args.out / f"{args.name}.png", runs))
 
 
 if __name__ == "__main__":
-    main()
+    main(bench)

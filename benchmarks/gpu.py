@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -33,7 +32,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from host_waits import AWAY, host_waits
+from host_waits import AWAY, BETWEEN, between_rounds, waits_of
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 from torch.nn import functional
@@ -172,6 +171,7 @@ def steps(part: Part) -> None:
             part.each([f"{backend}: {what}" for what in _CONTROL], partial(_control_alone, part))
     os.environ["STENOGRAD_KERNELS"] = "reference"
     part.each(_SMALL[:3] if part.small else by_name(), partial(_waits_of_four, part), "waits per step")
+    part.each(BETWEEN[:1] if part.small else BETWEEN, partial(_waits_between, part), "waits between rounds")
 
 
 def _steps_alone(part: Part, name: str) -> tuple[float | None, str]:
@@ -185,31 +185,16 @@ def _steps_alone(part: Part, name: str) -> tuple[float | None, str]:
 
 
 def _waits_of_four(part: Part, text: str) -> tuple[float | None, str]:
-    """Count how often one rank of four, with 25 buckets, waits for its device in a step of its exchange."""
-    from stenograd.simulate import ranks
+    """Count how often one rank of four waits for its device in a step: see `benchmarks/host_waits.py`."""
+    device, buckets = (AWAY, 3) if part.small else (part.device, 25)
+    return len(waits_of(text, device, buckets=buckets)[1]) / 4, ""
 
-    device = AWAY if part.small else part.device
-    world, gate = 4, threading.Barrier(4)
 
-    def train(driver: Any) -> int:
-        model = _layers(device, 3 if part.small else 25)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        sync = stenograd.distribute(model, optimizer, text, group=driver, bucket_bytes=4096)
-        for step in range(2):
-            x = torch.ones(8, 32, device=device)
-            if step and gate.wait(60) == 0:
-                found.clear()
-            gate.wait(60)
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            gate.wait(60)
-        sync.close()
-        return 0
-
-    with host_waits(device) as found:
-        ranks(world, train)
-    return len(found) / world, ""
+def _waits_between(part: Part, text: str) -> tuple[float | None, str]:
+    """Count how often one rank of four waits for its device in a step between two rounds."""
+    device, buckets = (AWAY, 3) if part.small else (part.device, 25)
+    found = waits_of(text, device, buckets=buckets, steps=8, beside=False)
+    return max(len(found[t]) for t in between_rounds(text, 8)) / 4, ""
 
 
 _CONTROL = ("checkpoint", "agreement", "trace")

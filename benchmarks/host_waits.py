@@ -1,30 +1,57 @@
 """A device that is not there, to count without one what makes the host wait for a GPU.
 
+    benchmarks/host_waits.py [--buckets 25] [METHOD ...]
+
 Tensors on it live in the CPU's memory, and know it only as the device "meta": so code takes the paths of a
 device that works by itself, and what would drain it is seen. Each wait lets a GPU run out of work.
+
+As a program it writes a table: how often a step makes the host wait, for every example of every compressor
+and for the steps between two rounds. Methods that wait as often share a line.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-__all__ = ["AWAY", "host_waits"]
+import stenograd
+from stenograd.catalog.method import Method, method
+from stenograd.catalog.registry import compressors
+from stenograd.schedules.rounds import Rounds
+from stenograd.simulate import ranks
+from stenograd.testing.methods import configurations, wrapped
+
+__all__ = ["AWAY", "BETWEEN", "between_rounds", "examples", "host_waits", "waits_of"]
 
 AWAY = torch.device("meta")
+# Schedules whose rounds are at least three steps apart, so that some steps are in none.
+BETWEEN = (
+    "local:every=4",
+    "local:every=4/qsgd",
+    "diloco:every=4",
+    "diloco:every=8,fragments=2/lowbit:format=e3m0",
+    "diloco:every=6,delay=1,mix=0.5",
+    "diloco:every=4,eager=true",
+    "sparseloco:every=4",
+    "noloco:every=4",
+)
+_WORLD = 4
 # Operators whose result has a size, or is a number, that only the device knows.
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_", "equal", "bincount")
+_BESIDE = ", in the thread of the exchange"
 
 
 class _Away(Tensor):
@@ -73,9 +100,9 @@ class _Away(Tensor):
 class _Device(TorchDispatchMode):
     """Computes what is asked of the device, and notes what would make the host wait for it."""
 
-    def __init__(self, found: list[str]) -> None:
+    def __init__(self, found: list[str], where: str = "") -> None:
         super().__init__()
-        self._found = found
+        self._found, self._where = found, where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -121,12 +148,12 @@ class _Device(TorchDispatchMode):
             i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
         )
         if name.startswith(_WAITS) or masked:
-            self._found.append(f"{name}, {_caller()}")
+            self._found.append(f"{name}, {_caller()}{self._where}")
         crosses = name == "copy_" and isinstance(args[0], _Away) != isinstance(args[1], _Away)
         crosses |= name == "_to_copy" and goes_to is not None and to_away != bool(theirs)
         free = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         if crosses and not (free and (to_away or isinstance(args[0], _Away))):
-            self._found.append(f"{name}, {_caller()}")
+            self._found.append(f"{name}, {_caller()}{self._where}")
 
 
 def _caller() -> str:
@@ -179,7 +206,7 @@ def host_waits(device: torch.device) -> Iterator[list[str]]:
     run, tensor, as_tensor = threading.Thread.run, torch.tensor, torch.as_tensor
 
     def emulated(thread: threading.Thread) -> None:
-        with _Device(found):
+        with _Device(found, _BESIDE if thread.name.startswith("stenograd_") else ""):
             run(thread)
 
     threading.Thread.run = emulated  # type: ignore[method-assign, assignment]
@@ -190,3 +217,99 @@ def host_waits(device: torch.device) -> Iterator[list[str]]:
     finally:
         threading.Thread.run = run  # type: ignore[method-assign]
         torch.tensor, torch.as_tensor = tensor, as_tensor
+
+
+def waits_of(
+    text: str,
+    device: torch.device = AWAY,
+    *,
+    buckets: int,
+    steps: int = 2,
+    bad: Sequence[int] = (),
+    beside: bool = True,
+) -> list[list[str]]:
+    """Train on four simulated ranks, and return what made all their hosts wait, step by step.
+
+    Args:
+        text: the method.
+        device: `AWAY`, or a CUDA device.
+        buckets: layers of the network, each of which is a bucket.
+        steps: how many; the first also makes what is kept.
+        bad: steps, from 0, in which every gradient is NaN.
+        beside: whether what an exchange's own thread waits for counts. An exchange that is under way during
+            later steps ends in one of them, whenever the thread comes to it, and the training goes on.
+    """
+    gate, told = threading.Barrier(_WORLD, timeout=60), list[list[str]]()
+
+    def train(driver: Any) -> None:
+        layers = [m for _ in range(buckets) for m in (nn.Linear(32, 32, bias=False), nn.Tanh())]
+        model = nn.Sequential(*layers).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        sync = stenograd.distribute(model, optimizer, text, group=driver, bucket_bytes=4096)
+        for step in range(steps):
+            x = torch.full((8, 32), float("nan") if step in bad else 1.0).to(device, non_blocking=True)
+            if gate.wait() == 0:
+                found.clear()
+            gate.wait()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if gate.wait() == 0:
+                told.append([wait for wait in found if beside or not wait.endswith(_BESIDE)])
+        gate.wait()
+        sync.close()
+
+    with host_waits(device) as found:
+        ranks(_WORLD, train)
+    return told
+
+
+def between_rounds(text: str, steps: int) -> list[int]:
+    """Return the steps, from 0, of a schedule in which nothing is sent nor taken; the first is left out.
+
+    Example:
+        >>> between_rounds("diloco:every=6,delay=1,mix=0.5", 9)
+        [1, 2, 3, 4, 7, 8]
+    """
+    schedule = method(text).schedule
+    assert isinstance(schedule, Rounds)
+    met = {t + late for t in range(1, steps + 1) if schedule.starts(t) for late in (0, schedule.delay)}
+    return [t - 1 for t in range(2, steps + 1) if t not in met]
+
+
+def examples() -> list[str]:
+    """Return every example of every compressor, those with a momentum of their own and wrappers included."""
+    found = [example for cls in compressors() for example in cls.examples() if Method(example).own_momentum]
+    moving = [Method(compressor=example).text for example in found]
+    return list(dict.fromkeys([*configurations(), *wrapped(), *moving]))
+
+
+def main() -> int:
+    """Write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("methods", nargs="*", help="left out: every example of every compressor")
+    parser.add_argument("--buckets", type=int, default=25)
+    args = parser.parse_args()
+    os.environ["STENOGRAD_KERNELS"] = "reference"
+    warnings.simplefilter("ignore")
+    found: dict[float, list[str]] = {}
+    for text in args.methods or examples():
+        waits = waits_of(text, buckets=args.buckets)[1]
+        found.setdefault(len(waits) / _WORLD, []).append(text)
+        if args.methods:
+            print(text, *sorted(set(waits)), sep="\n  ")
+    print(f"| waits per step and rank, {args.buckets} buckets | methods |\n|---|---|")
+    for count, texts in sorted(found.items()):
+        print(f"| {count:g} | {', '.join(texts)} |")
+    if not args.methods:
+        for text in BETWEEN:
+            told = waits_of(text, buckets=args.buckets, steps=9, beside=False)
+            between = [len(told[t]) / _WORLD for t in between_rounds(text, 9)]
+            print(f"| {max(between):g}, between two rounds | {text} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

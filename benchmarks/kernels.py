@@ -1,6 +1,6 @@
 """Each CPU kernel against `copy_` of the same size: one thread, interleaved, medians.
 
-    python benchmarks/kernels.py --elements 10000000 --rounds 15 --out kernels.json
+    python benchmarks/kernels.py --elements 10000000 --rounds 15
 
 Memory that a kernel writes its result to is allocated before, as in training, where a buffer lives on; the
 residual is restored before each call. `ratio` compares processor times, which other processes on the machine
@@ -9,18 +9,14 @@ change less than wall-clock times.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
-import numba
 import torch
+from harness import command_line, main, number, publish, table
 
 from stenograd.data.finite import not_bounded
 from stenograd.kernels import lowrank
@@ -92,14 +88,11 @@ def hundred(function: Callable[[], object]) -> Callable[[], object]:
     return lambda: [function() for _ in range(100)]
 
 
-def main() -> None:
+def kernels() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--elements", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     functions, prepare = cases(args.elements)
@@ -112,21 +105,13 @@ def main() -> None:
             cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
             times[name].append((wall * 1e3, cpu * 1e3))
     rows = [row(name, times[name][1:], times["copy_"][1:]) for name in functions]
-    for r in rows:
-        goal = f"(goal {r['goal']})" if r["goal"] else ""
-        print(f"{r['kernel']:44s} {r['wall_ms']:9.3f} ms  cpu {r['cpu_ms']:9.3f}  {r['ratio']:6.3f} x {goal}")
-    if args.out:
-        machine = {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "torch": torch.__version__,
-            "numba": numba.__version__,
-        }
-        text = json.dumps({"elements": args.elements, "machine": machine, "rows": rows}, indent=1)
-        args.out.write_text(text + "\n")
+    figures = ("wall_ms", "cpu_ms", "ratio")
+    lines = [[r["kernel"], *(number(r[key], 3) for key in figures), str(r["goal"] or "")] for r in rows]
+    body = table(["kernel", "ms", "processor ms", "x copy_", "goal"], lines)
+    publish(args, f"Kernels on {args.elements:,} elements", rows, body)
 
 
-def row(name: str, mine: list[tuple[float, float]], copies: list[tuple[float, float]]) -> dict[str, object]:
+def row(name: str, mine: list[tuple[float, float]], copies: list[tuple[float, float]]) -> dict[str, Any]:
     """Return the figures of one kernel."""
     wall, cpu = (statistics.median(column) for column in zip(*mine, strict=True))
     return {
@@ -139,4 +124,4 @@ def row(name: str, mine: list[tuple[float, float]], copies: list[tuple[float, fl
 
 
 if __name__ == "__main__":
-    main()
+    main(kernels)

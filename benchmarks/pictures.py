@@ -17,7 +17,7 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
 
     Args:
         path: the PNG file to write.
-        runs: each with model, rate and rows (`report.Row`).
+        runs: each with model, rate and rows, see `bench.rows`.
 
     Returns:
         One line that says what was written, or why nothing was.
@@ -30,10 +30,10 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
     panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
     for axes, model in zip(panels, models, strict=True):
         for place, run in enumerate(run for run in runs if run["model"] == model):
-            rows = [row for row in run["rows"] if row.ms is not None]
+            rows = [row for row in run["rows"] if "refused" not in row]
             axes.plot(
-                [row.ms for row in rows],
-                [row.rival for row in rows],
+                [row["ms"] for row in rows],
+                [row["rival"] for row in rows],
                 _MARKERS[place % len(_MARKERS)],
                 label="unshaped" if run["rate"] == "none" else run["rate"],
             )

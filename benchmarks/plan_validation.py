@@ -15,18 +15,17 @@ import hashlib
 import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from plan import rounds_order
+from harness import Place, main, slowest, turns
+from scenarios import WORKS, loss
 
 import stenograd
 from stenograd.comm.driver import Driver
-from stenograd.emulate.hosts import Hosts
 from stenograd.planning.measure_link import measure_link
 from stenograd.planning.plan import plan, with_ranks
 
@@ -49,12 +48,11 @@ FLOOR = "none"
 # Ranks keep the memory that they free: fetching it from the kernel again takes a model up to 4 ms of a step,
 # or nothing, by chance of what else lives at the end of the heap.
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 32)}
+QUIET = {"PYTHONWARNINGS": "ignore"}
 
 
 def trial_of(name: str, rank: int) -> stenograd.Trial:
     """Return a benchmark's model as the planner takes it."""
-    from models import WORKS, loss  # a name that the tests have, too, which import the summary
-
     model, inputs, targets = WORKS[name].make(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return stenograd.Trial(model, optimizer, [(inputs, targets)], lambda m, b: loss(m(b[0]), b[1]))
@@ -73,9 +71,7 @@ def turn_s(name: str, text: str, turn_s: float) -> float:
             trial.optimizer.zero_grad()
             trial.loss(trial.model, trial.batches[0]).backward()
             trial.optimizer.step()
-        taken = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return taken.item()
+        return slowest((time.perf_counter() - start) / steps)
 
     warm_s = train(4)
     found = train(period * max(1, round(turn_s / warm_s / period)))
@@ -84,23 +80,22 @@ def turn_s(name: str, text: str, turn_s: float) -> float:
     return found
 
 
-def be_a_rank(args: argparse.Namespace) -> None:
-    """Predict, write that down, then measure."""
-    torch.set_num_threads(1)
-    world = stenograd.init(timeout_s=120)
-    name, own = args.cells[0].split(":")[0], Driver.own()
+def predict_and_measure(rank: int, cell: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Be a rank: predict, write that down, then measure."""
+    name, own = cell.split(":")[0], Driver.own()
+    world, per_host = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     began = time.perf_counter()
     link = measure_link(Driver.own(), args.seconds / 3)
     found = plan(
-        trial_of(name, world.rank),
-        workers=world.world_size,
-        ranks_per_host=world.local_world_size,
+        trial_of(name, rank),
+        workers=world,
+        ranks_per_host=per_host,
         link=link,
         methods=[*METHODS, *OPEN],
-        cores=(os.cpu_count() or 1) / world.world_size,  # all emulated hosts share this machine
+        cores=(os.cpu_count() or 1) / world,  # all emulated hosts share this machine
         seconds=args.seconds / 2,
     )
-    found = with_ranks(found, trial_of(name, world.rank), own, args.seconds / 10)
+    found = with_ranks(found, trial_of(name, rank), own, args.seconds / 10)
     told: dict[str, Any] = {
         "plan_s": time.perf_counter() - began,
         "link": link.as_json(),
@@ -110,26 +105,19 @@ def be_a_rank(args: argparse.Namespace) -> None:
         "seconds": {p.method: p.seconds for p in found.predictions},
         "moved_bytes": {p.method: p.moved_bytes for p in found.predictions},
     }
-    if world.rank == 0:
+    if rank == 0:
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-        print(f"predicted {args.cells[0]}: sha256 {digest}", flush=True)
-        found.save(args.out / "plan.json")
+        print(f"predicted {cell}: sha256 {digest}", flush=True)
+        found.save(folder / "plan.json")
     listed = [told]
     dist.broadcast_object_list(listed)  # chance may have let ranks choose differently
     told = listed[0]
-    grids = {text: [*grid, told["chosen"][text]] for text, grid in GRIDS.items()}
-    texts = [
-        FLOOR,
-        *dict.fromkeys(
-            stenograd.method(t).text for t in ["dense", *METHODS, *grids["local"], *grids["topk"]]
-        ),
-    ]
-    turns: dict[str, list[float]] = {text: [] for text in texts}
-    for order in rounds_order(len(texts), args.rounds):
-        for text in (texts[index] for index in order):
-            turns[text].append(turn_s(name, text, args.turn_s))
-    if world.rank == 0:
-        (args.out / "cell.json").write_text(json.dumps({**told, "turns_s": turns}))
+    open_ones = [text for key, grid in GRIDS.items() for text in [*grid, told["chosen"][key]]]
+    texts = [FLOOR, *dict.fromkeys(stenograd.method(t).text for t in ["dense", *METHODS, *open_ones])]
+    taken: dict[str, list[float]] = {text: [] for text in texts}
+    for text in turns(texts, args.rounds):
+        taken[text].append(turn_s(name, text, args.turn_s))
+    return {**told, "turns_s": taken}
 
 
 def rows_of(cell: str, told: dict[str, Any]) -> list[dict[str, Any]]:
@@ -179,20 +167,16 @@ def summary(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run all cells, or be a rank of one, and write table and summary."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def plan_validation() -> None:
+    """Run all cells; write and print table and summary."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--cells", nargs="+", required=True, metavar="CELL")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turn-s", type=float, default=0.8)
     parser.add_argument("--seconds", type=float, default=14.0, help="of each plan")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        be_a_rank(args)
-        return
     cells = {}
     for cell in args.cells:
         _, size, link = cell.split(":")
@@ -200,20 +184,12 @@ def main() -> None:
         rate, _, delay = link.partition(",")
         folder = (args.out / cell.replace(":", "-").replace("/", "_")).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-W", "ignore", __file__, "--cells", cell, "--out", str(folder)]
-        command += [
-            "--rounds",
-            str(args.rounds),
-            "--turn-s",
-            str(args.turn_s),
-            "--seconds",
-            str(args.seconds),
-        ]
-        if not (folder / "cell.json").exists():
-            quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", **KEEPS}
-            with Hosts(int(hosts), rate, delay=delay or "none") as emulated:
-                print(emulated.run(command, int(ranks or 1), env=quiet, timeout_s=900)[0], end="", flush=True)
-        cells[cell] = json.loads((folder / "cell.json").read_text())
+        done = folder / "cell.json"
+        if not done.exists():
+            place = Place(int(hosts), int(ranks or 1), rate, delay or "none")
+            seen = place.run(predict_and_measure, cell, folder, args, timeout_s=900, env=KEEPS | QUIET)[0]
+            done.write_text(json.dumps(seen))
+        cells[cell] = json.loads(done.read_text())
     told = {"summary": summary(cells), "rows": [row for c, told in cells.items() for row in rows_of(c, told)]}
     (args.out / "validation.json").write_text(json.dumps(told, indent=1) + "\n")
     for row in told["rows"]:
@@ -226,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(plan_validation)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from report import number, table
+from harness import number, table
 from reproduction_runs import Run
 
 __all__ = ["Claim", "Family", "Figures", "Group"]

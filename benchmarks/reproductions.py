@@ -11,34 +11,26 @@ NAME.json and NAME.md into --out:
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from report import document, write
+from harness import RESULTS, command_line, document, write
 from reproduction_runs import Run, measure
 from reproduction_table import GROUPS, earlier
 
 from stenograd.testing.pool import RankPool
 
-HERE = Path(__file__).parent
-
 
 def options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "reproductions")
     parser.add_argument("--mnist", type=Path, metavar="DIR", help="folder with MNIST's four IDX files")
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text file, such as tiny Shakespeare")
     parser.add_argument("--only", metavar="R1,R2", default=",".join(GROUPS), help="none for the tables alone")
     parser.add_argument("--match", default="", help="only runs whose key has this in it")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--name", default="reproductions", help="name of the files, without an ending")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
     return parser.parse_args()
 
 
@@ -72,7 +64,7 @@ def main() -> None:
     stem = args.out / args.name
     file = stem.with_suffix(".json")
     results = json.loads(file.read_text())["results"] if file.exists() else {}
-    results |= earlier(HERE / "results")
+    results |= earlier(RESULTS)
     data = {task: path for task, path in (("mnist", args.mnist), ("text", args.text)) if path is not None}
     missing = [run for run in wanted(args.only, args.match) if run.key not in results]
     settings = {"runs": len(results), "threads per rank": 1}

@@ -1,25 +1,35 @@
-"""The ways to train that are compared: no exchange, DistributedDataParallel's hooks, Stenograd's methods."""
+"""The ways to train that are compared: no exchange, DistributedDataParallel's hooks, Stenograd's methods.
+
+And the one training loop of the benchmarks, for random batches (`Rival`) and for a task (`Trainee`).
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import settled_bytes, slowest
+from scenarios import WORKS, loss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
-from stenograd import simulate
-from stenograd.emulate.namespaces import sent_bytes
+from stenograd import simulate, tasks
+from stenograd.catalog.method import for_any_optimizer
 
-__all__ = ["DDP_HOOKS", "EPFML", "FLOOR", "Attached", "check_names", "host_bytes"]
+__all__ = ["DDP_HOOKS", "EPFML", "FLOOR", "RIVALS", "Attached", "Rival", "Spent", "Trainee", "check_names"]
 
 FLOOR = "none"  # every rank trains for itself
+RIVALS = [FLOOR, "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", *for_any_optimizer()]
 _ONE_BUCKET_MB = 1 << 20
+_EVAL_BATCH = 500
 
 
 def check_names(names: list[str]) -> None:
@@ -34,11 +44,6 @@ def check_names(names: list[str]) -> None:
             raise ValueError(f"{name} needs github.com/epfml/powersgd: put its folder into PYTHONPATH")
         if name != FLOOR and name not in DDP_HOOKS and name not in EPFML:
             stenograd.method(name)
-
-
-def host_bytes() -> int:
-    """Return the bytes that this host's interface has sent, by the kernel's counter."""
-    return sent_bytes()
 
 
 class Attached:
@@ -79,6 +84,143 @@ class Attached:
         """Detach."""
         if self._sync is not None:
             self._sync.close()
+
+
+class Rival:
+    """One way to train, with a model and an optimizer of its own.
+
+    Args:
+        name: see `Attached`.
+        model: equal on all ranks.
+        optimizer: over its parameters.
+        loss_of: returns the loss of a module on a batch.
+        scheduler: takes a step after each of the optimizer's, if there is one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: Any,
+        loss_of: Callable[[nn.Module, Any], Tensor],
+        scheduler: Any = None,
+    ) -> None:
+        self.name, self.model, self.optimizer = name, model, optimizer
+        self.attached = Attached(name, model, optimizer)
+        self._loss_of, self._scheduler = loss_of, scheduler
+        self.batch: Any = None
+
+    @classmethod
+    def on(cls, work: str, name: str, rank: int) -> Rival:
+        """Return a rival that trains one of `WORKS`, always on the same random batch."""
+        model, *batch = WORKS[work].make(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        rival = cls(name, model, optimizer, lambda module, pair: loss(module(pair[0]), pair[1]))
+        rival.batch = batch
+        return rival
+
+    def train(self, batches: Iterable[Any]) -> tuple[list[float], list[Tensor]]:
+        """Take a step for each batch; return the milliseconds and the losses of all."""
+        taken_ms, losses = [], []
+        for batch in batches:
+            start = time.perf_counter()
+            self.optimizer.zero_grad()
+            found = self._loss_of(self.attached.module, batch)
+            found.backward()
+            self.optimizer.step()
+            if self._scheduler is not None:
+                self._scheduler.step()
+            taken_ms.append((time.perf_counter() - start) * 1e3)
+            losses.append(found.detach())
+        return taken_ms, losses
+
+    def steps(self, count: int) -> list[float]:
+        """Train so many times on the batch and return the milliseconds of each step."""
+        taken_ms, _ = self.train(repeat(self.batch, count))
+        self.optimizer.zero_grad()  # gradients of thirteen rivals would fill the memory
+        return taken_ms
+
+
+@dataclass
+class Spent:
+    """What training took.
+
+    Attributes:
+        seconds: of the slowest rank, evaluation excluded.
+        host_bytes: sent by rank 0's host, read from its interface.
+        counted_bytes: sent by rank 0, by Stenograd's count; None where nobody counts.
+        loss: mean over this rank's batches of the last piece.
+    """
+
+    seconds: float = 0.0
+    host_bytes: int = 0
+    counted_bytes: int | None = None
+    loss: float = float("nan")
+
+
+class Trainee(Rival):
+    """A rival with a share of a task's data; those with equal seeds see the same batches.
+
+    Args:
+        name: see `Attached`.
+        task: MNIST, with SINGA's recipe, or text, with nanoGPT's.
+        seed: of the weights, the shards and the order of the samples.
+        steps: of an epoch; None for as many as show every sample once, or as the recipe says.
+        epochs: after which the learning rate ends; None for the recipe's.
+    """
+
+    def __init__(
+        self, name: str, task: tasks.Task, seed: int, steps: int | None = None, epochs: int | None = None
+    ) -> None:
+        self.task, self._seed, self.spent = task, seed, Spent()
+        model = task.model(seed)
+        if task.name == "mnist":
+            model.to(memory_format=torch.channels_last)  # faster convolutions on CPU
+        recipe, size, steps = task.recipe, task.train_size, steps or task.recipe.steps_per_epoch
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self.per_epoch = tasks.steps_per_epoch(size, self._ranks, recipe.batch_size, steps)
+        self._shard = tasks.shard(size, self._rank, self._ranks, shuffle=True, seed=seed)
+        optimizer = recipe.make_optimizer(model)
+        scheduler = recipe.make_scheduler(optimizer, self.per_epoch * (epochs or recipe.epochs))
+        super().__init__(name, model, optimizer, self._loss, scheduler)
+
+    def _loss(self, module: nn.Module, indices: Tensor) -> Tensor:
+        found: Tensor = self.task.loss(module, *self.task.train_batch(indices))[0]
+        return found
+
+    def batches(self, epoch: int) -> Iterator[Tensor]:
+        """Return this rank's batches of an epoch, as sample numbers."""
+        size, order = self.task.recipe.batch_size, {"epoch": epoch, "seed": self._seed, "shuffle": True}
+        return tasks.batches(self._shard, size, steps=self.per_epoch, **order)
+
+    def learn(self, batches: Iterable[Tensor]) -> None:
+        """Take a step for each batch and add what that took to `spent`."""
+        before, start = settled_bytes(), time.perf_counter()
+        _, losses = self.train(batches)
+        seconds = time.perf_counter() - start
+        self.spent.host_bytes += settled_bytes() - before
+        self.spent.seconds += slowest(seconds)
+        self.spent.counted_bytes = self.attached.moved_bytes
+        self.spent.loss = float(torch.stack(losses).mean())
+
+    @torch.no_grad()
+    def scores(self) -> tuple[float, float]:
+        """Return the mean loss of evaluation samples and the share that is right, each judged on one rank."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        with self.attached.consensus():
+            for indices in tasks.eval_batches(self.task.eval_size, self._rank, self._ranks, _EVAL_BATCH):
+                loss, right, count = self.task.loss(self.model, *self.task.eval_batch(indices))
+                sums += torch.tensor([loss.item() * count, right, count], dtype=torch.float64)
+        dist.all_reduce(sums)
+        loss_sum, right_sum, count_sum = sums.tolist()
+        return loss_sum / count_sum, right_sum / count_sum
+
+    def replicas_equal(self) -> bool:
+        """Return whether all ranks have the same parameters, to the bit."""
+        mine = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+        theirs = mine.clone()
+        dist.broadcast(theirs, 0)
+        return slowest(float(not torch.equal(mine, theirs))) == 0
 
 
 def _compile(name: str) -> None:

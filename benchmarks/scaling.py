@@ -1,6 +1,6 @@
 """Bytes and processor time of one rank against the number of ranks, simulated in one process.
 
-    python benchmarks/scaling.py --elements 1000000 --out scaling.json
+    python benchmarks/scaling.py --elements 1000000
 
 For `sign` and `qsgd` bytes are told as a multiple of one coded vector, for `topk` of k words of 4 bytes, k
 being the elements that a rank selects. Milliseconds are its own, encoding and decoding: the processor time
@@ -9,13 +9,11 @@ of the simulated exchange divided by the number of ranks; the median of some exc
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
+from harness import command_line, main, number, publish, table
 
 import stenograd
 from stenograd.comm.traffic import moved_bytes
@@ -59,26 +57,23 @@ def measure(name: str, ranks: int, n: int, rounds: int) -> tuple[float, float]:
     return statistics.median(sent[1:]), statistics.median(taken_ms[1:])
 
 
-def main() -> None:
+def scaling() -> None:
     """Measure all and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--elements", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for name in METHODS:
-        for ranks in RANKS:
-            nbytes, ms = measure(name, ranks, args.elements, args.rounds)
-            share = nbytes / coded_bytes(name, args.elements)
-            rows.append({"method": name, "ranks": ranks, "bytes": nbytes, "x coded": share, "ms": ms})
-            print(f"{name:20s} {ranks:3d} ranks {nbytes:12,.0f} bytes = {share:5.2f} x  {ms:7.2f} ms a rank")
-    if args.out:
-        args.out.write_text(json.dumps({"elements": args.elements, "rows": rows}, indent=2) + "\n")
+    rows = {
+        (name, ranks): measure(name, ranks, args.elements, args.rounds) for name in METHODS for ranks in RANKS
+    }
+    lines = [
+        [name, str(ranks), number(sent, 0), number(sent / coded_bytes(name, args.elements), 2), number(ms, 2)]
+        for (name, ranks), (sent, ms) in rows.items()
+    ]
+    head = ["method", "ranks", "bytes", "x coded", "ms a rank"]
+    publish(args, "Bytes and computing time by ranks", lines, table(head, lines))
 
 
 if __name__ == "__main__":
-    main()
+    main(scaling)

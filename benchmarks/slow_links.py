@@ -14,48 +14,36 @@ rate two of `time_to_accuracy.py`. Writes NAME.json, NAME.md and NAME.png into -
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import RESULTS, command_line, main, number, publish, table
 from pictures import curves
-from report import document, number, table, write
 from reproduction_table import GROUPS
 
 from stenograd import method
 
-HERE = Path(__file__).parent
 DDP, FLOOR = "ddp", "none"
 _SPARSE = "sparseloco:every=30"
 Curve = Sequence[Sequence[float]]  # steps, validation loss and accuracy
 
 
-def main() -> None:
+def slow_links() -> None:
     """Put together, print and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "slow_links")
     parser.add_argument("--hosts", type=int, choices=[2, 4], default=2)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "20mbit"])
     parser.add_argument("--target", type=float, default=1.9)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--name", default="slow_links", help="name of the files, without an ending")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
     args = parser.parse_args()
-    found = loss_curves(args.out, args.hosts)
-    links = {rate: steps_of(args.out, args.hosts, rate) for rate in args.rates}
+    found = loss_curves(RESULTS, args.hosts)
+    links = {rate: steps_of(RESULTS, args.hosts, rate) for rate in args.rates}
     targets = sorted({common(found), 2.0, args.target}, reverse=True)
-    parts = [f"### {rate}\n\n{summary(found, steps, targets)}" for rate, steps in links.items()]
-    body = "\n\n".join(parts)
-    print(body)
-    text = document(f"Time to a validation loss on {args.hosts} hosts", args.date, sys.argv, body)
-    results = {"curves": found, "steps": links}
-    write(args.out / args.name, args.date, {"target": args.target}, results, text)
+    body = "\n\n".join(f"### {rate}\n\n{summary(found, steps, targets)}" for rate, steps in links.items())
+    title = f"Time to a validation loss on {args.hosts} hosts"
+    publish(args, title, {"curves": found, "steps": links}, body)
     slowest = links[args.rates[-1]]
     drawn = {rival: points(curve, slowest[rival]) for rival, curve in found.items() if rival in slowest}
     print(curves(args.out / f"{args.name}.png", drawn, args.target, losses=True))
@@ -148,4 +136,4 @@ def _seconds(curve: Curve, step: Mapping[str, float], target: float) -> float | 
 
 
 if __name__ == "__main__":
-    main()
+    main(slow_links)

@@ -3,7 +3,7 @@
     python benchmarks/structure.py [--list]
 
 Prints, for the checkout that it lies in:
-- lines under src, tests, and benchmarks with drills, and the share of comment lines in src;
+- lines under src, tests and benchmarks, and the share of comment lines in src;
 - satellites: files of the library that exactly one other file imports, which is not the `__init__` of a
   package that offers it to users;
 - circles of imports between files, also inside a folder, imports inside of functions included;
@@ -156,7 +156,7 @@ def main() -> None:
     listed = parser.parse_args().list
     source = files_under("src")
     print(f"lines: src {lines_of(source)}, tests {lines_of(files_under('tests'))}, ", end="")
-    print(f"benchmarks and drills {lines_of(files_under('benchmarks', 'drills'))}")
+    print(f"benchmarks {lines_of(files_under('benchmarks'))}")
     print(f"comment lines in src: {100 * comments_of(source) / lines_of(source):.1f} %")
     known = modules()
     graph = {name: imports_of(file, known) - {name} for name, file in known.items()}

@@ -12,80 +12,76 @@ rival runs only while it trains. Needs root and iproute2. Writes NAME.json, NAME
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
 import statistics
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from harness import Place, command_line, main, number, publish, table
 from pictures import curves
-from report import document, number, table, write
+from rivals import Trainee
 
-from stenograd.emulate.hosts import Hosts, HostsError
+from stenograd import tasks
 
-HERE = Path(__file__).parent
-RIVALS = ["ddp", "topk:ratio=0.01", "powersgd:rank=4", "sign"]
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else torch warns that a host on 10.77.0.x has no name
 Points = Sequence[Mapping[str, Any]]  # one rival's epoch, seconds, host_bytes, counted_bytes, loss, accuracy
 
 
-def options() -> argparse.Namespace:
-    """Read the command line, which the ranks get as well."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data", required=True, metavar="PATH", help="folder with MNIST's files, or a text file"
-    )
-    parser.add_argument("--task", choices=["mnist", "text"], default="mnist")
-    parser.add_argument("--rivals", nargs="+", metavar="RIVAL", default=RIVALS)
+def options(doc: str | None, name: str, rivals: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the options of trainings on emulated hosts."""
+    parser = command_line(doc, name)
+    data = "folder with MNIST's files, or a text file"
+    parser.add_argument("--data", required=True, metavar="PATH", help=data)
+    parser.add_argument("--rivals", nargs="+", metavar="RIVAL", default=rivals)
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--rate", default="100mbit", help="of the link between hosts")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--parts", type=int, default=4, help="evaluations an epoch")
     parser.add_argument("--steps", type=int, help="of an epoch; by default all samples once")
-    parser.add_argument("--target", type=float, default=0.985)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout-s", type=float, default=7200.0)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--name", default="time_to_accuracy", help="name of the files, without an ending")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
-    return parser.parse_args()
+    parser.set_defaults(task="mnist")
+    return parser
 
 
-def train(args: argparse.Namespace) -> None:
-    """Be one rank; rank 0 prints a line a part and writes every rival's points."""
-    import torch
-    from trainee import Trainee
+def measure(
+    args: argparse.Namespace, train: Callable[[int, argparse.Namespace], dict[str, Any]]
+) -> dict[str, Any]:
+    """Let the ranks train, and return what the first one saw."""
+    place = Place(args.hosts, args.ranks_per_host, args.rate)
+    return place.run(train, args, timeout_s=args.timeout_s)[0]
 
-    import stenograd
-    from stenograd import tasks
 
-    torch.set_num_threads(1)
-    world = stenograd.init(timeout_s=120)
+def train(rank: int, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Be one rank; print a line a part and return every rival's points."""
     task = tasks.load(args.task, args.data)
-    of = task, world, args.seed, args.steps, args.epochs
-    trainees = [Trainee(name, *of) for name in args.rivals]
-    points: dict[str, list[dict[str, Any]]] = {name: [] for name in args.rivals}
+    trainees = [Trainee(name, task, args.seed, args.steps, args.epochs) for name in args.rivals]
+    return in_parts(trainees, args)
+
+
+def in_parts(
+    trainees: Sequence[Trainee],
+    args: argparse.Namespace,
+    after: Callable[[Trainee, int], dict[str, Any]] = lambda trainee, epoch: {},
+) -> dict[str, list[dict[str, Any]]]:
+    """Let trainees take turns; what `after` returns for a trainee and an epoch goes into its point."""
+    points: dict[str, list[dict[str, Any]]] = {trainee.name: [] for trainee in trainees}
     for epoch in range(args.epochs):
-        parts = [_parts(list(trainee.batches(epoch)), args.parts) for trainee in trainees]
+        batches = [_parts(list(trainee.batches(epoch)), args.parts) for trainee in trainees]
         for part in range(args.parts):
-            for trainee, mine in zip(trainees, parts, strict=True):
-                trainee.train(mine[part])
+            for trainee, mine in zip(trainees, batches, strict=True):
+                trainee.learn(mine[part])
+                more = after(trainee, epoch)
                 loss, accuracy = trainee.scores()
                 where = {"epoch": epoch + (part + 1) / args.parts, "accuracy": accuracy, "eval_loss": loss}
-                points[trainee.name].append(where | asdict(trainee.spent))
-            if world.rank == 0:
+                points[trainee.name].append(where | asdict(trainee.spent) | more)
+            if dist.get_rank() == 0:
                 print(_progress(points), flush=True)
-                args.out.write_text(json.dumps(points))
     for trainee in trainees:
         trainee.attached.close()
+    return points
 
 
 def _parts(batches: list[Any], count: int) -> list[list[Any]]:
@@ -134,28 +130,19 @@ def summary(
     return table([*head, *ends], lines)
 
 
-def main() -> None:
+def time_to_accuracy() -> None:
     """Train everywhere, then print and write."""
-    args = options()
-    if "RANK" in os.environ:
-        train(args)
-        return
-    try:
-        with tempfile.TemporaryDirectory() as folder, Hosts(args.hosts, args.rate) as hosts:
-            out = Path(folder) / "points.json"
-            command = [sys.executable, __file__, *sys.argv[1:], "--out", str(out)]
-            hosts.run(command, env=QUIET, timeout_s=args.timeout_s, echo=True)
-            points = json.loads(out.read_text())
-    except (HostsError, ValueError) as error:
-        raise SystemExit(f"time_to_accuracy: {error}") from None
-    body = summary(points, args.target, args.parts, task=args.task)
-    print(f"\n{body}\n")
-    settings = {key: value for key, value in vars(args).items() if key not in ("data", "out", "name", "date")}
+    rivals = ["ddp", "topk:ratio=0.01", "powersgd:rank=4", "sign"]
+    parser = options(__doc__, "time_to_accuracy", rivals)
+    parser.add_argument("--task", choices=["mnist", "text"], default="mnist")
+    parser.add_argument("--target", type=float, default=0.985)
+    args = parser.parse_args()
+    points = measure(args, train)
     what = "a validation loss on a text" if args.task == "text" else "an accuracy on MNIST"
-    text = document(f"Time and bytes to {what}", args.date, sys.argv, body)
-    write(args.out / args.name, args.date, settings, points, text)
+    body = summary(points, args.target, args.parts, task=args.task)
+    publish(args, f"Time and bytes to {what}", points, body)
     print(curves(args.out / f"{args.name}.png", points, args.target, args.task == "text"))
 
 
 if __name__ == "__main__":
-    main()
+    main(time_to_accuracy)

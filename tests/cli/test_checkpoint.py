@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-import sys
 import time
 from collections import Counter, OrderedDict
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import DAMAGES, MANIFEST_DAMAGES, Checkpoints
 
 from stenograd.checkpoint import rank_files as checkpoint
 from stenograd.checkpoint.collective import read_set
@@ -18,9 +18,6 @@ from stenograd.checkpoint.files import write_atomically
 from stenograd.comm.agreement import agree, everyone, sum_over_ranks
 from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, DataError, StenogradError
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "drills"))
-from file_damage import DAMAGES, MANIFEST_DAMAGES, Checkpoints
 
 IDENTITY = {"task": "digits", "recipe": {"lr": 0.1, "betas": (0.9, 0.99)}}
 
@@ -101,7 +98,7 @@ def two_checkpoints(tmp_path_factory):
 
 @pytest.mark.parametrize("how", sorted(DAMAGES | MANIFEST_DAMAGES))
 def test_any_damage_ends_in_a_whole_checkpoint_or_a_named_error(two_checkpoints, how):
-    """The newest whole one of two, within a second; `drills/fuzz.py` tries more."""
+    """The newest whole one of two, within a second; `pytest -m soak` tries more."""
     for seed in range(4):
         start = time.monotonic()
         two_checkpoints(random.Random(f"{how}/{seed}"), how)

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from launched import clean_env
@@ -87,6 +88,31 @@ def test_hosts_of_every_number_take_turns(monkeypatch):
     assert (ib0.name, ib0.failed, ib0.pairs, ib0.reason) == ("ib0", 1, 3, "10.0.0.1 to 10.0.0.2: no route")
     assert best(one) is eth0
     assert listened == {f"{net}.0.0.{rank}" for net in (10, 20) for rank in range(3)}
+
+
+@pytest.mark.skipif("lo" not in interfaces(), reason="needs Linux")
+def test_an_interface_has_one_limit_for_all_its_answers(monkeypatch):
+    """Each of 20 answers comes after 0.2 s, within the limit of 0.5 s; all of them would take 4 s."""
+    monkeypatch.setattr("stenograd.launch.interfaces._LIMIT_S", 0.5)
+    serve = socket.create_server
+
+    class Slow(socket.socket):
+        def sendall(self, data):
+            time.sleep(0.2)
+            super().sendall(data)
+
+    class Server(socket.socket):
+        def accept(self):
+            link, address = super().accept()
+            return Slow(fileno=link.detach()), address
+
+    monkeypatch.setattr(socket, "create_server", lambda address: Server(fileno=serve(address).detach()))
+    start = time.monotonic()
+    one, two = _together(2)
+    assert time.monotonic() - start < 3
+    assert one == two
+    assert (one[0].failed, one[0].pairs) == (2, 2)
+    assert "timed out" in one[0].reason
 
 
 def test_ranks_that_do_not_answer_are_named():

@@ -1,10 +1,16 @@
 """`stenograd plan` and `link` on the command line."""
 
 import json
+import queue
 import shutil
 import sys
+import time
 
 import pytest
+from cli_process import on_a_rank
+
+from stenograd.planning.plan import Plan
+from stenograd.planning.trial import load_trial
 
 PLAN = (
     "plan",
@@ -103,6 +109,21 @@ def test_a_trial_imports_from_its_folder_and_reads_no_arguments_of_ours(here, tm
     assert (status, err) == (0, "")
 
 
+def test_a_trial_s_file_does_not_stand_in_for_a_module_of_its_name(tmp_path, monkeypatch):
+    """Whoever imports `queue` afterwards, such as a DataLoader, gets Python's."""
+    (tmp_path / "queue.py").write_text(
+        "import torch, stenograd\n"
+        "def build():\n"
+        "    model = torch.nn.Linear(4, 2)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    return stenograd.Trial(model, optimizer, [torch.ones(2, 4)], lambda model, x: model(x).sum())\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "queue", queue)
+    load_trial(f"{tmp_path / 'queue.py'}:build")
+    assert sys.modules["queue"] is queue
+
+
 def test_a_saved_plan_is_worked_out_for_other_numbers_of_workers(planned, here):
     """Dense is a ring's 2 (N - 1) / N times 287 kB at 1 Mbit/s: 2.3 s with two workers, 4.5 s with 64."""
     folder, _ = planned
@@ -168,6 +189,24 @@ def test_wrong_options_are_refused(here, arguments, message):
     status, _, err = here(*arguments)
     assert status == 2
     assert message in err
+
+
+def _plans_where_rank_0_cannot_write(rank, words):
+    def full(plan, path):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plan, "save", full)
+        start = time.monotonic()
+        return on_a_rank(rank, words), time.monotonic() - start
+
+
+def test_ranks_end_together_where_rank_0_cannot_write_the_plan(pool, tmp_path):
+    """The others waited for its answer until the timeout, and then blamed its silence."""
+    words = ["plan", *PLAN[1:5], *PLAN[7:], "--methods", "sign", "--timeout-s", 50, "--out", tmp_path]
+    for (status, _, err), seconds in pool.run(2, _plans_where_rank_0_cannot_write, words):
+        assert (status, "No space left on device" in err) == (1, True), err
+        assert seconds < 40
 
 
 def test_a_link_is_measured_between_two_ranks(on_two_ranks, tmp_path):

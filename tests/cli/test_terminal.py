@@ -20,8 +20,7 @@ from launched import clean_env
 import stenograd
 import stenograd.cli
 from stenograd import tasks
-from stenograd.cli import commands, table
-from stenograd.cli.options import Accuracy, Options, Task
+from stenograd.cli import commands, options, table
 from stenograd.planning.advice import ACCURACIES
 from stenograd.planning.link import assumed
 
@@ -324,12 +323,12 @@ def test_numbers_of_workers_fit_the_hosts(here):
 
 
 def test_the_words_of_choices_are_the_library_s():
-    assert tuple(map(str, Task)) == tasks.names()
-    assert tuple(map(str, Accuracy)) == ACCURACIES
+    assert tuple(map(str, options.Task)) == tasks.names()
+    assert tuple(map(str, options.Accuracy)) == ACCURACIES
 
 
 def test_the_default_task_needs_no_other_package(monkeypatch, here):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status, out, err = here("train", "--epochs", 0)
     assert (status, err) == (0, "")
-    assert out.startswith(f"{Options().task}: ")
+    assert out.startswith(f"{options.Options().task}: ")

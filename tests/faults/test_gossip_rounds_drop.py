@@ -125,3 +125,40 @@ def test_the_mean_of_survivors_is_there_before_all_have_noticed(pool, tmp_path, 
         first = 0.0 if hasty and rank == 0 else mean
         assert common == pytest.approx([first, mean], rel=1e-12)
         assert (rounds, size, events) == (1, 3, 1)
+
+
+def _rank_evaluating_in_pairs(rank, folder):
+    """After a round in pairs rank 2 dies, and nobody meets it before the others evaluate."""
+    model = nn.Linear(3, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync = stenograd.distribute(model, optimizer, "noloco:every=1,lost=drop", timeout_s=6)
+    with torch.no_grad():
+        model.weight.fill_(float(rank**2))
+    told = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            if rank == 2:
+                os._exit(9)
+            own = float(model.weight[0, 0])
+            with sync.consensus():
+                told.append((own, float(model.weight[0, 0])))
+    (folder / f"{rank}").write_bytes(pickle.dumps((told, sync.round, sync.world_size, len(sync.events))))
+    sync.close()
+
+
+def test_survivors_in_pairs_evaluate_their_mean(pool, tmp_path):
+    """The mean of what rounds have left on the three, bit for bit the same on each."""
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(4, _rank_evaluating_in_pairs, tmp_path)
+    assert list(failed.value.errors) == [2], failed.value
+    told = [pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in (0, 1, 3)]
+    assert [rest for _, *rest in told] == [[2, 3, 1]] * 3
+    for evaluations in zip(*(found for found, *_ in told), strict=True):
+        assert [common for _, common in evaluations] == [evaluations[0][1]] * 3
+        mean = sum(own for own, _ in evaluations) / 3
+        assert evaluations[0][1] == pytest.approx(mean, rel=1e-12)
+        assert mean > 0.1

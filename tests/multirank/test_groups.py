@@ -15,6 +15,7 @@ from launched import JOIN, LAUNCHER_VARIABLES, SOURCE, clean_env
 from stenograd.errors import ConfigError, LaunchError
 from stenograd.launch import local_workers as workers
 from stenograd.launch import process_group as groups
+from stenograd.launch import subgroups
 from stenograd.launch.process_group import Absent, init, roll_call, run_local, shutdown
 
 PYTHON = sys.executable
@@ -33,6 +34,27 @@ try:
 except RuntimeError:
     print("lost", roll_call(1.0).lost, flush=True)
     sys.exit(5)
+"""
+
+# Rank 1 dies, and a process that it has forked lives on, as a DataLoader's workers do.
+FORKS = """
+import os, pathlib, signal, sys, time, torch, torch.distributed as dist
+from stenograd.launch.process_group import init, roll_call
+folder, rank = pathlib.Path(sys.argv[1]), init(timeout_s=20).rank
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    if not (child := os.fork()):
+        os.closerange(0, 3)
+        time.sleep(60)
+        os._exit(0)
+    (folder / "child").write_text(str(child))
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+start = time.monotonic()
+try:
+    dist.all_reduce(torch.ones(1))
+except RuntimeError:
+    (folder / str(rank)).write_text(f"{time.monotonic() - start:.1f} {roll_call(1.0).lost}")
 """
 
 # The rank in argv is stopped before the second exchange; survivors fail after two seconds and a roll call.
@@ -86,6 +108,17 @@ def test_survivors_name_the_killed_worker(capfd):
     out, err = capfd.readouterr()
     assert out == "lost [1]\n"
     assert err == "stenograd: worker 1 was killed by SIGKILL\n"
+
+
+@linux_only
+def test_a_fork_of_the_killed_worker_does_not_hold_up_the_survivors(tmp_path, patient):
+    """It holds no connection of the worker's; otherwise the collective waited for the timeout of 20 s."""
+    assert run_local([PYTHON, "-W", "ignore", "-c", FORKS, str(tmp_path)], 3, env=clean_env()) == 137
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    for rank in ("0", "2"):
+        seconds, lost = (tmp_path / rank).read_text().split(maxsplit=1)
+        assert float(seconds) < 15
+        assert lost == "[1]"
 
 
 def test_survivor_names_rank_0_though_the_store_died_with_it():
@@ -297,6 +330,49 @@ def test_bad_timeouts(outside, value):
 
 
 @linux_only
+def _slowly_in_two_steps(rank, folder, what):
+    """Connecting takes rank 0 two of three seconds, and rank 1 fails after it: what is left is one second."""
+    if what == "init":
+        shutdown()
+        groups._place = None
+        os.environ["STENOGRAD_STORE"] = str(folder / "store")
+        where, name = groups, "_make_group"
+    else:
+        where, name = dist.distributed_c10d, "_new_process_group_helper"
+    real = getattr(where, name)
+
+    def connect(*args, **kwargs):
+        found = real(*args, **kwargs)
+        time.sleep(2 if rank == 0 else 6)
+        if rank == 1:
+            raise OSError("it fails")
+        return found
+
+    setattr(where, name, connect)
+    start = time.monotonic()
+    try:
+        if what == "init":
+            init(timeout_s=3)
+        else:
+            subgroups.make_group(None, [0, 1], "part", 3.0)
+    except (OSError, RuntimeError, LaunchError) as error:
+        # Otherwise the next init would take the half-made group for a whole one.
+        assert what == "part" or not dist.is_initialized()
+        return type(error).__name__, time.monotonic() - start
+    finally:
+        setattr(where, name, real)
+        groups._place = None
+    return None
+
+
+@pytest.mark.parametrize("what", ["init", "part"])
+def test_connecting_has_one_limit_for_all_its_waits(pool, tmp_path, what):
+    (kind, seconds), (other, _) = pool.run(2, _slowly_in_two_steps, tmp_path, what)
+    assert kind in ("LaunchError", "DistStoreError", "RuntimeError")
+    assert other == "OSError"
+    assert 2 < seconds < 4
+
+
 def test_no_thread_of_the_group_outlives_shutdown():
     """One that does may abort the process while Python ends; scripts make optimizers after init."""
     code = (

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from models import SMALL_BUCKETS, flat, mlp, shards, step
+from models import ALL_METHODS, SMALL_BUCKETS, flat, mlp, shards, step
 from torch import nn
 
 import stenograd
@@ -62,6 +62,37 @@ def test_two_ranks_have_no_majority(pool):
     for _, error, *_ in pool.run(2, _trained, 2, "dense", True):
         assert "2.weight, rank(s) 0 against rank(s) 1 without a majority" in error[0]
         assert error[2] == {"2.weight": ()}
+
+
+def _long(rank, method):
+    """1,000 steps, checked every 100; then a bit of rank 1 flips, which no later update rounds away."""
+    model = mlp(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    options = {"check_every": 100, "bucket_bytes": SMALL_BUCKETS, "timeout_s": 60}
+
+    def steps(count):
+        for s in range(count):
+            xs, ys = shards(s, 3)
+            step(model, optimizer, xs[rank], ys[rank])
+
+    with stenograd.distribute(model, optimizer, method, **options) as sync:
+        steps(1000)
+        weights, applied = flat(model), sync.step
+        if rank == 1:
+            _flip(model, "4.weight")
+        with pytest.raises(stenograd.errors.ReplicaDivergence) as raised:
+            steps(100)
+    return weights, applied, raised.value.step, raised.value.tensors
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_replicas_stay_equal_for_long_and_a_flipped_bit_is_found(pool, method):
+    ranks = pool.run(3, _long, method, timeout_s=280)
+    for weights, *found in ranks:
+        assert found == [1000, 1100, {"4.weight": (1,)}]
+        assert weights.isfinite().all()
+        assert torch.equal(weights, ranks[0][0])
 
 
 def _by_itself(rank):

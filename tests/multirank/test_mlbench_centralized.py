@@ -26,7 +26,8 @@ INNER = {
     "sgd": (torch.optim.SGD, SGD),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    # eps keeps the rounding of gradients near 0 from becoming whole steps
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "eps": 1e-3}),
     "signsgd": (SignSGD, {"lr": 0.01, "momentum": 0.5}),
 }
 

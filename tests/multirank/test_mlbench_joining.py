@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from stenograd import shutdown
+from stenograd.errors import StenogradError
 from stenograd.launch.detect import STORE_VARIABLE
 from stenograd.launch.local_workers import environment
 from stenograd.mlbench import DecentralizedAggregation, DecentralizedSGD, global_average, initialize_backends
@@ -77,3 +78,16 @@ def test_blanks_between_hosts_do_not_count():
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     assert sorted(_on_two(_hosts, port)) == [(2, 0), (2, 1)]
+
+
+def _logs(rank, folder):
+    log = folder / "logs" / "rank" if rank else folder / "rank"
+    with (
+        pytest.raises(StenogradError, match=r"^rank 1: .*No such file"),
+        initialize_backends("gloo", logging_file=log),
+    ):
+        pass
+
+
+def test_a_log_that_one_rank_cannot_write_is_an_error_on_all(pool, tmp_path):
+    pool.run(2, _logs, tmp_path)

@@ -46,8 +46,11 @@ def test_a_nan_costs_another_optimizer_one_step_too(pool, method):
         assert torch.equal(ranks[0][0], ranks[1][0])
 
 
-def _rarely(rank, method):
-    """The repeated program: a steps in each of 8 batches, b in every 4th; rank 0 has a NaN in batch 2."""
+def _rarely(rank, method, scaled):
+    """The repeated program: a steps in each of 8 batches, b in every 4th; rank 0 has a NaN in batch 2.
+
+    With a GradScaler, a's step after that is not called at all, so nobody else hears of it there.
+    """
     torch.manual_seed(0)
     a, b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     model = torch.nn.Sequential(a, b)
@@ -57,6 +60,7 @@ def _rarely(rank, method):
         sync = stenograd.ddp.register(model, method.removeprefix("hook/"), timeout_s=30)
     else:
         sync = stenograd.distribute(model, [often, rarely], method, timeout_s=30)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
     moved, generator = [0, 0], torch.Generator().manual_seed(rank)
     with sync, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -64,23 +68,50 @@ def _rarely(rank, method):
             often.zero_grad()
             x = torch.randn(8, 4, generator=generator)
             x[0, 0] = float("nan") if (rank, batch) == (0, 2) else 0.0
-            model(x).square().mean().backward()
+            scaler.scale(model(x).square().mean()).backward()
             before = a.weight.clone(), b.weight.clone()
-            often.step()
+            scaler.step(often)
             if batch % 4 == 0:
-                rarely.step()
+                scaler.step(rarely)
                 rarely.zero_grad()
+            scaler.update()
             moved[0] += not torch.equal(before[0], a.weight)
             moved[1] += not torch.equal(before[1], b.weight)
         return moved, sync.skipped
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("method", ["dense", "topk:ratio=0.9", "hook/dense", "hook/sign", "local:every=20"])
-def test_a_nan_costs_another_optimizers_later_steps_nothing(pool, method):
+def test_a_nan_costs_another_optimizers_later_steps_nothing(pool, method, scaled):
     """Of eight steps of the one that steps often the second is lost, and of the other's two none."""
-    bad, good = pool.run(2, _rarely, method)
+    bad, good = pool.run(2, _rarely, method, scaled)
     assert bad == ([7, 2], 1)
     assert good == (([8, 2], 0) if method.startswith("local") else bad)
+
+
+def _accumulating(rank, method):
+    """Two passes per step, each with an exchange; rank 0 has a NaN in the first pass of the second step."""
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    moved = []
+    with stenograd.distribute(model, optimizer, method, timeout_s=30) as sync, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for s in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                xs, _ = shards(2 * s + part, 2)
+                loss = model(xs[rank]).square().mean()
+                (loss * (float("nan") if (rank, s, part) == (0, 1, 0) else 1.0)).backward()
+            before = flat(model)
+            optimizer.step()
+            moved.append(not torch.equal(before, flat(model)))
+        return moved, sync.skipped
+
+
+@pytest.mark.parametrize("method", ["dense", "topk:ratio=0.9"])
+def test_a_nan_in_one_pass_of_a_step_costs_the_step(pool, method):
+    """Nothing was cleared between its passes, so the second is lost with the first."""
+    assert pool.run(2, _accumulating, method) == [([True, False, True], 2)] * 2
 
 
 @pytest.mark.parametrize("fused", [False, True])

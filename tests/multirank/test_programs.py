@@ -1,11 +1,11 @@
-"""Ordinary training programs, a few steps each; `drills/programs.py` runs them longer, by every method."""
-
-import sys
-from pathlib import Path
+"""Ordinary training programs, a few steps each, and by every method for 200 (`pytest -m soak`)."""
 
 import pytest
 import torch
+from accounts import digest, unfit
 from models import SMALL_BUCKETS, mlp, shards
+from programs import METHODS as EVERY_METHOD
+from programs import PROGRAMS, SCHEDULED, faults, run
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -13,12 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import stenograd
 from stenograd.errors import StenogradError
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "drills"))
-
-from digests import digest
-from programs import PROGRAMS, SCHEDULED, faults, run
-from rounds import unfit
 
 # One round, one round with feedback, several rounds, and one with two kinds of buckets in several rounds.
 METHODS = ["dense", "topk:ratio=0.1", "powersgd:rank=2", "sign:dense_below=20"]
@@ -41,6 +35,16 @@ def test_ranks_agree_after_every_round_of_a_schedule(pool, program, method):
 @pytest.mark.parametrize("program", ["gan", "clip", "mixture", "ddp-unused", "uneven"])
 def test_it_does_on_four_ranks_too(pool, program):
     assert list(faults(pool.run(4, run, 4, program, "topk:ratio=0.1", STEPS, timeout_s=60))) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", EVERY_METHOD + SCHEDULED)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_runs_long_under_every_method(pool, program, world, method):
+    if reason := unfit(program, method):
+        pytest.skip(reason)
+    assert list(faults(pool.run(world, run, world, program, method, 200, timeout_s=280))) == []
 
 
 def _clamped(rank, world, through):

@@ -385,78 +385,122 @@ def test_one_whole_graph_is_refused_with_the_reason(text):
         torch.compile(model, fullgraph=True, backend="eager")(torch.ones(1, 3))
 
 
-def _state_in_rounds(rank, text, folder):
-    """Train to step 22: at once, again from step 4, and from a checkpoint of DCP at step 10."""
+class _InRounds:
+    """A small training, and all that it is made of, for `dcp`; `saved_by` as in `PerRank`."""
 
-    def built():
+    def __init__(self, rank, text):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        return model, optimizer, stenograd.distribute(model, optimizer, text, bucket_bytes=64)
+        self.rank = rank
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.sync = stenograd.distribute(self.model, self.optimizer, text, bucket_bytes=64)
+        self.kept = {"model": self.model, "optimizer": self.optimizer, "sync": self.sync}
 
-    def train(model, optimizer, first, last):
+    def train(self, first, last):
         for step in range(first, last):
-            generator = torch.Generator().manual_seed(100 * step + rank)
-            optimizer.zero_grad()
-            (model(torch.randn(8, 4, generator=generator)) - 1).square().mean().backward()
-            optimizer.step()
+            generator = torch.Generator().manual_seed(100 * step + self.rank)
+            self.optimizer.zero_grad()
+            (self.model(torch.randn(8, 4, generator=generator)) - 1).square().mean().backward()
+            self.optimizer.step()
+        return self
 
-    def flat(model, sync):
-        sync.flush()
-        return torch.cat([t.reshape(-1).float() for t in model.state_dict().values()])
+    def flat(self):
+        self.sync.flush()
+        return self.values()
 
-    def parts(model, optimizer, sync):
-        mine = {f"rank{rank} {key}": t for key, t in model.state_dict().items()}
-        momenta = {
-            f"rank{rank} {i}": optimizer.state[p]["momentum_buffer"] for i, p in enumerate(model.parameters())
+    def values(self):
+        return torch.cat([t.reshape(-1).float() for t in self.model.state_dict().values()])
+
+    def parts(self, saved_by=None):
+        """Each rank's own; of other ranks' model and momenta, those of the first."""
+        of = f"rank{self.rank if saved_by is None else 0} "
+        momenta = [self.optimizer.state[p]["momentum_buffer"] for p in self.model.parameters()]
+        return {
+            "model": {of + key: t for key, t in self.model.state_dict().items()},
+            "momenta": {f"{of}{i}": t for i, t in enumerate(momenta)},
+            "sync": stenograd.PerRank(self.sync, saved_by),
         }
-        return {"model": mine, "momenta": momenta, "sync": stenograd.PerRank(sync)}
 
-    model, optimizer, sync = built()
-    train(model, optimizer, 0, 4)
-    early = parts(model, optimizer, sync)
-    stenograd.save_checkpoint(folder / "early", step=4, model=model, optimizer=optimizer, sync=sync)
-    train(model, optimizer, 4, 10)
-    dcp.save(parts(model, optimizer, sync), checkpoint_id=folder / "dcp")
-    train(model, optimizer, 10, 22)
-    found = {"at once": flat(model, sync)}
-    stenograd.load_checkpoint(folder / "early", model=model, optimizer=optimizer, sync=sync)
-    train(model, optimizer, 4, 22)
-    found["going back"] = flat(model, sync)
-    sync.close()
-    model, optimizer, sync = built()
-    train(model, optimizer, 0, 1)  # so that there are momenta to load into
-    state = parts(model, optimizer, sync)
-    dcp.load(state, checkpoint_id=folder / "dcp")
-    model.load_state_dict({key.partition(" ")[2]: t for key, t in state["model"].items()})
-    train(model, optimizer, 10, 22)
-    found["from DCP"] = flat(model, sync)
-    sync.close()
-    assert early.keys() == state.keys()
+    def load(self, folder, saved_by=None):
+        state = self.parts(saved_by)
+        dcp.load(state, checkpoint_id=folder)
+        self.model.load_state_dict({key.partition(" ")[2]: t for key, t in state["model"].items()})
+        return self
+
+
+def _state_in_rounds(rank, text, folder):
+    """Train to step 22: at once, again from step 4, and twice from a checkpoint of DCP at step 10."""
+    run = _InRounds(rank, text).train(0, 4)
+    stenograd.save_checkpoint(folder / "early", step=4, **run.kept)
+    run.train(4, 10)
+    dcp.save(run.parts(), checkpoint_id=folder / "dcp")
+    found = {"at once": run.train(10, 22).flat()}
+    stenograd.load_checkpoint(folder / "early", **run.kept)
+    found["going back"] = run.train(4, 22).flat()
+    run.sync.close()
+    run = _InRounds(rank, text).train(0, 1)  # so that there are momenta to load into
+    found["from DCP"] = run.load(folder / "dcp").train(10, 22).flat()
+    found["going back by DCP"] = run.load(folder / "dcp").train(10, 22).flat()
+    run.sync.close()
     return found
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "local:every=4",
-        "local:every=4/topk:ratio=0.3",
-        "local:every=4/qsgd",
-        "local:every=3,after=6",
-        "diloco:every=4",
-        "diloco:every=4/lowbit",
-        "diloco:every=5,after=6",
-        "diloco:every=4,fragments=2",
-        "diloco:every=6,fragments=2,delay=1",
-        "diloco:every=4,eager=true",
-        "noloco:every=4",
-        "sparseloco:every=4",
-        "gossip",
-        "gossip:graph=ring,consensus=0.4/sign",
-    ],
-)
+IN_ROUNDS = [
+    "local:every=4",
+    "local:every=4/topk:ratio=0.3",
+    "local:every=4/qsgd",
+    "local:every=3,after=6",
+    "diloco:every=4",
+    "diloco:every=4/lowbit",
+    "diloco:every=5,after=6",
+    "diloco:every=4,fragments=2",
+    "diloco:every=6,fragments=2,delay=1",
+    "diloco:every=6,fragments=2,delay=2,mix=0.5",
+    "diloco:every=4,eager=true",
+    "noloco:every=4",
+    "sparseloco:every=4",
+    "gossip",
+    "gossip:graph=ring,consensus=0.4/sign",
+]
+
+
+@pytest.mark.parametrize("text", IN_ROUNDS)
 def test_going_back_and_loading_by_dcp_in_a_round_change_no_bit(pool, tmp_path, text):
     """Step 4 lies before `after=6` and within the first round, step 10 within a later one."""
     for found in pool.run(2, _state_in_rounds, text, tmp_path):
         for how, weights in found.items():
             assert torch.equal(weights, found["at once"]), how
+
+
+def _onto_other_ranks(rank, text, folder, saved_by):
+    """Save in mid-round in both ways; or go on in both from what `saved_by` ranks saved, to step 22."""
+    run, found = _InRounds(rank, text), []
+    if saved_by is None:
+        run.train(0, 10)
+        stenograd.save_checkpoint(folder / "own", step=10, **run.kept)
+        dcp.save(run.parts(), checkpoint_id=folder / "dcp")
+    for way, before in (("own", 1), ("dcp", 1), ("dcp", 7)) if saved_by else ():
+        run.train(0, before)  # so that there are momenta to load into, and a round to leave
+        if way == "own":
+            stenograd.load_checkpoint(folder / "own", **run.kept)
+        else:
+            run.load(folder / "dcp", saved_by)
+        weights = run.train(10, 22).flat()
+        with run.sync.consensus():
+            found.append((weights, run.values(), run.sync.round))
+        run.sync.close()
+        run = _InRounds(rank, text)
+    run.sync.close()
+    return found
+
+
+@pytest.mark.parametrize("text", IN_ROUNDS)
+def test_what_other_ranks_saved_goes_on_alike_by_dcp_and_by_load_checkpoint(pool, tmp_path, text):
+    """3 ranks save in mid-round; 2 go on from it, in a new program or in one that leaves another round."""
+    pool.run(3, _onto_other_ranks, text, tmp_path, None)
+    for ways in pool.run(2, _onto_other_ranks, text, tmp_path, 3):
+        assert len(ways) == 3
+        for weights, common, rounds in ways:
+            assert torch.equal(weights, ways[0][0])
+            assert torch.equal(common, ways[0][1])
+            assert rounds == ways[0][2]

@@ -230,6 +230,52 @@ def test_a_full_disk(pool, tmp_path):
     assert [first for first, *_ in pool.run(2, _loaded, tmp_path)] == [1, 1]
 
 
+def _alone(rank, folder):
+    """Rank 1 alone cannot look through the folder after a save, gives other values, or hears no warning."""
+    run = Run(rank, "topk:ratio=0.2").steps(1)
+    run.save(folder, 1)
+    real = os.listdir
+    if rank == 1:
+        os.listdir = lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    told = [_told(lambda: run.steps(1).save(folder, 2, timeout_s=10))]
+    os.listdir = real
+    kept = run.load(folder).step
+    for change in ({"step": 2 + rank}, {"step": -rank}, {"step": 3, "keep": 1 - rank}):
+        told.append(_told(partial(run.save, folder, timeout_s=10, **change)))
+    told.append(_told(lambda: run.load(folder, step=1 + rank, timeout_s=10)))
+    (folder / "checkpoint-step3.json").write_text("{")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if rank == 0 else "ignore")
+        told.append(_told(lambda: run.load(folder, timeout_s=10)))
+    run.sync.close()
+    run = Run(rank, "gossip")
+    parts = {"model": run.model, "optimizer": run.optimizer} if rank == 0 else {}
+    told.append(_told(lambda: stenograd.save_state(folder, run.sync, timeout_s=10, **parts)))
+    run.sync.close()
+    return kept, told
+
+
+def test_what_fails_on_one_rank_alone_is_raised_on_all(pool, tmp_path):
+    """A save that could only not look for older checkpoints is whole. None of the rest changes a file."""
+    (kept, told), other = pool.run(2, _alone, tmp_path, timeout_s=100)
+    assert (kept, told) == other
+    assert kept == 2
+    wanted = [
+        ("CheckpointError", "rank 1: "),
+        ("MismatchError", "ranks differ in step: rank 0 has 2, rank 1 has 3"),
+        ("ConfigError", "rank 1: step must be"),
+        ("ConfigError", "rank 1: keep must be at least 1"),
+        ("MismatchError", "ranks differ in step: rank 0 has 1, rank 1 has 2"),
+        ("StenogradError", "rank 0: UserWarning: continuing from step 2"),
+        ("ConfigError", "rank 1: save_state needs the model"),
+    ]
+    assert [kind for kind, _ in told] == [kind for kind, _ in wanted]
+    assert [text for (_, message), (_, text) in zip(told, wanted, strict=True) if text not in message] == []
+    assert "Input/output error" in told[0][1]
+    names = sorted(path.name.partition("-")[2][:5] for path in tmp_path.glob("*step*"))
+    assert names == ["step1"] * 3 + ["step2"] * 3 + ["step3"]
+
+
 def _cannot_be_read(rank, folder):
     """Rank 1's scheduler keeps a NumPy number, as one does that was given NumPy's losses."""
     run = Run(rank, "topk:ratio=0.2").steps(1)

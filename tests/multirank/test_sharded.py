@@ -135,6 +135,42 @@ def test_a_nan_in_one_shard_costs_one_step_in_all_replicas(pool):
         assert torch.equal(broken, whole)
 
 
+def _rarely(rank, bad, scaled=False):
+    """The first layers step in each of 8 batches, the last in every 4th; rank 3 has a NaN in batch 2."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    mesh = _mesh()
+    model = _sharded(mesh["shard"])
+    parts = [p for layer in model[:6] for p in layer.parameters()], list(model[6].parameters())
+    often, rarely = (torch.optim.SGD(part, lr=0.01) for part in parts)
+    options = {"group": mesh["replicate"], "bucket_bytes": BUCKET, "timeout_s": 60}
+    moved = []
+    with stenograd.distribute(model, [often, rarely], "dense", **options) as sync, _quiet():
+        for batch in range(1, 9):
+            x, y = _batch(batch, rank)
+            often.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            scaler.scale(loss * (float("nan") if bad and (rank, batch) == (3, 2) else 1.0)).backward()
+            before = [[p.detach().full_tensor().clone() for p in part] for part in parts]
+            scaler.step(often)
+            if batch % 4 == 0:
+                scaler.step(rarely)
+                rarely.zero_grad()
+            scaler.update()
+            now = [[p.detach().full_tensor() for p in part] for part in parts]
+            moved.append([not all(map(torch.equal, a, b)) for a, b in zip(before, now, strict=True)])
+        return [sum(column) for column in zip(*moved, strict=True)], sync.skipped, _whole(model)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_nan_costs_another_optimizers_later_steps_nothing(pool, scaled):
+    """As without shards: of eight steps the second is lost, of the other optimizer's two none."""
+    ranks = pool.run(4, _rarely, True, scaled, timeout_s=200)
+    for moved, skipped, whole in ranks:
+        assert (moved, skipped) == ([7, 2], 1)
+        assert torch.equal(whole, ranks[0][2])
+    assert [found[:2] for found in pool.run(4, _rarely, False, scaled, timeout_s=200)] == [([8, 2], 0)] * 4
+
+
 def _accumulating(rank):
     """Exchanges only in the last of four passes: held back by FSDP, and by our no_sync; and the oracle."""
     mesh = _mesh()

@@ -15,7 +15,7 @@ from stenograd.errors import MismatchError
 from stenograd.heat import DASO, DataParallel, DataParallelOptimizer
 from stenograd.mlbench import CentralizedSGD, FP16Optimizer
 from stenograd.mlbench.aggregation import AllReduceAggregation
-from stenograd.mlbench.decentralized import DecentralizedSGD
+from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
 from stenograd.simulate import ranks
 from stenograd.singa import DistOpt
 from stenograd.sync.gradient_sync import GradientSync
@@ -66,6 +66,10 @@ def test_another_order_of_tensors_on_a_rank_is_an_error_that_names_the_first(met
         assert names[0] in second.split(":")[0]
 
 
+def _neighbours(rank):
+    return DecentralizedAggregation(rank, [1 - rank], timeout_s=30)
+
+
 def _faces_in_another_order(rank):
     """Every face that takes a model compares the order of what it holds."""
     stenograd.init()
@@ -91,10 +95,13 @@ def _faces_in_another_order(rank):
         "mlbench's gradients": lambda: AllReduceAggregation(2).agg_grad()(pair(), "avg_world"),
         "buffers in mlbench": lambda: CentralizedSGD(2, _Pair("buffer", flip=bool(rank)), lr=0.1),
         "neighbours in mlbench": lambda: DecentralizedSGD(rank, [1 - rank], pair(), lr=0.1),
+        "neighbours' weights": lambda: _neighbours(rank).agg_model()(pair(), "avg_world"),
+        "neighbours' gradients": lambda: _neighbours(rank).agg_grad()(pair(), "avg_world"),
     }
     for face, attach in faces.items():
         with pytest.raises(MismatchError) as caught:
             attach()
+        assert "order" in str(caught.value), face
         assert "a" in str(caught.value), face
     model = pair()
     for name, p in model.named_parameters():  # the same by name, whatever the order

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import stenograd
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression import Kind
 from stenograd.compressors.dion import Dion
 from stenograd.errors import MethodError
-from stenograd.kernels.lowrank import row_sums
 from stenograd.simulate import exchange, ranks
 
 SHAPES = [torch.Size(s) for s in [(12, 8), (7,), (0, 3), (4, 3, 3), (), (1, 5), (8, 12)]]
@@ -121,14 +121,19 @@ def test_what_does_not_fit_is_refused():
         stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "dion")
 
 
-def test_the_number_of_threads_changes_no_length():
-    """torch adds a single row of a million by as many parts as there are threads."""
-    x = torch.rand(1, 1 << 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    before, found = torch.get_num_threads(), []
-    for threads in (1, 4):
-        torch.set_num_threads(threads)
+def test_ranks_with_other_numbers_of_threads_get_the_same_bits():
+    """torch adds a single row of 200,000 by as many parts as there are threads, which are a thread's own."""
+    mine = torch.randn(2, 1 << 18, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def rank_of(driver):
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 + 3 * driver.rank)
         try:
-            found.append(row_sums(x))
+            exchange = TensorExchange("dion", driver, waits=True)
+            averages = [exchange.average({"w": mine * step})["w"].clone() for step in (1, 2, 3)]
         finally:
             torch.set_num_threads(before)
-    assert torch.equal(*found)
+        exchange.close()
+        return averages
+
+    assert all(map(torch.equal, *ranks(2, rank_of)))

@@ -18,9 +18,9 @@ import pytest
 from stenograd.comm.driver import Driver
 from stenograd.errors import LaunchError
 from stenograd.launch import failure_detector as presence
+from stenograd.launch import network
 from stenograd.launch.failure_detector import Absent, Presence
 from stenograd.launch.line_server import LineServer
-from stenograd.launch.network import unshared
 
 GRACE_S = 10.0  # drivers give each other 2 s or more, which busy machines take for less
 
@@ -39,7 +39,7 @@ def two():
 
 def place(rank):
     """The address and token on a rank's card."""
-    host, port, token, _ = json.loads(rank.card)
+    host, port, token, *_ = json.loads(rank.card)
     return (host, port), token
 
 
@@ -299,7 +299,7 @@ def test_a_closed_presence_is_lost_and_frees_its_port(two):
 def test_a_forked_child_holds_no_connection_of_its_parent_but_the_programs_own():
     """As a worker of a DataLoader outlives its rank: what was opened in `unshared` ends with the parent."""
     with socket.create_server(("127.0.0.1", 0)) as programs, contextlib.ExitStack() as stack:
-        with unshared():
+        with network.unshared():
             listener = socket.create_server(("127.0.0.1", 0))
             calls = socket.create_connection(listener.getsockname())
         called = stack.enter_context(listener.accept()[0])  # the other end, after the block

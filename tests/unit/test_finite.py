@@ -7,7 +7,7 @@ import torch
 
 import stenograd
 from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.data.finite import Finite, finite_of, is_finite, not_bounded
+from stenograd.data import finite as judge
 from stenograd.simulate import ranks
 from stenograd.testing.methods import wrapped
 
@@ -16,13 +16,13 @@ from stenograd.testing.methods import wrapped
 def test_one_infinite_element_is_found_anywhere(n):
     """The sum of 3e38 is infinite from two elements on, though each of them is finite."""
     x = torch.full((n,), 3e38)
-    assert is_finite(x)
+    assert judge.is_finite(x)
     for bad in (math.nan, math.inf, -math.inf):
         for at in {0, n // 2, n - 1} if n else ():
             y = x.clone()
             y[at] = bad
-            assert (is_finite(y), float(not_bounded(y))) == (False, 1.0)
-            assert int(finite_of([x, y])) == Finite.NO
+            assert (judge.is_finite(y), float(judge.not_bounded(y))) == (False, 1.0)
+            assert int(judge.finite_of([x, y])) == judge.Finite.NO
 
 
 def _cases(dtype, rank):
@@ -75,18 +75,20 @@ def test_a_step_is_finite_everywhere_or_changes_nothing_anywhere(how, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:natural.*an average overflowed")
-@pytest.mark.parametrize("how", stenograd.methods())
-def test_the_sum_of_ranks_needs_no_room_in_float16(how):
-    """Four ranks have 4e4, whose sum is beyond 65,504 and whose mean is 4e4; directions have 0 or 1."""
+@pytest.mark.parametrize("world", [2, 4])  # from four on messages of codes travel in two phases
+@pytest.mark.parametrize("how", [*stenograd.methods(), "topk:feedback=false"])
+def test_the_sum_of_ranks_needs_no_room_in_float16(how, world):
+    """All ranks have 4e4, whose sum is beyond 65,504 and whose mean is 4e4; directions have 0 or 1."""
     given = torch.full((32, 32), 4e4, dtype=torch.float16)
+    text = stenograd.method(f"{how}{',' if ':' in how else ':'}dense_below=0")
 
     def rank_of(driver):
-        exchange = TensorExchange(f"{how}:dense_below=0", driver, waits=True)
+        exchange = TensorExchange(text, driver, waits=True)
         average = exchange.average({"w": given})["w"].clone()
         exchange.close()
         return average, exchange.finite
 
-    average, finite = ranks(4, rank_of)[0]
+    average, finite = ranks(world, rank_of)[0]
     assert not finite or average.isfinite().all()
     assert finite or how == "natural"  # which may round 4e4 up to 65,536
 

@@ -1,19 +1,26 @@
 """Hooks as autograd calls them: from several threads, one for each device, and in whatever order."""
 
+import gc
 import os
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression.contract import Site
-from stenograd.sync import backward_passes, hooks
+from stenograd.heat import DASO, DataParallel, DataParallelOptimizer
+from stenograd.mlbench import CentralizedSGD, DecentralizedSGD
+from stenograd.singa import DistOpt
+from stenograd.sync import backward_passes, every_step, hooks
 
 
 @pytest.fixture
@@ -92,9 +99,6 @@ def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model(alone):
 
 
 def test_an_engine_goes_with_its_model(alone):
-    import gc
-    import weakref
-
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight = model.weight
@@ -112,8 +116,6 @@ def test_an_engine_goes_with_its_model(alone):
 @pytest.mark.parametrize("text", ["topk", "local:every=2", "diloco:every=2", "gossip"])
 def test_a_backward_pass_that_fails_keeps_nothing_alive(alone, text):
     """What waits for its end belongs to the pass, which is gone."""
-    import gc
-    import weakref
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -139,52 +141,124 @@ class _Injected(Exception):
     """Stands for whatever may go wrong."""
 
 
-def _failing_at(number):
-    """Return a profiler that raises in the so many-th call of the library's, and the calls so far."""
-    calls = [0]
+def _mlbench(model, optimizer):
+    return CentralizedSGD(1, model, lr=0.1)
+
+
+def _neighbours(model, optimizer):
+    return DecentralizedSGD(0, [], model, lr=0.1)
+
+
+def _daso(model, optimizer):
+    daso = DASO(optimizer, total_epochs=9)
+    daso.set_model(model)
+    return daso
+
+
+def _heat(blocking, model, optimizer):
+    return DataParallel(
+        model, optimizer=DataParallelOptimizer(optimizer), blocking_parameter_updates=blocking
+    )
+
+
+def _singa(model, optimizer):
+    """Hooks are set in each step and taken away at its end."""
+    found = DistOpt(optimizer)
+    found(model(torch.ones(1, 3)).sum())
+    return found
+
+
+def _distribute(text, model, optimizer):
+    return stenograd.distribute(model, optimizer, text)
+
+
+def _register(model, optimizer):
+    return stenograd.ddp.register(model, "topk")
+
+
+TEXTS = ["dense", "local:every=2", "diloco:every=2,after=2/sign", "noloco:every=2", "gossip"]
+ATTACH = {text: partial(_distribute, text) for text in TEXTS}
+ATTACH |= {"hook": _register, "daso": _daso, "singa": _singa, "mlbench": _mlbench, "neighbours": _neighbours}
+ATTACH |= {"heat": partial(_heat, False), "heat, blocking": partial(_heat, True)}
+# Errors in these go nowhere, or, on entering the second half of `_wholly`, past what it does in that case.
+CALM = {"__del__", "_remove", "<genexpr>", "_wholly"}
+
+
+def _watching(on_call):
+    """Return a profiler that is told where the library calls which of its functions."""
 
     def profile(frame, event, _):
         code = frame.f_code
-        if event != "call" or f"{os.sep}stenograd{os.sep}" not in code.co_filename or code.co_name in CALM:
-            return
-        calls[0] += 1
-        if calls[0] == number:
+        if event == "call" and f"{os.sep}stenograd{os.sep}" in code.co_filename and code.co_name not in CALM:
+            caller = frame.f_back
+            on_call((caller.f_code.co_filename, caller.f_lineno, code.co_qualname))
+
+    return profile
+
+
+def _raising_at(place):
+    """Return a profiler that raises at this place, once."""
+
+    def on_call(found):
+        if found == place:
             sys.setprofile(None)
-            raise _Injected(code.co_name)
+            raise _Injected(f"{place[2]}, called by line {place[1]} of {place[0]}")
 
-    return profile, calls
-
-
-CALM = {"__del__", "_remove", "<genexpr>"}  # whose errors nobody hears of
+    return _watching(on_call)
 
 
-def _left_behind(model, optimizer):
-    hooks = [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or ())]
-    hooks += [h for m in model.modules() for h in m._forward_pre_hooks]
-    hooks += [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
-    return [*hooks, *(name for name in vars(optimizer) if name == "add_param_group")]
+def _profiled(profile, attach, *given):
+    gc.disable()  # the ends of what earlier attempts have left are not a part of this one
+    sys.setprofile(profile)
+    try:
+        return attach(*given)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
 
 
-@pytest.mark.parametrize("text", ["dense", "local:every=2", "diloco:every=2,after=2/sign", "gossip"])
-def test_attaching_that_fails_at_any_point_leaves_the_model_as_it_was(alone, text):
-    """Errors are injected into every 29th call that the library makes while it attaches."""
-    number, ended = 1, False
-    while not ended:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.step()
-        profile, calls = _failing_at(number)
-        sys.setprofile(profile)
+def _hooks(model, optimizer):
+    """All that may be left on them, or on the steps of all optimizers."""
+    found = [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or {}).values()]
+    found += [h for p in model.parameters() for h in (p._backward_hooks or {}).values()]
+    for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
+        found += [h for m in model.modules() for h in getattr(m, name).values()]
+    found += [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    return {*map(id, found), *every_step._watchers, *({"add_param_group"} & vars(optimizer).keys())}
+
+
+def _trained(face):
+    """A model, as the face takes it, and its optimizer, which has stepped."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    return DistributedDataParallel(model) if face == "hook" else model, optimizer
+
+
+@pytest.mark.parametrize("face", ATTACH)
+def test_attaching_that_fails_at_any_point_leaves_the_model_as_it_was(alone, face):
+    """An error is injected into the first call from every line of the library that is run while it attaches.
+
+    Then no hook is left, the model trains as if nothing had been, and can be attached.
+    """
+    attach, places = ATTACH[face], dict[tuple[str, int, str], None]()
+    stenograd.init()
+    attach(*_trained(face))  # what is loaded at first use is not looked at
+    _profiled(_watching(places.setdefault), attach, *_trained(face))
+    assert len(places) > 30
+    for place in places:
+        model, optimizer = _trained(face)
+        before = _hooks(model, optimizer)
         try:
-            sync = stenograd.distribute(model, optimizer, text)
-            sys.setprofile(None)
-            sync.close()
+            _profiled(_raising_at(place), attach, model, optimizer)
+            continue  # it is only come to the first time
         except _Injected as error:
-            point = f"call {number}, {error}"
-        finally:
-            sys.setprofile(None)
-        ended = calls[0] < number
-        assert not _left_behind(model, optimizer), point
+            point = str(error)
+        assert _hooks(model, optimizer) <= before, point
+        optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
-        number += 29
-    assert number > 100
+        wanted = [p.detach() - 0.1 * p.grad for p in model.parameters()]
+        optimizer.step()
+        assert all(map(torch.allclose, model.parameters(), wanted)), point
+        getattr(attach(model, optimizer), "close", bool)()
+    stenograd.shutdown()

@@ -12,12 +12,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from damage import DAMAGES, Kernel
 
 import stenograd
 from stenograd.kernels import host_cache
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "drills"))
-from file_damage import DAMAGES, Kernel
 
 EDITED = """
 import sys

@@ -4,7 +4,7 @@ Each wait lets a GPU run out of work, so their number must not grow with that of
 """
 
 import sys
-import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,60 +13,112 @@ from torch import nn
 
 import stenograd
 from stenograd.comm.tensor_exchange import TensorExchange
+from stenograd.compressors.threshold import Threshold
 from stenograd.compressors.topk import TopK
 from stenograd.errors import WireError
 from stenograd.kernels import indices, scatter, select
-from stenograd.simulate import ranks
-from stenograd.testing.methods import by_name
+from stenograd.simulate import exchange, ranks
+from stenograd.sync.backward_passes import zero_bad
+from stenograd.testing.methods import by_name, wrapped
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from host_waits import AWAY, host_waits
+from host_waits import AWAY, BETWEEN, between_rounds, host_waits, waits_of
 
-WORLD, BUCKETS = 4, 3
+WORLD, BUCKETS = 4, 5
 # One look at the end of a step: flags of all ranks, whether all was finite, whether messages were whole.
-# Top-k decodes after that, so what it finds in messages is read once more.
-BARS = {"topk": 2}
-# Lengths that differ between the ranks are asked for bucket by bucket.
-PER_BUCKET = ("threshold",)
+# Top-k decodes after that, so what it finds in messages is read once more. Lengths that differ between the
+# ranks must be known before the messages are sent. All that is read together for all buckets.
+BARS = {"topk": 2, "threshold": 3}
+MOVING = ["demo", "dion", "dgc:ratio=0.1"]  # which deliver a momentum of their own
 
 
-def step_of(text, world=WORLD):
-    """Return what made the hosts of all ranks wait in the second step."""
-    gate = threading.Barrier(world)
-
-    def train(driver):
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh()) for _ in range(BUCKETS)]
-        model = nn.Sequential(*layers).to(AWAY)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        sync = stenograd.distribute(model, optimizer, text, group=driver, bucket_bytes=4096)
-        for step in range(2):
-            if step == 1 and gate.wait() == 0:
-                found.clear()
-            gate.wait()
-            model(torch.ones(8, 32).to(AWAY, non_blocking=True)).square().mean().backward()
-            optimizer.step()
-            gate.wait()
-        counted = list(found)
-        gate.wait()
-        sync.close()
-        return counted
-
-    with host_waits(AWAY) as found:
-        return ranks(world, train)[0]
-
-
-@pytest.mark.parametrize("text", [text for text in by_name() if not text.startswith(PER_BUCKET)])
-def test_the_host_waits_once_per_step_whatever_the_number_of_buckets(text, monkeypatch):
+@pytest.mark.parametrize("text", [*by_name(), *wrapped(), *MOVING])
+def test_the_host_waits_as_often_whatever_the_number_of_buckets(text, monkeypatch):
     monkeypatch.setenv("STENOGRAD_KERNELS", "reference")
-    found = step_of(text)
+    found = waits_of(text, buckets=BUCKETS)[1]
     assert len(found) <= BARS.get(text.partition(":")[0], 1) * WORLD, found
 
 
-def test_between_two_rounds_the_host_waits_only_to_see_whether_a_gradient_is_finite(monkeypatch):
-    """A round ends after four steps; the second is none. A bad step is skipped, so all gradients are read."""
+@pytest.mark.parametrize("text", BETWEEN)
+def test_between_two_rounds_the_host_does_not_wait(text, monkeypatch):
+    """Before and after the first rounds, with a gradient that is not finite among them."""
     monkeypatch.setenv("STENOGRAD_KERNELS", "reference")
-    assert len(step_of("local:every=4")) <= WORLD
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = waits_of(text, buckets=2, steps=8, bad=(1,), beside=False)
+    between = between_rounds(text, 8)
+    assert len(between) >= 4
+    assert [found[t] for t in between] == [[]] * len(between)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), AWAY], ids=str)
+def test_a_bad_gradient_between_rounds_costs_one_step(device, monkeypatch):
+    """A host that does not look lets the step take zeros, which move nothing without momentum.
+
+    The gradient of `(w - r)^2` is `2 (w - r)`; with steps of 1/4 w halves its distance to rank r, and stays
+    where it is in the bad step: 1 - 1/2 = 1/2 twice instead of 1/4, on both ranks the same.
+    """
+    monkeypatch.setenv("STENOGRAD_KERNELS", "reference")
+
+    def train(driver):
+        model = nn.Linear(1, 1, bias=False).to(device)
+        nn.init.zeros_(model.weight)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.25)
+        sync = stenograd.distribute(model, sgd, "local:every=3", group=driver)
+        for step in range(3):
+            x = torch.full((1, 1), float("nan") if step == 1 else 1.0).to(device, non_blocking=True)
+            sgd.zero_grad()
+            (model(x) - 1).square().sum().backward()
+            finite.append((step, sync.finite))
+            sgd.step()
+        counts.append(sync.skipped)
+        sync.close()
+        return float(model.weight.detach().cpu())
+
+    finite, counts = [], []
+    with host_waits(AWAY), pytest.warns(RuntimeWarning, match="was not finite"):
+        assert ranks(2, train) == [0.75, 0.75]
+    assert counts == [1, 1]
+    assert sorted(finite) == [(0, True)] * 2 + [(1, False)] * 2 + [(2, True)] * 2
+
+
+def test_zeros_take_the_place_of_a_step_and_of_what_is_bad_elsewhere():
+    """One of three parameters steps: a bad pass makes its gradient zeros, and of the others only the bad."""
+    mine, good, bad = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    sgd = torch.optim.SGD([mine], lr=1.0)
+
+    def gradients_after(sound):
+        mine.grad, good.grad, bad.grad = torch.ones(2), torch.ones(2), torch.tensor([1.0, float("inf")])
+        zero_bad(sgd, {id(p) for p in (mine, good, bad)}, torch.tensor(sound), [mine, good, bad])
+        return [p.grad.tolist() for p in (mine, good, bad)]
+
+    assert gradients_after(False) == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    assert gradients_after(True)[0] == [1.0, 1.0]
+    mine.grad = torch.sparse_coo_tensor([[0]], [float("nan")], (2,), check_invariants=True)
+    zero_bad(sgd, {id(mine)}, torch.tensor(False), [mine])
+    assert mine.grad.to_dense().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("value", [0.3, 1.0, 9.0])
+def test_a_threshold_sends_the_same_from_a_device(value, feedback, monkeypatch):
+    """Three ranks with other lengths; at 9 nothing reaches it. Bytes, averages and what is left are equal."""
+    monkeypatch.setenv("STENOGRAD_KERNELS", "reference")
+    xs = [torch.randn(50, generator=torch.Generator().manual_seed(r)) * (r + 1) for r in range(3)]
+
+    def sent(device):
+        found = []
+        moved = [x.to(device, non_blocking=True) for x in xs]
+        told = exchange(Threshold(value=value), moved, want_error=feedback, spy=found.append)
+        tensors = [t for e in told for t in (e.average, e.error) if t is not None]
+        return [t.cpu() for t in tensors], [(r.op, r.nbytes) for r in found if r.nbytes]
+
+    there, messages = sent(torch.device("cpu"))
+    with host_waits(AWAY):
+        here, same = sent(AWAY)
+    assert messages == same
+    assert len(there) == (6 if feedback else 3)
+    assert all(map(torch.equal, there, here))
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 40])

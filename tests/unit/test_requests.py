@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stenograd.data.requests import Op, Request, gather, gather_ragged, mean, means, together
+from stenograd.data.requests import Op, Request, Rounds, gather, gather_ragged, mean, means, read, together
 from stenograd.errors import WireError
 from stenograd.simulate import run
 
@@ -76,6 +76,23 @@ def test_coroutines_run_together_share_their_rounds():
     ranks = [together([three_rounds(r), one_round(r)]) for r in range(2)]
     assert run(ranks, spy=requests.append) == [[2.5, 5.0]] * 2
     assert [(r.op, len(r.tensors)) for r in requests] == [(Op.MEAN, 2), (Op.GATHER, 1), (Op.MEAN, 1)]
+
+
+def look(rank: int) -> Rounds[list[int]]:
+    """As `read` asks for numbers of a device."""
+    (found,) = yield Request(Op.READ, (torch.tensor([rank, 7]),))
+    return found
+
+
+def test_numbers_are_read_without_a_message():
+    """Two that look at once are answered apart, and the mean beside them is a collective of its own."""
+    requests = []
+    ranks = [together([look(r), look(10 + r), one_round(r)]) for r in range(2)]
+    assert run(ranks, spy=requests.append) == [[[r, 7], [10 + r, 7], 5.0] for r in range(2)]
+    assert [(r.op, r.nbytes) for r in requests] == [(Op.READ, 0), (Op.MEAN, 8)]
+    with pytest.raises(StopIteration) as stop:
+        next(read(torch.tensor([3])))  # the CPU's memory is read at once
+    assert stop.value.value == [3]
 
 
 def test_types_are_not_mixed_in_a_merged_mean():

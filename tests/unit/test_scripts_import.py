@@ -1,4 +1,4 @@
-"""Benchmarks, drills and examples name nothing in the package that is not there."""
+"""Benchmarks and examples name nothing in the package that is not there."""
 
 import ast
 import importlib
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
     path
-    for folder in ("benchmarks", "drills", "examples", "docs")
+    for folder in ("benchmarks", "examples", "docs")
     for path in (ROOT / folder).rglob("*.py")
     if "_build" not in path.parts
 )

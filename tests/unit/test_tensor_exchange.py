@@ -71,6 +71,19 @@ def test_clipping_hides_neither_nan_nor_infinity(name, key, bad):
         assert (exchange.finite, exchange.skipped, exchange.step) == (False, 1, 0)
 
 
+@pytest.mark.parametrize("key", ["clip_value", "clip_norm"])
+@pytest.mark.parametrize(
+    "name", ["dense", "topk:ratio=0.5", "sign", "qsgd", "natural", "fp16", "randomk:ratio=0.5", "powersgd"]
+)
+def test_what_is_clipped_may_be_as_large_as_its_type_allows(name, key):
+    """The sum of both ranks' numbers is beyond float32; that of the clipped ones is not."""
+    how = f"{name}{',' if ':' in name else ':'}{key}=1"
+    done = averages(how, lambda *_: {"x": torch.full((2, 2), 3e38)})(2)
+    for found, exchange in done:
+        assert found[0]["x"].isfinite().all()
+        assert (exchange.finite, exchange.skipped, exchange.step) == (True, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("key", "bound"),
     [("clip_value", 0.0), ("clip_norm", -1.0), ("clip_value", math.inf), ("clip_norm", math.nan)],

@@ -83,12 +83,13 @@ def test_ranks_that_a_test_was_waiting_for_end_with_it_and_others_take_their_pla
     assert pool.run(2, _told, 0.0, str(tmp_path)) == [0, 1]
 
 
-def _slow_one_after_another(rank):
-    time.sleep(0.6 * (rank + 1))
+def _slow_one_after_another(rank, seconds):
+    time.sleep(seconds * (rank + 1))
 
 
 def test_the_time_limit_of_a_run_is_one_for_all_ranks(pool):
-    """Answers after 0.6, 1.2 and 1.8 s: none is a second later than the one before."""
+    """Answers after 1.2, 2.4 and 3.6 s: none is two seconds later than the one before."""
+    pool.run(3, _slow_one_after_another, 0.0)  # they have started then
     with pytest.raises(RanksFailed) as caught:
-        pool.run(3, _slow_one_after_another, timeout_s=1.0)
-    assert "no answer in 1 s" in caught.value.errors[2]
+        pool.run(3, _slow_one_after_another, 1.2, timeout_s=2.0)
+    assert "no answer in 2 s" in caught.value.errors[2]

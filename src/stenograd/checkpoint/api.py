@@ -88,7 +88,8 @@ def save_checkpoint(
         The manifest's path.
 
     Raises:
-        ConfigError: step or keep is out of range, or the model is sharded.
+        ConfigError: on every rank: step or keep is out of range on one, or the model is sharded.
+        MismatchError: on every rank: they give different steps.
         CheckpointError: on every rank, if one lacks room or permission to write, or holds something that
             could not be loaded again (a NumPy number in `extra`); earlier checkpoints are unchanged.
         StenogradError: a part's `state_dict()` raised on a rank; raised on every rank.
@@ -106,19 +107,26 @@ def save_checkpoint(
         ('checkpoint-step7.json', 7)
         >>> sync.close(); stenograd.shutdown()
     """
-    if not isinstance(step, int) or step < 0:
-        raise bad_value("step", "must be a whole number from 0", step, "give the number of steps taken")
-    if keep < 1:
-        raise bad_value("keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged")
-    if suffix_of(sync):
-        raise ConfigError(
-            "save_checkpoint needs a whole model on every rank, got one sharded by FSDP: save model and "
-            "optimizer with torch.distributed.checkpoint, and sync with stenograd.save_state(folder, sync)"
-        )
     path, driver = Path(folder), connected(group, timeout_s)
-    hold_due(sync)
+
     # Whatever may fail on one rank alone runs in agree(): the others would wait for it until the timeout.
-    agree(driver, lambda: make_folder(path))
+    def ready() -> None:
+        if not isinstance(step, int) or step < 0:
+            raise bad_value("step", "must be a whole number from 0", step, "give the number of steps taken")
+        if keep < 1:
+            raise bad_value(
+                "keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged"
+            )
+        if suffix_of(sync):
+            raise ConfigError(
+                "save_checkpoint needs a whole model on every rank, got one sharded by FSDP: save model and "
+                "optimizer with torch.distributed.checkpoint, and sync with "
+                "stenograd.save_state(folder, sync)"
+            )
+        make_folder(path)
+
+    hold_due(sync)  # first of all: others may be waiting in a round
+    agree(driver, ready)
 
     def content() -> dict[str, Any]:
         return {
@@ -183,19 +191,20 @@ def load_checkpoint(
         CheckpointError: a file is missing, truncated, altered or of another checkpoint, and no older
             checkpoint is whole (or `step` names this one); or its content does not fit what was given.
             Raised on every rank.
+        MismatchError: on every rank: they ask for different steps.
         PeerLost: a rank did not answer within timeout_s.
     """
     driver = connected(group, timeout_s)
     found = read_set(driver, Path(folder), step=step)
     if found is None:
         return None
-    if found.refused and driver.rank == 0:
-        lines = "; ".join(found.refused)
-        warnings.warn(f"continuing from step {found.manifest.step}, because {lines}", stacklevel=2)
     resharded = found.manifest.world_size != driver.world_size
     parts = _parts(sync, scheduler, sampler)
 
     def take() -> dict[str, Any]:
+        if found.refused and driver.rank == 0:  # a program may turn warnings into errors
+            lines = "; ".join(found.refused)
+            warnings.warn(f"continuing from step {found.manifest.step}, because {lines}", stacklevel=4)
         content = share_of(found, driver) if resharded else found.content
         load_parts(content, model, as_list(optimizer), parts, generators or {})
         return content

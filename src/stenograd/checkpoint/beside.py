@@ -54,7 +54,7 @@ def save_state(
         The manifest's path.
 
     Raises:
-        ConfigError: model or optimizer is missing where ranks' parameters differ.
+        ConfigError: on every rank: model or optimizer is missing on one where ranks' parameters differ.
         CheckpointError: on every rank, if one cannot write; an earlier state is unchanged.
         PeerLost: a rank did not answer within timeout_s.
 
@@ -69,14 +69,18 @@ def save_state(
         ('stenograd', 'checkpoint-step0.json')
         >>> sync.close(); stenograd.shutdown()
     """
-    if not sync.method.averages_gradients and (model is None or optimizer is None):
-        raise ConfigError(
-            f"save_state needs the model and the optimizer with {sync.method}, whose ranks have parameters "
-            "of their own between rounds: pass model=model, optimizer=optimizer"
-        )
     path, driver = _place(folder, name, sync), connected(group or sync.group, timeout_s)
-    hold_due(sync)
-    agree(driver, lambda: make_folder(path))
+
+    def ready() -> None:
+        if not sync.method.averages_gradients and (model is None or optimizer is None):
+            raise ConfigError(
+                f"save_state needs the model and the optimizer with {sync.method}, whose ranks have "
+                "parameters of their own between rounds: pass model=model, optimizer=optimizer"
+            )
+        make_folder(path)
+
+    hold_due(sync)  # first of all: others may be waiting in a round
+    agree(driver, ready)
 
     def content() -> dict[str, Any]:
         return {

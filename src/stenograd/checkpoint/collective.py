@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from stenograd.checkpoint.rank_files import (
 )
 from stenograd.comm.agreement import agree, everyone
 from stenograd.comm.drivers import AnyDriver
-from stenograd.errors import CheckpointError, PeerLost, StenogradError
+from stenograd.errors import CheckpointError, MismatchError, PeerLost, StenogradError
 
 __all__ = ["Found", "read_set", "write_set"]
 
@@ -90,8 +90,14 @@ def write_set(
     Raises:
         CheckpointError: a rank cannot write, or its content could not be loaded again; raised on every rank,
             and earlier checkpoints are unchanged.
+        MismatchError: on every rank: they save different steps.
+        StenogradError: on every rank: the checkpoint is whole, but on one the folder cannot be looked through
+            for older ones.
     """
-    set_id = everyone(driver, secrets.token_hex(4))[0]  # rank 0's
+    mine = json.dumps([step, secrets.token_hex(4)], default=str)
+    told = [json.loads(text) for text in everyone(driver, mine)]
+    _refuse_others([theirs for theirs, _ in told], "save")
+    set_id = told[0][1]  # rank 0's
     try:
         record = agree(driver, lambda: write_rank(folder, step, set_id, driver.rank, content))
         records = [json.loads(text) for text in everyone(driver, json.dumps(asdict(record)))]
@@ -111,7 +117,8 @@ def write_set(
     except StenogradError:
         _delete_failed_save(folder, step, set_id, driver.rank)
         raise
-    drop_others(folder, step, driver.rank, keep)  # only now: until here the older ones are all there is
+    # Only now: until here the older ones are all there is.
+    agree(driver, lambda: drop_others(folder, step, driver.rank, keep))
     return manifest_path(folder, step)
 
 
@@ -133,10 +140,12 @@ def read_set(
     Raises:
         CheckpointError: no checkpoint is whole, or the one of `step` is not, naming the files and what is
             wrong with them; or what `check` raised. The same on every rank.
+        MismatchError: on every rank: they ask for different steps.
     """
     mine = agree(driver, lambda: saved_steps(folder))  # which may fail on one rank alone
-    found = [set(json.loads(text)) for text in everyone(driver, json.dumps(mine))]
-    steps = sorted(set.union(*found), reverse=True)
+    told = [json.loads(text) for text in everyone(driver, json.dumps([step, mine], default=str))]
+    _refuse_others([theirs for theirs, _ in told], "load")
+    steps = sorted(set().union(*(found for _, found in told)), reverse=True)
     if step is not None:
         if step not in steps:
             known = ", ".join(map(str, sorted(steps))) or "none"
@@ -153,6 +162,16 @@ def read_set(
     if refused:
         raise CheckpointError("no whole checkpoint: " + "; ".join(refused) if step is None else refused[0])
     return None
+
+
+def _refuse_others(steps: Sequence[int | None], what: str) -> None:
+    """Refuse to save or load different steps on different ranks: that would be no checkpoint."""
+    for rank, theirs in enumerate(steps):
+        if theirs != steps[0]:
+            raise MismatchError(
+                f"ranks differ in step: rank 0 has {steps[0]}, rank {rank} has {theirs}: {what} the same "
+                "step on all ranks"
+            )
 
 
 def _read_if_whole(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest | None, dict[str, Any], str]:

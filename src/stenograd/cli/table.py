@@ -1,4 +1,4 @@
-"""What commands and drills print: tables and lines that never break inside a word or a number, and JSON."""
+"""What commands print: tables and lines that never break inside a word or a number, and JSON."""
 
 from __future__ import annotations
 

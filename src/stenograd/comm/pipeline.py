@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from stenograd.checks import Doubt, doubts_kept_in, refuse
 from stenograd.comm.trace_events import span
 from stenograd.comm.traffic import PLAIN, Label
 from stenograd.data.finite import Finite, read
-from stenograd.data.requests import Op, Reply, Rounds
+from stenograd.data.requests import Op, Reply, Request, Rounds
 from stenograd.errors import WireError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Pipeline(Generic[T]):
         self._driver, self._patient = driver, patient
         self._running: dict[int, tuple[Rounds[T], AnyPending, Label]] = {}
         self._waiting: dict[int, tuple[Rounds[T], AnyPending | None, Label]] = {}
+        self._reading: dict[int, tuple[Rounds[T], AnyPending | None, Label, Request]] = {}
         self._finite: list[Tensor] = []
         self._doubts: list[Doubt] = []
         self._results: dict[int, T] = {}
@@ -58,11 +60,14 @@ class Pipeline(Generic[T]):
     def receive(self) -> dict[int, T]:
         """Drive all as far as they communicate, and return what those returned that have ended.
 
-        Those that ask by `Op.COMMIT` wait for `finish`.
+        Those that ask by `Op.COMMIT` wait for `finish`. Those that ask by `Op.READ` wait until no other can
+        go on, and are answered together: so the host waits for a device once, however many they are.
         """
-        while self._running:
+        while self._running or self._reading:
             for index in sorted(self._running):
                 self._advance(index)
+            if not self._running and self._reading:
+                self._read()
         return dict(self._results)
 
     @property
@@ -96,6 +101,15 @@ class Pipeline(Generic[T]):
         self._look()
         return [self._results[i] for i in range(self._count)]
 
+    def _read(self) -> None:
+        waiting = sorted(self._reading.items())
+        self._reading = {}
+        tensors = [t for _, (*_, request) in waiting for t in request.tensors]
+        numbers = iter(read(tensors, torch.int64))
+        for index, (rounds, last, label, request) in waiting:
+            with span("decode"):
+                self._send(index, rounds, last, label, [next(numbers) for _ in request.tensors])
+
     def _look(self) -> None:
         if self._doubts:
             refuse(self._doubts, [good for (good,) in read([good for good, _ in self._doubts])])
@@ -125,6 +139,9 @@ class Pipeline(Generic[T]):
         if request.op is Op.COMMIT:
             self._finite += request.tensors
             self._waiting[index] = (rounds, last, label)
+            return
+        if request.op is Op.READ:
+            self._reading[index] = (rounds, last, label, request)
             return
         label = label if last is None else label.next()
         pending = self._driver.start(request, label)

@@ -138,6 +138,8 @@ def answers(asked: list[Request], refuse_commits: bool = False) -> list[Reply]:
     if asked[0].op is Op.COMMIT:
         bounded = all(int(t) == Finite.BOUNDED for r in asked for t in r.tensors)
         return [bounded and not refuse_commits] * len(asked)
+    if asked[0].op is Op.READ:
+        return [[t.tolist() for t in r.tensors] for r in asked]
     if asked[0].op is Op.EXCHANGE:
         _check_peers(asked)
         return [{p: tuple(t.clone() for t in asked[p].tensors) for p in r.senders} for r in asked]

@@ -330,7 +330,9 @@ class TensorExchange:
         try:
             with self._streams.working(x.device, ready):
                 if lane.guarded:
-                    self._bad[index] = not_bounded(x)
+                    # What is clipped may be as large as it likes before.
+                    most = torch.finfo(x.dtype).max if self.method.clips else None
+                    self._bad[index] = not_bounded(x, most)
                     if x.device.type == "cpu" and bool(self._bad[index]):
                         x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
                 self.method.clip(x, slot.bucket.numels)

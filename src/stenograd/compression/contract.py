@@ -221,7 +221,7 @@ class Compressor(ABC):
     """Base of everything that can stand between a tensor and the wire.
 
     A subclass in a module of `stenograd.compressors` is found by itself: its `names` become methods, its
-    fields become their keys, and its `examples()` are walked by every suite, drill and benchmark.
+    fields become their keys, and its `examples()` are walked by every suite and benchmark.
     """
 
     # Method names, each with the field values that the name stands for.

@@ -13,7 +13,7 @@ from torch import Tensor
 from stenograd.compression.codec import Codec, gathered
 from stenograd.compression.contract import Exchange, Facts, Feedback, Payload, Site, State
 from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds
+from stenograd.data.requests import Rounds, gather_lengths, gather_padded
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.scatter import scatter_mean
 
@@ -69,12 +69,27 @@ class Threshold(Codec):
 
     def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
         """Gather messages of different lengths."""
-        return gathered(self, x, residual, state, site, ragged=True)
+        if x.is_cpu:
+            return gathered(self, x, residual, state, site, ragged=True)
+        return self._counted(x, residual, state, site)
+
+    def _counted(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Let the device count, so that the host reads the lengths of all buckets at once: the same bytes."""
+        x = x if residual is None else x.add_(residual)
+        count = _reaches(x, self.value).sum(dtype=torch.int32)
+        own, lengths = yield from gather_lengths(count.view(1), x.numel())
+        # The i-th place is where the count reaches i: `nonzero` would ask the device for its length again.
+        reached = _reaches(x, self.value).cumsum(0, dtype=torch.int32)
+        numbers = torch.arange(1, own + 1, dtype=torch.int32, device=x.device)
+        payload = _taken(x, torch.searchsorted(reached, numbers))
+        error = _left(x, payload) if site.error else None
+        everyone = yield from gather_padded(payload, lengths)
+        finite = self.finite(everyone)
+        return Exchange(self.combine(everyone, x, site), state, error, finite)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Select and compact."""
-        places = torch.nonzero(~(x.abs() < self.value)).view(-1)  # NaN, too
-        return places.to(torch.int32), x.index_select(0, places)
+        return _taken(x, torch.nonzero(_reaches(x, self.value)).view(-1))
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
         """Scatter into zeros."""
@@ -84,7 +99,7 @@ class Threshold(Codec):
         """Send, and leave x with zeros where it was sent."""
         x = x if residual is None else x.add_(residual)
         payload = self.encode(x, site)
-        return payload, x.index_fill_(0, payload[0].long(), 0)
+        return payload, _left(x, payload)
 
     def finite(self, payloads: Sequence[Payload]) -> Tensor:
         """Look at what is sent: NaN and infinity are."""
@@ -94,3 +109,16 @@ class Threshold(Codec):
         """Add all ranks' elements into one dense tensor."""
         vectors = [(places, values) for places, values in payloads]
         return scatter_mean(vectors, like.numel(), out=site.out(like))
+
+
+def _reaches(x: Tensor, value: float) -> Tensor:
+    return ~(x.abs() < value)  # NaN, too
+
+
+def _taken(x: Tensor, places: Tensor) -> Payload:
+    return places.to(torch.int32), x.index_select(0, places)
+
+
+def _left(x: Tensor, payload: Payload) -> Tensor:
+    """Return x with zeros where it was sent."""
+    return x.index_fill_(0, payload[0].long(), 0)

@@ -5,11 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Finite", "are_finite", "bound_of", "finite_of", "is_finite", "norm_of", "not_bounded", "read"]
+__all__ = [
+    "Finite",
+    "are_finite",
+    "bound_of",
+    "finite_of",
+    "is_finite",
+    "look_at",
+    "norm_of",
+    "not_bounded",
+    "read",
+    "values_of",
+]
 
 # Share of a type's largest number that codecs may be given. Whatever they make of it (a transform of a block,
 # an average times the number of ranks, a momentum) stays in the range of float32, or of float64 for float64.
@@ -65,8 +77,7 @@ def is_finite(x: Tensor) -> bool:
         >>> is_finite(torch.tensor([0.0, float("inf")]).to_sparse())
         False
     """
-    if x.layout is torch.sparse_coo:
-        x = x._values()  # also of a tensor whose places repeat
+    x = values_of(x)
     if x.numel() == 0 or math.isfinite(x.sum()):  # adding is fastest, and NaN and infinity stay in a sum
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
@@ -79,15 +90,36 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
         >>> are_finite([torch.ones(2), torch.tensor(3e38)]), are_finite([torch.tensor([1.0, float("inf")])])
         (True, False)
     """
+    return bool(look_at(tensors))
+
+
+def look_at(tensors: Iterable[Tensor]) -> bool | Tensor:
+    """Return whether all elements of all tensors are finite, without waiting for a device.
+
+    Returns:
+        A bool where it is known on the host, as it always is of tensors on the CPU; otherwise a 0-d bool
+        tensor, on the device of the first tensor that is not there.
+
+    Example:
+        >>> look_at([torch.ones(2), torch.tensor(3e38)]), look_at([torch.tensor([1.0, float("inf")])])
+        (True, False)
+    """
     apart: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for x in tensors:
         if x.is_cpu:
             if not is_finite(x):
                 return False
-        elif (dense := x._values() if x.layout is torch.sparse_coo else x).numel():
+        elif (dense := values_of(x)).numel():
             apart.setdefault((x.device, x.dtype), []).append(dense)
     found = [torch.stack(torch._foreach_norm(some, math.inf)).isfinite().all() for some in apart.values()]
-    return not found or bool(torch.stack([one.to(found[0].device) for one in found]).all())
+    if len(found) < 2:
+        return found[0] if found else True
+    return torch.stack([one.to(found[0].device, non_blocking=True) for one in found]).all()
+
+
+def values_of(x: Tensor) -> Tensor:
+    """Return a tensor itself, and of a sparse one, whose places may repeat, the values in it."""
+    return x._values() if x.layout is torch.sparse_coo else x
 
 
 def norm_of(x: Tensor) -> Tensor:
@@ -105,8 +137,8 @@ def norm_of(x: Tensor) -> Tensor:
     return norm
 
 
-def not_bounded(x: Tensor) -> Tensor:
-    """Return 1.0 if x holds NaN, infinity or more than `bound_of` its type, else 0.0, as a 0-d tensor.
+def not_bounded(x: Tensor, bound: float | None = None) -> Tensor:
+    """Return 1.0, 0-d, if x holds NaN, infinity or more than a bound (None: `bound_of` its type), else 0.0.
 
     One pass, no temporary.
 
@@ -117,20 +149,24 @@ def not_bounded(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     ends = torch.stack(torch.aminmax(x))  # NaN is both
-    return (~(ends.abs() <= bound_of(x.dtype)).all()).float()
+    return (~(ends.abs() <= (bound_of(x.dtype) if bound is None else bound)).all()).float()
 
 
-def read(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Return the numbers in some small tensors, as float32; the host waits once for each device.
+def read(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> list[list[Any]]:
+    """Return the numbers in some small tensors; the host waits once for each device.
+
+    Args:
+        tensors: of any shapes.
+        dtype: as which they are read.
 
     Example:
         >>> read([torch.tensor(2, dtype=torch.uint8), torch.tensor([0.5, 1.0])])
         [[2.0], [0.5, 1.0]]
     """
-    found: list[list[float]] = [[]] * len(tensors)
+    found: list[list[Any]] = [[]] * len(tensors)
     for device in dict.fromkeys(t.device for t in tensors):
         places = [i for i, t in enumerate(tensors) if t.device == device]
-        rows = [tensors[i].reshape(-1).to(torch.float32) for i in places]
+        rows = [tensors[i].reshape(-1).to(dtype) for i in places]
         numbers = iter(torch.cat(rows).tolist())
         for i, row in zip(places, rows, strict=True):
             found[i] = [next(numbers) for _ in range(row.numel())]

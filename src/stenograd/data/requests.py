@@ -26,9 +26,12 @@ __all__ = [
     "commit",
     "exchange",
     "gather",
+    "gather_lengths",
+    "gather_padded",
     "gather_ragged",
     "mean",
     "means",
+    "read",
     "scatter",
     "summed",
     "together",
@@ -44,10 +47,12 @@ class Op(Enum):
     EXCHANGE = "exchange"
     SCATTER = "all-to-all"
     COMMIT = "nothing"
+    READ = "a look at numbers"
     SEVERAL = "several"
 
 
 REDUCTIONS = (Op.MEAN, Op.SUM)
+_SILENT = (Op.COMMIT, Op.READ)  # they send nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,14 @@ class Request:
             tensors to the peers and brings those of the sources here; `SCATTER` sends row j of every tensor
             to rank j and brings every rank's row for this one here (the first dimension is the world size);
             `COMMIT` sends nothing: it waits until all else of this step has come, and tells whether all
-            averages of the step are finite; `SEVERAL` stands for its `parts`, which are under way at once.
+            averages of the step are finite; `READ` sends nothing: it brings the numbers of small integer
+            tensors to the host; `SEVERAL` stands for its `parts`, which are under way at once.
         tensors: what this rank hands over. The driver may overwrite them: use the reply instead. The reply
             belongs to the compressor, and may be the very tensors handed over.
         peers: for `EXCHANGE`, the other ranks to send to, ascending.
         sources: for `EXCHANGE`, the other ranks whose tensors come here, ascending; None for the peers.
             Whoever is a peer has this rank among its sources, and the other way round.
-        parts: for `SEVERAL`, other requests, `COMMIT` not among them.
+        parts: for `SEVERAL`, other requests that send something.
     """
 
     op: Op
@@ -103,13 +109,13 @@ class Request:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank hands to the collective."""
-        own = 0 if self.op is Op.COMMIT else sum(t.numel() * t.element_size() for t in self.tensors)
+        own = 0 if self.op in _SILENT else sum(t.numel() * t.element_size() for t in self.tensors)
         return own + sum(part.nbytes for part in self.parts)
 
 
 # For MEAN and SUM the reduced tensors; for GATHER and SCATTER one tuple of tensors (rows) per rank, in rank
-# order; for EXCHANGE a dict with one tuple of tensors per source, in rank order; for COMMIT a bool; for
-# SEVERAL a list with a reply for each part.
+# order; for EXCHANGE a dict with one tuple of tensors per source, in rank order; for COMMIT a bool; for READ
+# one list of integers per tensor; for SEVERAL a list with a reply for each part.
 Reply: TypeAlias = Any
 T = TypeVar("T")
 _MOST_RAGGED = (1 << 31) - 1  # an int32 tells lengths
@@ -207,6 +213,26 @@ def commit(finite: Tensor) -> Rounds[bool]:
     return reply
 
 
+def read(numbers: Tensor) -> Rounds[list[int]]:
+    """Bring a few integers to the host.
+
+    From the CPU's memory at once. From a device all coroutines of a step are answered together, once none of
+    them can go on without: so the host waits for the device once, whatever the number of buckets.
+
+    Args:
+        numbers: 1-D, of an integer type; as many, and as often, on all ranks.
+
+    Example:
+        >>> from stenograd.simulate import run
+        >>> run([read(torch.tensor([3, 4]))])
+        [[3, 4]]
+    """
+    if numbers.is_cpu:
+        return numbers.tolist()
+    found: list[list[int]] = yield Request(Op.READ, (numbers,))
+    return found[0]
+
+
 def gather_ragged(*tensors: Tensor, most: int = _MOST_RAGGED) -> Rounds[list[tuple[Tensor, ...]]]:
     """Like `gather`, for 1-D tensors whose common length differs from rank to rank.
 
@@ -223,12 +249,35 @@ def gather_ragged(*tensors: Tensor, most: int = _MOST_RAGGED) -> Rounds[list[tup
     length = tensors[0].numel()
     if any(t.ndim != 1 or t.numel() != length for t in tensors):
         raise WireError(f"ragged tensors are 1-D and equally long, got {[tuple(t.shape) for t in tensors]}")
-    counts = yield from gather(torch.full((1,), length, dtype=torch.int32, device=tensors[0].device))
-    lengths = [int(count) for (count,) in counts]
-    longest = max(lengths)
-    if min(lengths) < 0 or longest > most:
+    count = torch.full((1,), length, dtype=torch.int32, device=tensors[0].device)
+    _, lengths = yield from gather_lengths(count, most)
+    return (yield from gather_padded(tensors, lengths))
+
+
+def gather_lengths(count: Tensor, most: int = _MOST_RAGGED) -> Rounds[tuple[int, list[int]]]:
+    """Tell every rank how many entries each has, by an int32; see `gather_ragged`.
+
+    Args:
+        count: this rank's, 1-D with one int32, on any device.
+        most: the greatest that a rank may have.
+
+    Returns:
+        This rank's count, and all ranks' in rank order.
+
+    Raises:
+        WireError: a rank's count is outside 0 to `most`.
+    """
+    told = yield from gather(count.clone())  # what is handed over may be overwritten
+    own, *lengths = yield from read(torch.cat([count, *(theirs for (theirs,) in told)]))
+    if min(lengths) < 0 or max(lengths) > most:
         raise WireError(f"a rank may send 0 to {most} entries, got {lengths}: the message is damaged")
-    padded = tuple(torch.nn.functional.pad(t, (0, longest - length)) for t in tensors)
+    return own, lengths
+
+
+def gather_padded(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Rounds[list[tuple[Tensor, ...]]]:
+    """Bring 1-D tensors of known lengths to every rank, padded by zeros on the way; see `gather_ragged`."""
+    longest = max(lengths)
+    padded = tuple(torch.nn.functional.pad(t, (0, longest - t.numel())) for t in tensors)
     everyone = yield from gather(*padded)
     return [tuple(t[:n] for t in theirs) for theirs, n in zip(everyone, lengths, strict=True)]
 
@@ -264,7 +313,7 @@ def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
         for (op, _, peers, sources), members in groups.items()
     ]
     answers: list[Reply] = []
-    if len(requests) > 1 and all(request.op is not Op.COMMIT for request in requests):
+    if len(requests) > 1 and all(request.op not in _SILENT for request in requests):
         answers = yield Request(Op.SEVERAL, parts=tuple(requests))
     else:
         for request in requests:
@@ -280,7 +329,7 @@ def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
 
 
 def _part(op: Op, reply: Reply, part: slice) -> Reply:
-    if op in REDUCTIONS:
+    if op in REDUCTIONS or op is Op.READ:
         return reply[part]
     if op is Op.COMMIT:
         return reply

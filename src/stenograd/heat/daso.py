@@ -305,20 +305,29 @@ class DASO:
         copies = Copies(self.local_optimizer)
         with copies.follow(model.parameters()):
             broadcast_model(self._driver, model)
-        self._across = AcrossNodes(
+        across = AcrossNodes(
             self._driver, self._layout, parameters, self._global_method, self.split_val, self._log, copies
         )
-        self._sync = GradientSync(
-            model,
-            self.local_optimizer,
-            self._local_method,
-            group=self._across.node_driver.group,
-            timeout_s=self._driver.timeout_s,
-        )
-        self._model, self._replaced, self._passes = model, False, 0
-        for thing in (model, self.local_optimizer):
-            _held[thing] = weakref.ref(self), weakref.ref(self._sync)
-        self._set_local(True)
+        sync = None
+        try:
+            sync = GradientSync(
+                model,
+                self.local_optimizer,
+                self._local_method,
+                group=across.node_driver.group,
+                timeout_s=self._driver.timeout_s,
+            )
+            self._across, self._sync = across, sync
+            self._model, self._replaced, self._passes = model, False, 0
+            for thing in (model, self.local_optimizer):
+                _held[thing] = weakref.ref(self), weakref.ref(sync)
+            self._set_local(True)
+        except BaseException:
+            self._model = None
+            if sync is not None:
+                sync.close()
+            across.close()
+            raise
 
     def step(self) -> None:
         """Step the optimizer and the scheduler, then run the exchange that is due after this batch.

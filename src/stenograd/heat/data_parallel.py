@@ -370,18 +370,26 @@ class DataParallel(nn.Module):
         self.comm = comm
         self.blocking_parameter_updates = blocking_parameter_updates
         self._optimizers = optimizers
+        self._handles: list[Any] = []
         kind = GradientSync if blocking_parameter_updates else DelayedSync
         held = [o.torch_optimizer for o in optimizers]
+        before = [(o, o._updates, o.blocking_parameter_updates) for o in optimizers]
         self._sync = kind(module, held, method, group=comm, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-        delayed = self._sync if isinstance(self._sync, DelayedSync) else None
-        self._updates = Updates(delayed, next(module.parameters()).device.type)
-        for o in optimizers:
-            o.flush()
-            o.attach(self._updates, blocking=blocking_parameter_updates)
-        self._lock = Lock()
-        self._handles: list[Any] = []
-        if delayed is not None:
-            self._watch()
+        try:
+            delayed = self._sync if isinstance(self._sync, DelayedSync) else None
+            self._updates = Updates(delayed, next(module.parameters()).device.type)
+            for o in optimizers:
+                o.flush()
+                o.attach(self._updates, blocking=blocking_parameter_updates)
+            self._lock = Lock()
+            if delayed is not None:
+                self._watch()
+        except BaseException:
+            self._unwatch()
+            for o, updates, blocking in before:
+                o.attach(updates, blocking=blocking)
+            self._sync.close()
+            raise
 
     @property
     def sync(self) -> GradientSync:

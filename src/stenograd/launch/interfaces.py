@@ -25,7 +25,10 @@ _SIOCGIFADDR = 0x8915  # Linux: asks for an interface's IPv4 address
 _PINGS, _PING_BYTES = 20, 64
 _CHUNK = 1 << 18
 _BULK_S = 0.4  # eight round trips at 50 ms, in which TCP's window grows
-_LIMIT_S = 3.0  # for connecting, and for any answer; an interface that needs more is of no use
+_CONNECT_S = 3.0  # an interface that needs more is of no use
+_LIMIT_S = (
+    10.0  # for timing one pair of hosts in all: 20 round trips of 0.4 s, and a full buffer; others wait
+)
 _BULK, _PING, _END = b"b", b"p", b"e"
 
 
@@ -167,42 +170,50 @@ def _timed(mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str, rank: 
     here, there = mine["interfaces"][name], theirs["interfaces"][name]
     if here == there and mine["host"] != theirs["host"]:  # as bridges of containers often have
         return {"reason": f"both hosts have the address {here} there"}
+    deadline = time.monotonic() + _LIMIT_S
     try:
-        with socket.create_connection((there, theirs["port"]), _LIMIT_S, (here, 0)) as link:
+        with socket.create_connection((there, theirs["port"]), _CONNECT_S, (here, 0)) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            answered = int.from_bytes(_read(link, 4), "big")
+            answered = int.from_bytes(_read(link, 4, deadline), "big")
             if answered != rank:  # an address that somebody between the hosts translates
                 return {"reason": f"{there} leads to rank {answered}, not to {rank}"}
-            return {"reason": "", "rtt_ms": 1e3 * _round_trip(link), "mbit_s": _rate(link) / 1e6}
+            rtt_s = _round_trip(link, deadline)
+            return {"reason": "", "rtt_ms": 1e3 * rtt_s, "mbit_s": _rate(link, deadline) / 1e6}
     except OSError as error:
         return {"reason": f"{here} to {there}: {error}"}
 
 
-def _round_trip(link: socket.socket) -> float:
+def _round_trip(link: socket.socket, deadline: float) -> float:
     taken = []
     for _ in range(_PINGS):
         start = time.perf_counter()
-        link.sendall(_PING * _PING_BYTES)
-        _read(link, _PING_BYTES)
+        _until(link, deadline).sendall(_PING * _PING_BYTES)
+        _read(link, _PING_BYTES, deadline)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
 
 
-def _rate(link: socket.socket) -> float:
+def _rate(link: socket.socket, deadline: float) -> float:
     """Return bit/s that arrive, headers not counted; the other side says when it has all."""
     sent, start = 0, time.perf_counter()
     while time.perf_counter() - start < _BULK_S:
-        link.sendall(_BULK * _CHUNK)
+        _until(link, deadline).sendall(_BULK * _CHUNK)
         sent += _CHUNK
-    link.sendall(_END)
-    _read(link, 1)
+    _until(link, deadline).sendall(_END)
+    _read(link, 1, deadline)
     return 8 * sent / (time.perf_counter() - start)
 
 
-def _read(link: socket.socket, count: int) -> bytes:
+def _until(link: socket.socket, deadline: float) -> socket.socket:
+    """Let the next call of a socket wait no longer than this: sockets have a limit for each call."""
+    link.settimeout(max(deadline - time.monotonic(), 0.001))
+    return link
+
+
+def _read(link: socket.socket, count: int, deadline: float) -> bytes:
     got = b""
     while len(got) < count:
-        more = link.recv(count - len(got))
+        more = _until(link, deadline).recv(count - len(got))
         if not more:
             raise ConnectionError("the other side hung up")
         got += more
@@ -231,10 +242,10 @@ def _accept(server: socket.socket, rank: int) -> None:
         except OSError:  # closed: the timing is over
             return
         with link, contextlib.suppress(OSError):
-            link.settimeout(2 * _LIMIT_S)
+            deadline = time.monotonic() + _LIMIT_S
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.sendall(rank.to_bytes(4, "big"))
-            while data := link.recv(_CHUNK):
+            while data := _until(link, deadline).recv(_CHUNK):
                 if data[:1] == _PING:
                     link.sendall(data)
                 elif data[-1:] == _END:

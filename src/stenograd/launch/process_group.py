@@ -101,8 +101,8 @@ def init(
     Args:
         backend: as in `torch.distributed.init_process_group`; None is gloo, and NCCL for CUDA tensors
             where each rank of this host has a CUDA device of its own.
-        timeout_s: seconds to wait for the other ranks, here and later in every collective, > 0; None is
-            `STENOGRAD_TIMEOUT_S` from the environment, or 300.
+        timeout_s: seconds to wait until all ranks have come, then until all are connected, and later in every
+            collective, > 0; None is `STENOGRAD_TIMEOUT_S` from the environment, or 300.
         device_id: CUDA device of this rank; None is device local_rank modulo the number of devices.
 
     Returns:
@@ -132,12 +132,15 @@ def init(
         gather_ranks(store, world, "came", limit_s, deadline)  # first: a get() of a missing key names nobody
         introduce(detector, store, world)
         chose_interface = world.one_host and use_loopback()
+        deadline = time.monotonic() + limit_s  # all are here; connecting has a limit of its own, and only one
         _make_group(backend, store, world, limit_s, device_id)
         # The host of the store may leave only when all are connected: connecting reads addresses from it.
-        gather_ranks(store, world, "connected", limit_s, time.monotonic() + limit_s)
+        gather_ranks(store, world, "connected", limit_s, deadline)
     except BaseException:
         if detector is not None:
             detector.close()
+        if dist.is_initialized():  # else the next call would take the half-made group for a whole one
+            dist.destroy_process_group()
         raise
     _session = _Session(place, store, chose_interface, detector)
     return world

@@ -26,10 +26,10 @@ def agent_has_store() -> bool:
 def tcp_store(host: str, port: int, world: World, deadline: float) -> Store:
     """Host the store on rank 0 and connect to it from the others; under torchrun the agent hosts it."""
     hosting = world.rank == 0 and not agent_has_store()
-    remaining_s = max(1.0, deadline - time.monotonic())
-    timeout = timedelta(seconds=remaining_s)
+    started = time.monotonic()
 
     def connect() -> Store:
+        timeout = timedelta(seconds=_left_s(deadline))
         if agent_has_store():
             store: Store = next(torch_rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
             return store
@@ -38,9 +38,9 @@ def tcp_store(host: str, port: int, world: World, deadline: float) -> Store:
     try:
         if not hosting:  # torch's own wait for the port prints pages of C++ frames when it fails
             await_port(host, port, deadline)
-        return bounded(connect, remaining_s)
+        return bounded(connect, _left_s(deadline))
     except TimeoutError:  # another program's server accepts connections and never answers
-        reason = f"does not answer as rank 0's store within {remaining_s:.0f} s"
+        reason = f"does not answer as rank 0's store within {time.monotonic() - started:.0f} s"
     except Exception as error:
         reason = first_line(error)
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
@@ -67,7 +67,12 @@ def store_through_mpi(world: World, deadline: float) -> Store:
     if world.rank != 0:
         host, port = comm.bcast(None, root=0)
         return tcp_store(host, port, world, deadline)
-    timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    timeout = timedelta(seconds=_left_s(deadline))
     store = TCPStore("localhost", 0, world.world_size, True, timeout, False)
     comm.bcast((own_address(), store.port), root=0)
     return store
+
+
+def _left_s(deadline: float) -> float:
+    """Return the seconds that are left, at least one: whoever listens already needs no longer to answer."""
+    return max(1.0, deadline - time.monotonic())

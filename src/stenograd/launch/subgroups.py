@@ -7,6 +7,7 @@ models reached by one backward pass it does, and gloo then aborts the process.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -39,7 +40,7 @@ def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
         parent: the group that holds the ranks; None for the whole world.
         ranks: the members, as numbered in the world.
         what: what the group is for; part of its name.
-        timeout_s: seconds after which a collective of the group fails.
+        timeout_s: seconds after which a collective of the group fails, and so does making it.
 
     Returns:
         The group; None where this rank is not a member.
@@ -82,7 +83,7 @@ def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     """Do what `new_group` does for members, under a name of our choice, with the parent's backend."""
     c10d: Any = dist.distributed_c10d
     store = c10d._get_default_store()
-    number = ranks.index(dist.get_rank())
+    number, deadline = ranks.index(dist.get_rank()), time.monotonic() + timeout_s
     backend, timeout = dist.get_backend(parent), timedelta(seconds=timeout_s)
     with waiting_loops(), unshared(), _unbound(c10d._get_default_group()):
         group, _ = c10d._new_process_group_helper(
@@ -93,5 +94,6 @@ def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
         connected, everyone = f"{name}/connected", f"{name}/everyone"
         if store.add(connected, 1) == len(ranks):
             store.set(everyone, "1")
-        store.wait([everyone], timeout)
+        # One limit for both waits; stores take 0 for none at all.
+        store.wait([everyone], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     return group

@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +106,7 @@ def initialize_backends(
     Raises:
         ConfigError: an argument breaks its rule.
         LaunchError: the ranks could not meet.
+        StenogradError: on all ranks: on one the folder or the log file cannot be made, or the seed is none.
 
     Example:
         >>> with initialize_backends("gloo") as (rank, world_size, graph):
@@ -119,9 +120,14 @@ def initialize_backends(
     with environment(_place(hosts, rank)):
         world = init(backend=None if comm_backend == "mpi" else comm_backend)
         try:
-            _seed(seed, cudnn_deterministic)
-            agree(Driver(), lambda: _make_folder(world, ckpt_run_dir, delete_existing_ckpts))
-            with _logging(world, logging_level, logging_file):
+            with ExitStack() as stack:
+
+                def prepare() -> None:
+                    _seed(seed, cudnn_deterministic)
+                    _make_folder(world, ckpt_run_dir, delete_existing_ckpts)
+                    stack.enter_context(_logging(world, logging_level, logging_file))
+
+                agree(Driver(), prepare)
                 graph = FCGraph(world.rank, world.world_size, use_cuda, world.local_rank)
                 yield world.rank, world.world_size, graph
         finally:
@@ -187,9 +193,9 @@ def _place(hosts: Sequence[str] | str | None, rank: int) -> dict[str, str]:
 def _logging(world: World, level: int | str, file: str | Path | None) -> Iterator[None]:
     logger = logging.getLogger("mlbench")
     before = logger.level
-    logger.setLevel(level)
     handler = logging.FileHandler(file) if file is not None else logging.NullHandler()
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(message)s"))
+    logger.setLevel(level)
     logger.addHandler(handler)
     try:
         yield

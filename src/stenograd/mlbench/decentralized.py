@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,11 +37,13 @@ class DecentralizedAggregation:
             over the ranks on every graph.
         timeout_s: seconds to wait for a neighbour, above 0.
 
-    It joins the ranks of the launch, if nothing did before.
+    It joins the ranks of the launch, if nothing did before. All ranks first average a model at the same time,
+    neighbours or not: there its parameters are compared.
 
     Raises:
         ConfigError: on all ranks: a rank's number or neighbours are not what they should be, or the relation
             is not symmetric.
+        MismatchError: on all ranks, when a model is first averaged: their parameters differ, or their order.
 
     Example:
         >>> average = DecentralizedAggregation(rank=0, neighbors=[]).agg_model(by_layer=False)
@@ -59,12 +62,14 @@ class DecentralizedAggregation:
         process_group.join(timeout_s=timeout_s)
         driver = Driver.own(timeout_s=timeout_s)
         self.gossip = Gossip(driver, _agree_on_graph(driver, rank, neighbors, weights))
+        self._met: weakref.ref[nn.Module] | None = None
 
     def agg_model(self, by_layer: bool = False) -> Callable[..., None]:
         """Return `f(model, op)` that averages a model's parameters; by_layer: one message per parameter."""
 
         def average(model: nn.Module, op: str = "avg_world", denom: Any = None) -> None:
             _check_op(op, denom)
+            self._meet(model)
             self.gossip.mix([p for p in model.parameters() if can_average(p)], separately=by_layer)
 
         return average
@@ -77,6 +82,7 @@ class DecentralizedAggregation:
 
         def average(model: nn.Module, op: str = "avg_world", denom: Any = None) -> None:
             _check_op(op, denom)
+            self._meet(model)
             params = [p for p in model.parameters() if p.requires_grad]
             if not params:
                 return
@@ -87,6 +93,17 @@ class DecentralizedAggregation:
                 p.grad = grad if share > 0 else None
 
         return average
+
+    def _meet(self, model: nn.Module) -> None:
+        """Compare a model's parameters over the ranks, unless it was the last: they travel by position."""
+        if self._met is None or self._met() is not model:
+            named = dict(model.named_parameters())
+            trained = sorted(name for name, p in named.items() if p.requires_grad)
+            compare(self.gossip.driver, {"parameters that have gradients": trained}, named)
+            self._met = weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_met": None}  # a copy is for another model
 
 
 class DecentralizedSGD(Wrapper):

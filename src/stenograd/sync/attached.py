@@ -267,6 +267,10 @@ class Attached(Sync):
     def _passes_made(self) -> int:
         return 0
 
+    def _exchanges(self) -> int:
+        """Return how many exchanges were made, whatever came of them; where ranks meet in rounds, passes."""
+        return self.step + self.skipped
+
     def _accumulated(self, before: int) -> None:
         """Note that passes since `before` were not exchanged."""
 

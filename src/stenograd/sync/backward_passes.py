@@ -6,7 +6,8 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -17,16 +18,19 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
 from stenograd.comm.drivers import AnyDriver
-from stenograd.data.finite import is_finite
+from stenograd.data.finite import is_finite, look_at, values_of
 from stenograd.devices import refuse_capture
 from stenograd.errors import StenogradError
 from stenograd.sync.filling import Slot, is_own
 from stenograd.sync.step_settings import BITS, StepSettings, refuse, tell, unequal
 
 __all__ = [
+    "Leftovers",
     "Passes",
     "at_end",
+    "bad_of",
     "drop",
+    "drop_bad",
     "next_order",
     "pass_flags",
     "refuse_nested",
@@ -34,6 +38,7 @@ __all__ = [
     "refuse_step",
     "warn_of_skip",
     "warn_unexchanged",
+    "zero_bad",
 ]
 
 _BITS = 4  # of a pass's number that the ranks compare
@@ -187,9 +192,108 @@ def drop_bad(
     """
     mine = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
     drop(optimizer, mine.values(), zeros)
-    for p in parameters:
-        if id(p) not in mine and p.grad is not None and not is_finite(p.grad):
+    for p in bad_of(parameters):
+        if id(p) not in mine and p.grad is not None:
             p.grad.zero_()  # not None: its optimizer may compute with it before it asks, as SAM does
+
+
+def bad_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Return those parameters whose gradients are not finite, one after another."""
+    return (p for p in parameters if p.grad is not None and not is_finite(p.grad))
+
+
+class Leftovers:
+    """Gradients of a bad pass that accumulate further: they become zeros when the next pass begins.
+
+    `drop_bad` sees to them where an optimizer steps. A `GradScaler` leaves out the step of one that is not
+    fused, and then nobody would: a gradient that another optimizer gathers for a later step would stay bad,
+    and with it each pass until then. Where none of the bad gradients was cleared since, no step lies between,
+    and all stay: the passes belong to one step, which is lost.
+
+    Example:
+        >>> a, b = (torch.nn.Parameter(torch.ones(1)) for _ in "ab")
+        >>> left = Leftovers()
+        >>> (a * b * torch.nan).backward()
+        >>> left.take([a, b])
+        >>> a.grad = None
+        >>> (a + 2 * b).backward()
+        >>> a.grad, b.grad
+        (tensor([1.]), tensor([2.]))
+    """
+
+    def __init__(self) -> None:
+        self._bad: list[Tensor] = []
+        self._handles: list[Any] = []
+
+    def take(self, parameters: Iterable[Tensor], handle: Any = None) -> None:
+        """Take those, after a bad pass, whose gradients are not finite.
+
+        Args:
+            parameters: leaves, unless there is a handle.
+            handle: of a hook by which the caller has `clear()` called when the next pass begins.
+        """
+        self.forget()
+        self._bad = list(parameters)
+        if handle is not None:
+            self._handles = [handle]
+            return
+        # Before a gradient is added to: a hook that is called afterwards finds the new one spoilt, too. It
+        # only knows of this, because the garbage collector does not see what hooks hold.
+        known = weakref.ref(self)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo traces it in a compiled step
+        def before(_: Tensor) -> None:
+            with _lock:  # autograd runs one thread for each device
+                if (found := known()) is not None:
+                    found.clear()
+
+        self._handles = [p.register_hook(before) for p in self._bad]
+
+    def forget(self) -> None:
+        """Leave them as they are."""
+        handles, self._bad, self._handles = self._handles, [], []
+        for handle in handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Make them zeros, unless all are still there."""
+        bad = self._bad
+        self.forget()
+        # An empty shard of a parameter says nothing of the others of it.
+        left = [p for p in bad if p.grad is not None and not (p.grad.numel() and is_finite(p.grad))]
+        for p in left if len(left) < len(bad) else ():
+            p.grad.zero_()  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def zero_bad(
+    optimizer: torch.optim.Optimizer, averaged: Container[int], sound: Tensor, parameters: Iterable[Tensor]
+) -> None:
+    """Let a device do what is nearest to `drop_bad`, while the host does not know whether a gradient is bad.
+
+    Gradients become zeros, so momenta and weight decay act in the step. Asking would let the device idle.
+
+    Args:
+        optimizer: about to step; all of its gradients become zeros if not `sound`.
+        averaged: the ids of the parameters that are averaged.
+        sound: 0-d and boolean, on a device: whether all gradients are finite.
+        parameters: those that other optimizers may hold; of theirs only bad gradients become zeros.
+    """
+    mine = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
+    bad = {sound.device: sound.logical_not()}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        values = values_of(p.grad)
+        if id(p) in mine:
+            if values.device not in bad:
+                bad[values.device] = bad[sound.device].to(values.device, non_blocking=not values.is_cpu)
+            values.masked_fill_(bad[values.device], 0)
+        elif isinstance(fine := look_at([values]), Tensor):
+            values.masked_fill_(fine.logical_not(), 0)
+        elif not fine:
+            values.zero_()
 
 
 def warn_of_skip() -> bool:
@@ -245,6 +349,7 @@ class Passes:
     Attributes:
         count: number of passes begun, those without an exchange included.
         shadowed: whether in the last exchange a rank took part that had run out of inputs.
+        skips: as given.
     """
 
     def __init__(
@@ -255,7 +360,7 @@ class Passes:
         self.shadowed = False
         self._exchanges = 0
         self._at_step: dict[int, int] = {}  # exchanges when an optimizer stepped last, by its id
-        self._skips = skip_bad_steps
+        self.skips = skip_bad_steps
         self._local, self._warned, self._warned_of_bad = local, False, False
 
     def begun(self) -> int:
@@ -342,7 +447,7 @@ class Passes:
         parameters: Iterable[Tensor] = (),
     ) -> bool:
         """Let a step change nothing if it may not apply what the last exchange left, and tell whether."""
-        bad = self._skips and not finite
+        bad = self.skips and not finite
         if bad:
             drop_bad(optimizer, slots, zeros, parameters)
             self._warned_of_bad = self._warned_of_bad or warn_of_skip()

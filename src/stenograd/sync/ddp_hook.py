@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
 from stenograd.comm.kernel_loading import load_kernels
+from stenograd.comm.step_end import Outcome
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.data.buckets import Bucket
+from stenograd.data.finite import is_finite
 from stenograd.devices import future_on, refuse_capture
 from stenograd.errors import StenogradError
 from stenograd.sync.attached import Attached, as_in_training
 from stenograd.sync.backward_passes import (
+    Leftovers,
     Passes,
     at_end,
     drop_bad,
@@ -65,6 +68,7 @@ class DDPHook(Attached):
         module: nn.Module = ddp.module
         self._driver = Driver.own(ddp.process_group, timeout_s=timeout_s)
         self._handles: list[Any] = []
+        self._left = Leftovers()
         with self._wholly():
             learning = [p for p in module.parameters() if p.requires_grad]  # others may be of any type
             load_kernels(how, self._driver.world_size, learning, checks=check_every > 0)
@@ -244,6 +248,7 @@ class DDPHook(Attached):
         self._closed = True
         for handle in self._handles:
             handle.remove()
+        self._left.forget()
         if hasattr(self, "_exchange"):  # else registering failed before it
             self._exchange.close()
         self._driver.close()
@@ -315,6 +320,8 @@ class DDPHook(Attached):
             self._passes.exchanged(outcome.any_flags, self._driver)
         self._made.clear()
         self._finite = outcome.applied
+        if not self._finite and self._skips:
+            self._left.take(self._bad(outcome))
         for sources, average in zip(self._sources, outcome.averages, strict=True):
             torch._foreach_copy_(sources, list(average.split([s.numel() for s in sources])))
         waiting, self._waiting = self._waiting, []
@@ -324,6 +331,17 @@ class DDPHook(Attached):
         due = self._check_every and (self.step + self.skipped) % self._check_every == 0
         if due and not self._passes.shadowed:
             self._guard.check(self.step)
+
+    def _bad(self, outcome: Outcome) -> Iterator[Tensor]:
+        """Yield the parameters whose averages, which DDP has not taken yet, are not finite."""
+        known = {id(p): p for p in self._model.module.parameters()}
+        used = iter(outcome.any_used)
+        for members, bucket, average in zip(
+            self._members, self._exchange.buckets, outcome.averages, strict=True
+        ):
+            for member, piece in zip(members, bucket.views(average), strict=True):
+                if next(used, True) and not is_finite(piece):
+                    yield known[member]
 
     def _moves(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer holds parameters of this model; looked up again after a bad exchange.

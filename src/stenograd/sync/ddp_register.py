@@ -81,11 +81,13 @@ def register(
     check_interval(check_every, repair)
     checks: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
     hook = DDPHook(ddp, chosen, timeout_s=timeout_s, skip_bad_steps=skip_bad_steps, **checks)
-    try:
-        with hook._wholly():
-            # DDP compares annotations with its own classes; a lambda has none.
-            ddp.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
-    except RuntimeError as reason:
+    try:  # this comes last, because DDP keeps a hook for good
+        # DDP compares annotations with its own classes; a lambda has none.
+        ddp.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
+    except BaseException as reason:
+        hook.close()
+        if not isinstance(reason, RuntimeError):
+            raise
         raise StenogradError(
             f"the model has a communication hook already, or cannot take one ({first_line(reason)}): "
             "register one only, right after wrapping the model"

@@ -49,12 +49,13 @@ def watch_every_step(watcher: Watcher) -> Watch:
     """
     global _watchers, _hooked
     number = next(_numbers)
+    watch = Watch(number)  # before: what has no handle could not be ended
     with _lock:
         _watchers = {**_watchers, number: watcher}
         if not _hooked:
             register_optimizer_step_pre_hook(torch.compiler.disable(_before))
             _hooked = True
-    return Watch(number)
+    return watch
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:

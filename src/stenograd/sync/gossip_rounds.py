@@ -215,7 +215,7 @@ class GossipSync(RoundSync):
         self._passes = self._begun = int(state["passes"])
         self.round = int(state["round"])
         self._skipped = int(state["own"]["skipped"])
-        self._due, self._finite = [], True
+        self._due, self._finite, self._unread = [], True, []
         self._stepped.clear()
 
     @as_in_training

@@ -20,7 +20,7 @@ from stenograd.data.buckets import assign
 from stenograd.errors import StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.backward_passes import Passes, next_order
+from stenograd.sync.backward_passes import Leftovers, Passes, bad_of, next_order
 from stenograd.sync.closures import after_closure
 from stenograd.sync.filling import Filler, Slot, SparseFiller, is_own
 from stenograd.sync.handshake import (
@@ -97,6 +97,7 @@ class GradientSync(Hooked, Attached):
         self._slots: dict[int, Slot] = {}
         self._met: list[Tensor] = []  # parameters that are equal on all ranks; kept, so that ids stay theirs
         self._watches, self._wrapping = [], Wrapping(self)
+        self._left = Leftovers()
         with self._wholly():
             load_kernels(
                 self.method,
@@ -224,6 +225,7 @@ class GradientSync(Hooked, Attached):
         for slot in self._slots.values():
             if slot.handle is not None:
                 slot.handle.remove()
+        self._left.forget()
         self._unwatch()
         if hasattr(self, "_exchange"):  # else attaching failed before it
             self._exchange.close()
@@ -295,3 +297,9 @@ class GradientSync(Hooked, Attached):
         self._finite = outcome.applied
         self._filler.write_back(outcome)
         self._sparse.write_back(outcome)
+        if not self._finite and self._passes.skips:
+            self._leave_bad()
+
+    def _leave_bad(self) -> None:
+        """Note what the exchange has left that is not finite, in case that it accumulates further."""
+        self._left.take(bad_of(self._parameters.values()))

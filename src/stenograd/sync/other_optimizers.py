@@ -31,11 +31,8 @@ class _Sync(Protocol):
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         """Let a step change nothing if the last gradients were not finite."""
 
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def skipped(self) -> int: ...
+    def _exchanges(self) -> int:
+        """Return how many exchanges were made, whatever came of them."""
 
 
 def watch_others(sync: _Sync) -> Watch:
@@ -64,7 +61,7 @@ def watch_others(sync: _Sync) -> Watch:
 
     def exchanges() -> int:
         sync = weak()
-        return 0 if sync is None else sync.step + sync.skipped
+        return 0 if sync is None else sync._exchanges()
 
     watch = after_closure(act, exchanges)
 

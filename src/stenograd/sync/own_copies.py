@@ -58,7 +58,7 @@ class Copies:
         self._start: Tensor | None = None  # where a sample of the parameters was before this step
         self._step: Tensor | None = None  # by what the last step moved it
         self._round: Tensor | None = None  # by what a round has, and no step since
-        self._undone = False
+        self._undone: bool | Tensor = False  # read when ranks compare it: reading makes the host wait
 
     @property
     def count(self) -> int:
@@ -87,6 +87,7 @@ class Copies:
         """Take the parameters that rounds move."""
         self._sampled = sorted(parameters, key=Tensor.numel)[-_LARGEST:]
         self._start = self._step = self._round = None
+        self._undone = bool(self._undone)  # they may come to lie elsewhere
 
     @contextmanager
     def round(self, driver: AnyDriver | None) -> Iterator[None]:
@@ -122,7 +123,7 @@ class Copies:
         if before is not None and moved is not None:
             change = self._step - before
             along, whole, length = change @ moved, moved @ moved, change @ change
-            self._undone |= bool((along**2 > 0.9 * whole * length) & ((along / whole + 1).abs() < 0.2))
+            self._undone |= (along**2 > 0.9 * whole * length) & ((along / whole + 1).abs() < 0.2)
 
     def _sample(self) -> Tensor:
         found = [p.detach().reshape(-1)[:_SAMPLE] for p in self._sampled]

@@ -271,7 +271,7 @@ class ParameterSync(RoundSync):
         self._void = {name for i, name in enumerate(self._names()) if i in state["void"]}
         self._flying = {int(f): int(t) for f, t in state["flying"].items()}
         self._skipped = int(state["own"]["skipped"]) - (self.skipped - self._skipped)
-        self._due, self._finite = [], True
+        self._due, self._finite, self._unread = [], True, []
         self._stepped.clear()
         self._saved_by = int(state.get("saved_by", self.world_size))
         self._owed = parts if state.get("resharded") else []
@@ -430,16 +430,20 @@ class ParameterSync(RoundSync):
 
     def _together(self, collective: Callable[[], T]) -> T:
         """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
-        if self._survivors is None:
+        if self._pairs is not None:
+            found = self._pairs.together(collective)
+        elif self._survivors is not None:
+            found = self._survivors.hold(collective, self._parts, None, self.round)
+        else:
             return collective()
-        found = self._survivors.hold(collective, self._parts, None, self.round)
-        self._driver = self._survivors.driver
+        self._driver = self._way
         return found
 
     @property
     def _way(self) -> AnyDriver:
         """The way to all ranks that are left, also in the middle of a round."""
-        return self._driver if self._survivors is None else self._survivors.driver
+        keeper = self._pairs or self._survivors
+        return self._driver if keeper is None else keeper.driver
 
     @property
     def events(self) -> list[dict[str, Any]]:

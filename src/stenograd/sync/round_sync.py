@@ -19,11 +19,20 @@ from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.traffic import Traffic
 from stenograd.data.carried import in_memory
-from stenograd.data.finite import are_finite
+from stenograd.data.finite import look_at, read
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.backward_passes import at_end, drop_bad, next_order, refuse_nested, refuse_step
+from stenograd.sync.backward_passes import (
+    Leftovers,
+    at_end,
+    bad_of,
+    drop_bad,
+    next_order,
+    refuse_nested,
+    refuse_step,
+    zero_bad,
+)
 from stenograd.sync.closures import after_closure
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.handshake import (
@@ -122,7 +131,7 @@ class RoundSync(Attached):
         self._group = group
         self._driver = Driver.own(group, timeout_s=timeout_s)
         self._bucket_bytes, self._check_every = bucket_bytes, check_every
-        self._skips = skip_bad_steps
+        self._skips, self._left = skip_bad_steps, Leftovers()
         self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
         self.round = self._skipped = self._passes = 0
         self._begun = 0  # passes, those that broke off included
@@ -130,7 +139,8 @@ class RoundSync(Attached):
         self._warned = self._warned_of_passes = False
         self._stepped_at = self._passes_per_step = 0
         self._due: list[int] = []  # local passes after which something is to be done
-        self._finite: bool | None = True  # None: not looked at yet
+        self._finite: bool | Tensor | None = True  # None: not looked at yet; a tensor: nor read
+        self._unread: list[Tensor] = []  # for each pass since the last round, as `_finite`
         self._stepped: set[int] = set()
         self._lock = threading.Lock()
         self._handles: list[Any] = []
@@ -200,17 +210,28 @@ class RoundSync(Attached):
     def skipped(self) -> int:
         """Number of this rank's passes outside `no_sync()` that left a gradient which was not finite.
 
-        Steps after them change nothing, whoever finds out: this, GradScaler, or a fused optimizer.
+        Steps after them change nothing, whoever finds out: this, GradScaler, or a fused optimizer. On a GPU
+        the host does not ask whether a gradient is finite before a step, which would let the device idle:
+        bad gradients become zeros there, so the step still moves by its momenta and its weight decay.
         """
+        self._count_bad()
         return self._skipped + (0 if self._gradients is None else self._gradients.skipped)
+
+    def _exchanges(self) -> int:
+        return self._passes
 
     @property
     def finite(self) -> bool:
         """Whether the last backward pass of this rank left finite gradients; step only then."""
         if self._gradients is not None:  # alike on all ranks that average gradients
             return self._gradients.finite
+        self._finite = bool(self._look())  # where that is on a device, the host waits
+        return self._finite
+
+    def _look(self) -> bool | Tensor:
+        """Return whether the last pass of this rank left finite gradients; of a device without asking it."""
         if self._finite is None:
-            self._finite = are_finite(p.grad for p in self._parameters.values() if p.grad is not None)
+            self._finite = look_at(p.grad for p in self._parameters.values() if p.grad is not None)
         return self._finite
 
     @property
@@ -279,6 +300,7 @@ class RoundSync(Attached):
         self._closed = True
         for handle in self._handles:
             handle.remove()
+        self._left.forget()
         self._close_gradients()
         self._unwatch()
         self._dismantle()
@@ -385,7 +407,13 @@ class RoundSync(Attached):
     def _end_pass(self) -> None:
         self._passes += 1
         if self._gradients is None:  # a GradScaler may leave out the step that could tell
-            self._skipped += not self.finite
+            found = self._look()
+            if isinstance(found, Tensor):
+                self._unread.append(found)
+            elif not found:
+                self._skipped += 1
+                if self._skips:
+                    self._left.take(bad_of(self._parameters.values()))
         t = self._passes - self._dense_passes
         if not self._due:  # else steps after an earlier pass count: optimizers may step in turn
             self._stepped.clear()
@@ -402,16 +430,31 @@ class RoundSync(Attached):
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         """Let a step whose gradients are not finite change nothing; only this rank skips it."""
-        if self._gradients is not None or not self._skips or self.finite:
+        if self._gradients is not None or not self._skips:
             return  # where gradients are averaged, `_gradients` skips steps
-        drop_bad(optimizer, self._averaged(), zeros, self._parameters.values())
+        found = self._look()
+        if isinstance(found, Tensor):
+            zero_bad(optimizer, self._averaged(), found, self._parameters.values())
+        elif not found:
+            drop_bad(optimizer, self._averaged(), zeros, self._parameters.values())
+            self._warn_of_bad("this optimizer.step() changes nothing on this rank")
+
+    def _count_bad(self) -> None:
+        """Read how many passes since the last time left bad gradients on a device; the host waits for it."""
+        unread, self._unread = self._unread, []
+        if unread and (count := sum(not sound for (sound,) in read(unread, torch.bool))):
+            self._skipped += count
+            if self._skips:
+                self._warn_of_bad("a step since the last round took zeros in place of this rank's gradients")
+
+    def _warn_of_bad(self, what: str) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"a gradient of rank {self.rank} was not finite: this optimizer.step() changes nothing on "
-                "this rank; later ones are only counted, in `skipped` (skip_bad_steps=False turns this off)",
+                f"a gradient of rank {self.rank} was not finite: {what}; later ones are only counted, in "
+                "`skipped` (skip_bad_steps=False turns this off)",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -453,6 +496,7 @@ class RoundSync(Attached):
             else:
                 with self._copies.round(self._everyone):
                     self._meet(t)
+                self._count_bad()
 
 
 def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
@@ -18,6 +21,7 @@ from stenograd.comm.step_end import Outcome
 from stenograd.data.finite import are_finite
 from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
+from stenograd.sync.backward_passes import bad_of
 from stenograd.sync.filling import Slot
 from stenograd.sync.gradient_sync import GradientSync
 from stenograd.sync.handshake import as_optimizers, named, synced_parameters, unwrapped
@@ -212,12 +216,37 @@ class ShardedSync(GradientSync):
             owner = self._owners[id(shard)]
             if owner.grad is None and shard.grad is not None:
                 owner.grad = _like(owner, shard.grad)
+        if not self._finite and self._passes.skips:
+            self._spoil()
 
     def _averaged(self) -> set[int]:
         return {id(owner) for owner in self._owners.values()}
 
+    def _leave_bad(self) -> None:
+        """Do nothing yet: what is bad is known when other shards have been asked; see `_spoil`."""
+
+    def _spoil(self) -> None:
+        """Let a gradient that is not finite in one shard be so in all, which then forget it alike."""
+        shards, bad = list(self._parameters.values()), list[Tensor]()
+        known = {id(shard) for shard in bad_of(shards)}
+        for shard, spoilt in zip(shards, self._row.each([id(s) in known for s in shards]), strict=True):
+            if spoilt and shard.grad is not None:
+                shard.grad.fill_(torch.nan)
+                bad.append(shard)
+        # Autograd knows no shards: FSDP adds to their gradients, and says so afterwards.
+        hook = partial(_before_backward, weakref.ref(self))
+        self._left.take(bad, self._sharded.register_forward_hook(hook))
+
+    @torch.no_grad()
+    def _begin_backward(self) -> None:
+        """Let gradients of a bad pass be zeros where they accumulate further."""
+        for shard in self._parameters.values():
+            self._mirror(shard)
+        self._left.clear()
+
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
-        self._passes.skip_bad(optimizer, self._averaged(), self._finite, zeros)
+        shards = self._parameters.values()
+        self._passes.skip_bad(optimizer, self._averaged(), self._finite, zeros, shards)
 
     def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
@@ -225,7 +254,8 @@ class ShardedSync(GradientSync):
         self._passes.settings.look()
         slots = {id(self._owners[at]): _Seen(slot) for at, slot in self._slots.items()}
         under_way = self._pass_id != -1
-        self._passes.check_step(optimizer, slots, under_way, self._finite, zeros=zeros)  # type: ignore[arg-type]
+        told: Any = slots, under_way, self._finite
+        self._passes.check_step(optimizer, *told, parameters=self._parameters.values(), zeros=zeros)
 
 
 class _Seen:
@@ -269,8 +299,24 @@ class _Verdict:
 
     def any(self, mine: bool) -> bool:
         """Return whether it holds for a rank of this replica."""
-        told = self.driver.run(gather(torch.tensor([int(mine)], device="cpu")))
-        return any(bool(theirs) for (theirs,) in told)
+        return self.each([mine])[0]
+
+    def each(self, mine: Sequence[bool]) -> list[bool]:
+        """Return for each of several questions whether it holds for a rank of this replica."""
+        told = self.driver.run(gather(torch.tensor([int(one) for one in mine], device="cpu")))
+        return [any(column) for column in zip(*(theirs.tolist() for (theirs,) in told), strict=True)]
+
+
+def _before_backward(sync: weakref.ref[ShardedSync], _: nn.Module, __: Any, output: Any) -> None:
+    """Tell an engine when a backward pass comes to what the model has returned."""
+
+    def begin(_: Tensor) -> None:
+        if (running := sync()) is not None:
+            running._begin_backward()
+
+    for made in tree_leaves(output):
+        if isinstance(made, Tensor) and made.requires_grad:
+            made.register_hook(torch.compiler.disable(begin))
 
 
 def _nothing() -> Rounds[None]:

@@ -1,4 +1,4 @@
-"""Method texts for suites, drills and benchmarks, made from the registry, so that none needs an edit."""
+"""Method texts for suites and benchmarks, made from the registry, so that none needs an edit."""
 
 from __future__ import annotations
 

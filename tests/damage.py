@@ -1,7 +1,6 @@
-"""Damage files in all the ways that disks, other programs and people do, and read them again.
+"""Damage to files in all the ways that disks, other programs and people do, and readers that must stand it.
 
-A checkpoint must then be the newest whole one or a `CheckpointError`, and a kernel must compute the same:
-`python drills/fuzz.py --cases 200 --decoders checkpoint,kernel` tries 200 of each.
+A checkpoint must then be the newest whole one or a `CheckpointError`, and a kernel must compute the same.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ import torch
 from stenograd.checkpoint.collective import read_set, write_set
 from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError
-
-__all__ = ["DAMAGES", "MANIFEST_DAMAGES", "Checkpoints", "Kernel", "Wrong", "damage"]
 
 
 class Wrong(AssertionError):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
-from ledger import BUCKET_BYTES, Job
+from accounts import BUCKET_BYTES, Job
 from program_networks import net
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
@@ -18,30 +18,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
 
-__all__ = ["backward_sum", "beside_a_thread", "clip", "ddp", "ddp_uneven", "metrics", "mixture", "uneven"]
-
 
 def clip(job: Job) -> list[float]:
     """Two encoders and a loss over all ranks' pairs, gathered with gradients on the default group."""
     model = nn.ModuleDict({"image": net(10, 32, 8), "text": net(3, 48, 8)})
     model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
-    losses = []
-    for step in range(job.steps):
-        x, y = job.batch(step)
+    job.attach(model, optimizer)
+
+    def loss_of(step: int, x: Tensor, y: Tensor) -> Tensor:
         images = nn.functional.normalize(model["image"](x), dim=1)
         texts = nn.functional.normalize(model["text"](y), dim=1)
         every_image = torch.cat(differentiable.all_gather(images))
         every_text = torch.cat(differentiable.all_gather(texts))
         scale, place = model.scale.exp(), torch.arange(len(x)) + job.rank * len(x)
         loss = cross_entropy(scale * images @ every_text.T, place)
-        loss = loss + cross_entropy(scale * texts @ every_image.T, place)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return loss + cross_entropy(scale * texts @ every_image.T, place)
+
+    return job.learn([optimizer], loss_of)
 
 
 class Exchanged(nn.Module):
@@ -67,32 +61,26 @@ def mixture(job: Job) -> list[float]:
     model = nn.ModuleDict({"stem": net(10, 32, 12), "router": nn.Linear(12, job.world), "head": net(12, 3)})
     model["shared"] = nn.ModuleList(net(12, 12) for _ in range(3))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
+    job.attach(model, optimizer)
     private = Exchanged(12)
     own = torch.optim.Adam(private.parameters(), lr=5e-3)
-    losses = []
-    for step in range(job.steps):
-        x, y = job.batch(step)
+
+    def loss_of(step: int, x: Tensor, y: Tensor) -> Tensor:
         h = model["stem"](x)
         gates = model["router"](h).softmax(1)
         weight, chosen = gates.max(1)
         h = h + weight[:, None] * private(h, chosen)
         h = h + model["shared"][(step // 2 + (job.rank if step % 4 == 3 else 0)) % 3](h)
-        loss = mse_loss(model["head"](torch.tanh(h)), y)
-        optimizer.zero_grad()
-        own.zero_grad()
-        loss.backward()
-        optimizer.step()
-        own.step()
-        losses.append(loss.item())
-    return losses
+        return mse_loss(model["head"](torch.tanh(h)), y)
+
+    return job.learn([optimizer, own], loss_of)
 
 
 def metrics(job: Job) -> list[float]:
     """Norms reduced over the default group in tensor hooks, and in hooks on what was accumulated."""
     model = net(10, 32, 16, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
+    job.attach(model, optimizer)
     norms: list[Tensor] = []
 
     def computed(gradient: Tensor) -> None:
@@ -106,14 +94,7 @@ def metrics(job: Job) -> list[float]:
     for p in model.parameters():
         p.register_hook(computed)
         p.register_post_accumulate_grad_hook(accumulated)
-    losses = []
-    for step in range(job.steps):
-        x, y = job.batch(step)
-        loss = mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = job.learn([optimizer], lambda step, x, y: mse_loss(model(x), y))
     assert len(norms) == 2 * job.steps * len(list(model.parameters()))
     return losses
 
@@ -144,26 +125,20 @@ def backward_sum(job: Job) -> list[float]:
     both = [trunk, head]
     optimizers = [torch.optim.Adam(model.parameters(), lr=5e-3) for model in both]
     for model, optimizer in zip(both, optimizers, strict=True):
-        job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
-    losses = []
-    for step in range(job.steps):
-        x, y = job.batch(step)
+        job.attach(model, optimizer)
+
+    def loss_of(step: int, x: Tensor, y: Tensor) -> Tensor:
         h = torch.tanh(_Centred.apply(trunk[0](x)))  # the trunk's first layer gets its gradient after the sum
-        loss = mse_loss(head(_Centred.apply(trunk[1](h))), y)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return mse_loss(head(_Centred.apply(trunk[1](h))), y)
+
+    return job.learn(optimizers, loss_of)
 
 
 def beside_a_thread(job: Job) -> list[float]:
     """A thread of the user's that does collectives on the default group all the while."""
     model = net(10, 32, 16, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
+    job.attach(model, optimizer)
     totals: list[float] = []
 
     def count() -> None:
@@ -174,14 +149,7 @@ def beside_a_thread(job: Job) -> list[float]:
 
     thread = threading.Thread(target=count)
     thread.start()
-    losses = []
-    for step in range(job.steps):
-        x, y = job.batch(step)
-        loss = mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = job.learn([optimizer], lambda step, x, y: mse_loss(model(x), y))
     thread.join()
     assert totals == [sum(range(job.world))] * (5 * job.steps)
     return losses
@@ -224,8 +192,7 @@ def uneven(job: Job) -> list[float]:
     """Two epochs in which the ranks have different numbers of batches; another rank is the last in each."""
     model = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Tanh(), net(32, 16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = stenograd.distribute(model, optimizer, job.method, **job.options)
-    job.watch(model, sync)
+    sync = job.attach(model, optimizer)
     losses = []
     for epoch in range(2):
         batches = job.steps // 2 - 2 * ((job.rank + epoch) % job.world)

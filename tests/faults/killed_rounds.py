@@ -1,17 +1,16 @@
-"""Kill a rank in any phase of a round, a hundred times: what the others make of it.
+"""Kill a rank in any phase of a round: what the others make of it.
 
-Number of ranks, victim, method, round and phase follow from the drill's number. With `lost=drop` survivors
+Number of ranks, victim, method, round and phase follow from the case's number. With `lost=drop` survivors
 must hold the round, be equal bit for bit, and have taken the outer step along the mean of those left (or of
-all, if the lost rank's share had come); without it every survivor must get a `PeerLost` that names it:
+all, if the lost rank's share had come); without it every survivor must get a `PeerLost` that names it.
 
-    python drills/killed_rounds.py                # 100 drills, some minutes
-    python drills/killed_rounds.py --drills 5 --first 40
-    python drills/killed_rounds.py --drills 50 --phase torn
+Where each rank meets a few others only (`noloco`, `gossip` on a directed graph and on a ring) nothing is
+confirmed: in the phases of that name the victim dies in the exchange itself. Survivors must hold all rounds,
+keep the sums that the method keeps once all have noticed, and evaluate the same mean, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import random
@@ -19,9 +18,9 @@ import tempfile
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,13 @@ from stenograd.errors import PeerLost
 from stenograd.sync.outer_averaging import OuterPart
 from stenograd.testing.pool import RankPool, RanksFailed
 
-_EVERY, _ROUNDS = 3, 3
-_TIMEOUT_S = 15.0
-_MOST_RANKS = 5
+_EVERY, _ROUNDS, _MORE_ROUNDS = 3, 3, 5  # more where ranks that are no neighbours notice later
+_TIMEOUT_S, _NEIGHBOURS_S = 15.0, 6.0  # all of it passes until ranks that are no neighbours notice
+MOST_RANKS = 5
 _OUTER_LR, _MOMENTUM = 0.7, 0.9  # DiLoCo's defaults
+_PAIRS_MOMENTUM = 0.5  # NoLoCo's, without Nesterov's form
+_SCHEDULES = ["local", "diloco", "diloco/topk"]
+_NEIGHBOURS = ["noloco", "gossip", "gossip:graph=ring"]
 PHASES = {
     "training": "between two rounds, before a backward pass",
     "before": "when a round is due, before its first message",
@@ -56,7 +58,7 @@ class Case:
     Attributes:
         ranks: number of ranks.
         victim: which dies.
-        schedule: local or diloco.
+        schedule: one of `_SCHEDULES` or `_NEIGHBOURS`.
         phase: one of `PHASES`.
         round: in which, from 0.
         drop: whether the method says lost=drop.
@@ -75,10 +77,21 @@ class Case:
     def method(self) -> str:
         """The method's text."""
         schedule, _, codec = self.schedule.partition("/")
-        return f"{schedule}:every={_EVERY}{',lost=drop' * self.drop}{'/' * bool(codec)}{codec}"
+        schedule += "," if ":" in schedule else ":"
+        return f"{schedule}every={_EVERY}{',lost=drop' * self.drop}{'/' * bool(codec)}{codec}"
+
+    @property
+    def neighbours(self) -> bool:
+        """Whether a rank meets a few others only."""
+        return self.schedule in _NEIGHBOURS
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return _MORE_ROUNDS if self.neighbours else _ROUNDS
 
 
-def case(number: int, phase: str | None = None) -> Case:
+def case(number: int, phase: str | None = None, *, neighbours: bool = False) -> Case:
     """Return a drill by its number, in a phase of its own or in this one.
 
     Example:
@@ -87,13 +100,13 @@ def case(number: int, phase: str | None = None) -> Case:
     """
     chance = random.Random(number)
     drawn = chance.choice(list(PHASES))
-    ranks = chance.randint(3, _MOST_RANKS)
+    ranks = chance.randint(3, MOST_RANKS)
     victim = chance.randrange(ranks)
     others = [rank for rank in range(ranks) if rank != victim]
     return Case(
         ranks=ranks,
         victim=victim,
-        schedule=chance.choice(["local", "diloco", "diloco/topk"]),
+        schedule=chance.choice(_NEIGHBOURS if neighbours else _SCHEDULES),
         phase=phase or drawn,
         round=chance.randrange(_ROUNDS - 1),  # one more has to follow, or nobody notices
         drop=number % 5 != 0 or (phase or drawn) in ("confirming", "torn"),  # without drop nobody confirms
@@ -101,32 +114,7 @@ def case(number: int, phase: str | None = None) -> Case:
     )
 
 
-def main() -> None:
-    """Run the drills and print what came of them; the status is 1 if any went wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--drills", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--phase", choices=list(PHASES), help="for all drills; by their numbers otherwise")
-    args = parser.parse_args()
-    good: Counter[tuple[str, str]] = Counter()
-    wrong, start = 0, time.monotonic()
-    with RankPool(_MOST_RANKS) as pool:
-        for number in range(args.first, args.first + args.drills):
-            one = case(number, args.phase)
-            try:
-                good[one.phase, _drill(pool, one)] += 1
-            except (AssertionError, EOFError, OSError) as error:
-                wrong += 1
-                print(f"drill {number}, {one}: {error}", flush=True)
-    for (phase, outcome), count in sorted(good.items()):
-        print(f"{phase:10s} {outcome:48s} {count:4d}")
-    print(f"{sum(good.values())} right, {wrong} wrong, {time.monotonic() - start:.0f} s")
-    raise SystemExit(1 if wrong else 0)
-
-
-def _drill(pool: RankPool, one: Case) -> str:
+def drill(pool: RankPool, one: Case) -> str:
     """Run a drill and return what survivors did.
 
     Raises:
@@ -146,11 +134,43 @@ def _drill(pool: RankPool, one: Case) -> str:
         _demand(all(found == (one.victim,) for found in survivors), f"expected PeerLost, got {survivors}")
         return "PeerLost names it on every survivor"
     for found in survivors:
-        _demand(len(found["ends"]) == _ROUNDS, f"{len(found['ends'])} rounds were held")
+        _demand(isinstance(found, dict), f"PeerLost in spite of lost=drop, naming {found}")
+        _demand(len(found["ends"]) == one.rounds, f"{len(found['ends'])} rounds were held")
         _demand([e["lost"] for e in found["events"]] == [[one.victim]], f"events: {found['events']}")
-        same = all(map(torch.equal, found["ends"], survivors[0]["ends"]))
-        _demand(same, "survivors are not equal")
-    return _means(one, told, survivors)
+        _demand(torch.equal(found["common"], survivors[0]["common"]), "survivors evaluate other parameters")
+        if not one.neighbours:
+            same = all(map(torch.equal, found["ends"], survivors[0]["ends"]))
+            _demand(same, "survivors are not equal")
+    return _sums(one, told, survivors) if one.neighbours else _means(one, told, survivors)
+
+
+def _sums(one: Case, told: list[Any], survivors: list[Any]) -> str:
+    """Check the sums over all ranks before the loss, and over survivors since all of them had noticed.
+
+    Raises:
+        AssertionError: a round has not kept them, or the mean that is evaluated is another.
+    """
+    met = max(event["step"] for found in survivors for event in found["events"])
+    held = [(number, told) for number in range(one.round)]
+    held += [(number, survivors) for number in range(met, one.rounds)]
+    for number, group in held:
+        ends = [found["ends"][number] for found in group]
+        shares = [found["shares"][number] for found in group]
+        brought = [found["brought"][number] for found in group]
+        outer, momentum, own = (sum(parts) for parts in zip(*brought, strict=True))
+        if one.schedule == "noloco":
+            wanted = outer - _OUTER_LR * (_PAIRS_MOMENTUM * momentum + outer - own)
+        else:
+            wanted = sum(w * x for w, (*_, x) in zip((before for before, _ in shares), brought, strict=True))
+            kept = [sum(column) for column in zip(*shares, strict=True)]
+            _demand(abs(kept[0] - kept[1]) < 1e-12, f"round {number}: weights {kept[0]} became {kept[1]}")
+        found = sum(w * x for (_, w), x in zip(shares, ends, strict=True))
+        _demand(torch.allclose(found, wanted, rtol=1e-10, atol=1e-12), f"round {number}: another sum")
+    weights = [found["shares"][-1][1] for found in survivors]
+    mean = sum(w * found["last"] for w, found in zip(weights, survivors, strict=True)) / sum(weights)
+    common = survivors[0]["common"]
+    _demand(torch.allclose(common, mean, rtol=1e-10, atol=1e-12), "what is evaluated is not the mean")
+    return f"sums kept before it, and {'from the next round on' if met <= one.round + 1 else 'later'}"
 
 
 def _means(one: Case, told: list[Any], survivors: list[Any]) -> str:
@@ -201,8 +221,9 @@ def _rank(rank: int, one: Case, folder: Path) -> None:
     warnings.simplefilter("ignore")  # the one that tells of the loss
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sync = stenograd.distribute(model, optimizer, one.method, timeout_s=_TIMEOUT_S, bucket_bytes=64)
-    told: dict[str, Any] = {"brought": [], "ends": []}
+    timeout_s = _NEIGHBOURS_S if one.neighbours else _TIMEOUT_S
+    sync = stenograd.distribute(model, optimizer, one.method, timeout_s=timeout_s, bucket_bytes=64)
+    told: dict[str, Any] = {"brought": [], "ends": [], "shares": []}
     file = folder / f"{rank}"
 
     def die() -> None:
@@ -210,7 +231,7 @@ def _rank(rank: int, one: Case, folder: Path) -> None:
         os._exit(9)
 
     _watch(sync, told, one, die if rank == one.victim else None)
-    for step in range(_EVERY * _ROUNDS):
+    for step in range(_EVERY * one.rounds):
         if rank == one.victim and one.phase == "training" and step == _EVERY * one.round + 1:
             die()
         optimizer.zero_grad()
@@ -221,16 +242,24 @@ def _rank(rank: int, one: Case, folder: Path) -> None:
         except PeerLost as error:
             file.write_bytes(pickle.dumps(error.ranks))
             return
-        if (step + 1) % _EVERY == 0:
-            told["ends"].append(_flat(sync))
+    try:
+        told["last"] = _flat(sync)
+        with sync.consensus():
+            told["common"] = _flat(sync)
+    except PeerLost as error:
+        file.write_bytes(pickle.dumps(error.ranks))
+        return
     file.write_bytes(pickle.dumps(told | {"events": sync.events}))
     sync.close()
 
 
 def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] | None) -> None:
     """Note what this rank brings to each round, and let the victim die in its phase."""
-    meet, part = sync._meet, sync._parts[0]
-    if die is not None and one.phase in ("sent", "arrived"):
+    meet, part = sync._meet, None if "gossip" in one.schedule else sync._parts[0]
+    if one.neighbours:
+        if die is not None and one.phase in ("sent", "arrived", "confirming", "torn"):
+            _die_in_exchange(sync._gossip if part is None else sync._pairs, told, one, die)
+    elif die is not None and one.phase in ("sent", "arrived"):
         arrive = "_await_arrival" if isinstance(part, OuterPart) else "arrive"
         name = {"sent": "send", "arrived": arrive}[one.phase]
         work = getattr(part, name)
@@ -242,7 +271,7 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
             return done
 
         setattr(part, name, then_die)
-    if die is not None and one.phase == "confirming":
+    elif die is not None and one.phase == "confirming":
         confirm, wait = sync._survivors._confirm, random.Random().uniform(0, 0.002)
 
         def confirming() -> None:
@@ -253,7 +282,7 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
                 time.sleep(60)  # it dies here at the latest, not in the next round
 
         sync._survivors._confirm = confirming
-    if one.phase == "torn":
+    elif one.phase == "torn":
         _tear(sync._survivors, told, one, die)
 
     def meeting(t: int) -> None:
@@ -261,10 +290,13 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
         there = isinstance(part, OuterPart)
         outer = (part._outer[0].clone(), part._momentum[0].clone()) if there else (own * 0, own * 0)
         told["brought"].append((*outer, own))
+        share = sync.share
         last = die is not None and len(told["brought"]) > one.round
         if last and one.phase == "before":
             die()
         meet(t)
+        told["ends"].append(_flat(sync))
+        told["shares"].append((share, sync.share))
         if last and one.phase == "after":
             die()
 
@@ -292,10 +324,28 @@ def _tear(survivors: Any, told: dict[str, Any], one: Case, die: Callable[[], Non
     survivors._confirm = torn
 
 
+def _die_in_exchange(gossip: Any, told: dict[str, Any], one: Case, die: Callable[[], None]) -> None:
+    """Let the victim die in an exchange with its neighbours: some may have its message, or all."""
+    real, wait = gossip.driver._transmit_to, random.Random().uniform(0, 0.002)
+
+    def transmit(peers: Any, sources: Any, mine: Tensor, theirs: Tensor) -> Any:
+        if len(told["brought"]) <= one.round:
+            return real(peers, sources, mine, theirs)
+        if one.phase == "confirming":
+            threading.Timer(wait, die).start()
+            real(peers, sources, mine, theirs)
+            time.sleep(60)
+        if one.phase == "arrived":
+            real(peers, sources, mine, theirs).wait(timedelta(seconds=_NEIGHBOURS_S))
+            die()
+        hearing = [peer for peer in peers if one.phase == "sent" or peer in one.hearing]
+        if hearing:
+            real(hearing, (), mine, theirs[:0]).wait(timedelta(seconds=_NEIGHBOURS_S))
+        return die()
+
+    gossip.driver._transmit_to = transmit
+
+
 def _flat(sync: Any) -> Tensor:
     """Return this rank's parameters in a row."""
-    return torch.cat([p.detach().reshape(-1) for p in sync._parts[0].parameters.values()])
-
-
-if __name__ == "__main__":
-    main()
+    return torch.cat([p.detach().reshape(-1) for p in sync._parameters.values()])

@@ -6,26 +6,12 @@ import copy
 from itertools import combinations, pairwise
 
 import torch
-from ledger import Job
+from accounts import Job
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-
-import stenograd
-
-__all__ = [
-    "actor_critic",
-    "alternating",
-    "averaged",
-    "checkpointed",
-    "gan",
-    "net",
-    "penalty",
-    "sparse",
-    "three",
-]
 
 
 def net(*sizes: int) -> nn.Sequential:
@@ -45,11 +31,11 @@ def gan(job: Job, *, engines: int) -> list[float]:
     g_step = torch.optim.Adam(g.parameters(), lr=2e-3, betas=(0.5, 0.9))
     d_step = torch.optim.Adam(d.parameters(), lr=2e-3, betas=(0.5, 0.9))
     if engines == 2:
-        job.watch(g, stenograd.distribute(g, g_step, job.method, **job.options))
-        job.watch(d, stenograd.distribute(d, d_step, job.method, **job.options))
+        job.attach(g, g_step)
+        job.attach(d, d_step)
     else:
         both = nn.ModuleDict({"g": g, "d": d})
-        job.watch(both, stenograd.distribute(both, [g_step, d_step], job.method, **job.options))
+        job.attach(both, [g_step, d_step])
     away = []
     for step in range(job.steps):
         rng = job.generator(step)
@@ -75,10 +61,10 @@ def actor_critic(job: Job, *, engines: int) -> list[float]:
     critic = torch.optim.Adam(model["critic"].parameters(), lr=5e-3)
     if engines == 2:
         owned = nn.ModuleDict({"trunk": model["trunk"], "actor": model["actor"]})
-        job.watch(owned, stenograd.distribute(owned, actor, job.method, **job.options))
-        job.watch(model["critic"], stenograd.distribute(model["critic"], critic, job.method, **job.options))
+        job.attach(owned, actor)
+        job.attach(model["critic"], critic)
     else:
-        job.watch(model, stenograd.distribute(model, [actor, critic], job.method, **job.options))
+        job.attach(model, [actor, critic])
     regrets = []
     for step in range(job.steps):
         x, y = job.batch(step, 32)
@@ -112,7 +98,7 @@ def three(job: Job) -> list[float]:
     models = [net(10, 20, 12, 3) for _ in range(3)]
     optimizers = [torch.optim.Adam(model.parameters(), lr=5e-3) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
-        job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
+        job.attach(model, optimizer)
     losses = []
     for step in range(job.steps):
         x, y = job.batch(step)
@@ -134,19 +120,15 @@ def penalty(job: Job) -> list[float]:
     """A penalty on the gradient by the inputs, so that the backward pass runs through a backward pass."""
     model = net(10, 32, 16, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
-    losses = []
-    for step in range(job.steps):
-        x, y = job.batch(step)
+    job.attach(model, optimizer)
+
+    def loss_of(step: int, x: Tensor, y: Tensor) -> Tensor:
         x.requires_grad_()
         out = model(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        loss = mse_loss(out, y) + 0.01 * slope.pow(2).sum(1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        return mse_loss(out, y) + 0.01 * slope.pow(2).sum(1).mean()
+
+    return job.learn([optimizer], loss_of)
 
 
 def averaged(job: Job) -> list[float]:
@@ -154,7 +136,7 @@ def averaged(job: Job) -> list[float]:
     model = net(10, 32, 16, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, job.steps)
-    job.watch(model, stenograd.distribute(model, optimizer, job.method, **job.options))
+    job.attach(model, optimizer)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     best = copy.deepcopy(model)
     losses = []
@@ -185,8 +167,7 @@ def alternating(job: Job) -> list[float]:
     common = [*model["trunk"].parameters(), *model["late"].parameters()]
     first = torch.optim.AdamW([*common, *model["a"].parameters()], lr=5e-3)
     second = torch.optim.SGD(model["b"].parameters(), lr=0.05, momentum=0.9)
-    sync = stenograd.distribute(model, [first, second], job.method, **job.options)
-    job.watch(model, sync)
+    sync = job.attach(model, [first, second])
     losses = []
     for step in range(job.steps):
         model["trunk"].requires_grad_(not job.steps // 4 <= step < job.steps // 2)  # frozen for a quarter
@@ -207,7 +188,7 @@ def checkpointed(job: Job) -> list[float]:
     """Activations are computed again in the backward pass, segment by segment."""
     segments = nn.ModuleList([net(10, 32, 16), net(16, 24, 16), net(16, 3)])
     optimizer = torch.optim.Adam(segments.parameters(), lr=5e-3)
-    job.watch(segments, stenograd.distribute(segments, optimizer, job.method, **job.options))
+    job.attach(segments, optimizer)
     losses = []
     for step in range(job.steps):
         h, y = job.batch(step)
@@ -227,16 +208,11 @@ def sparse(job: Job) -> list[float]:
     model = nn.ModuleDict({"words": words, "head": net(16, 24, 4)})
     rows = torch.optim.SparseAdam(words.parameters(), lr=2e-2)
     rest = torch.optim.AdamW(model["head"].parameters(), lr=1e-2)
-    job.watch(model, stenograd.distribute(model, [rows, rest], job.method, **job.options))
-    losses = []
-    for step in range(job.steps):
+    job.attach(model, [rows, rest])
+
+    def loss_of(step: int, *_: Tensor) -> Tensor:
         pair = torch.randint(60, (12 + job.rank, 2), generator=job.generator(step))
         label: Tensor = (pair[:, 0] % 2) * 2 + pair[:, 1] % 2
-        loss = cross_entropy(model["head"](words(pair).flatten(1)), label)
-        rows.zero_grad()
-        rest.zero_grad()
-        loss.backward()
-        rows.step()
-        rest.step()
-        losses.append(loss.item())
-    return losses
+        return cross_entropy(model["head"](words(pair).flatten(1)), label)
+
+    return job.learn([rows, rest], loss_of)

@@ -1,25 +1,40 @@
-"""What a program of `programs.py` is given, and the accounts that are kept of its gradients meanwhile."""
+"""What a program of `programs.py` is given, and the accounts that are kept of what its ranks average."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rounds import Rounds
 from torch import Tensor, nn
 
+import stenograd
+from stenograd.catalog.registry import schedules
 from stenograd.compression.contract import Site
 from stenograd.schedules.schedule import What
 
-__all__ = ["Job", "Ledger", "watched"]
-
 BUCKET_BYTES = 1200  # at least two buckets in every program, and a tensor that is larger than one
+# Programs that a schedule of rounds refuses, with the words of the refusal; the beginnings of their names.
+_UNFIT = {
+    "uneven": "rounds need equally many batches on every rank",
+    "ddp": "DDP averages gradients in every pass",
+}
+_EVERY = 4  # steps between rounds
+_SEND_LESS = "topk:ratio=0.1"
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """Return a hash of all bits."""
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 @dataclass
@@ -50,10 +65,30 @@ class Job:
         x = torch.randn(size, 10, generator=self.generator(step))
         return x, torch.tanh(x @ _TEACHER) + 0.5
 
-    def watch(self, model: nn.Module, sync: Any) -> None:
+    def learn(
+        self, optimizers: Sequence[torch.optim.Optimizer], loss_of: Callable[[int, Tensor, Tensor], Tensor]
+    ) -> list[float]:
+        """Take every step of an ordinary loop, on the loss of (step, inputs, targets); return the losses."""
+        losses = []
+        for step in range(self.steps):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = loss_of(step, *self.batch(step))
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def attach(self, model: nn.Module, optimizers: Any) -> Any:
+        """Let the method average over the ranks, and keep accounts of it."""
+        return self.watch(model, stenograd.distribute(model, optimizers, self.method, **self.options))
+
+    def watch(self, model: nn.Module, sync: Any) -> Any:
         """Keep accounts of a model whose gradients, or parameters, `sync` averages."""
         in_rounds = sync.method.schedule.what is What.PARAMETERS
         self.ledgers.append(Rounds(model, sync) if in_rounds else Ledger(model, sync))
+        return sync
 
 
 class Ledger:
@@ -170,6 +205,77 @@ class Ledger:
     def _gradient(self, name: str) -> Tensor | None:
         grad = self._parameters[name].grad
         return None if grad is None else _wide(grad)
+
+
+def scheduled() -> list[str]:
+    """Return a text for every schedule of rounds, alone and with a codec."""
+    texts = []
+    for name, (cls, _) in schedules().items():
+        if cls.what is What.PARAMETERS:
+            keys = f":every={_EVERY}" if any(f.name == "every" for f in fields(cls)) else ""
+            texts += [f"{name}{keys}", f"{name}{keys}/{_SEND_LESS}"]
+    return texts
+
+
+def unfit(program: str, method: str) -> str:
+    """Return why a program makes no sense under a method; empty where it does."""
+    reasons = [reason for start, reason in _UNFIT.items() if program.startswith(start)]
+    return reasons[0] if reasons and method in scheduled() else ""
+
+
+class Rounds:
+    """What this rank's parameters are right after each round, with the interface of `Ledger`.
+
+    After an exact round they must be equal on all ranks as they are. After one that a codec wrote they differ
+    by what the ranks have not sent yet; then the mean of what all have sent must be equal.
+
+    Args:
+        model: whose parameters are averaged.
+        sync: what averages them.
+    """
+
+    def __init__(self, model: nn.Module, sync: Any) -> None:
+        self.model, self.sync = model, sync
+        self._exact = sync.method.each_round().lossless
+        self._seen = sync.round
+        self._digests: list[tuple[int, str]] = []
+
+    def begin(self) -> None:
+        """Do nothing: steps and forward passes hold rounds, so `end` sees them as well."""
+
+    def end(self) -> None:
+        """Note what a round left, if one was held since the last pass; this pass has not changed it."""
+        if self.sync.round == self._seen or (self.sync.pending and not self._exact):
+            return  # `state_dict()` would hold the round that is due, before the step that belongs to it
+        self._seen = self.sync.round
+        # Not `consensus()`, which puts parameters in place that a forward pass, kept for later, has used.
+        agreed = list(self.model.parameters()) if self._exact else _sent(self.sync)
+        self._digests.append((self._seen, digest(agreed)))
+
+    def settled(self) -> AbstractContextManager[None]:
+        """Return a block in which the parameters are what all ranks agree on."""
+        block: AbstractContextManager[None] = self.sync.consensus()
+        return block
+
+    def lost(self) -> dict[str, float]:
+        """Return nothing: gradients are not averaged."""
+        return {}
+
+    def misused(self) -> list[tuple[int, str]]:
+        """Return where the number of rounds is wrong, which the schedule and the passes made determine."""
+        self.sync.flush()
+        due = self.sync.step // self.sync.method.schedule.every
+        return [] if self.sync.round == due else [(self.sync.round, f"rounds held of {due}")]
+
+    def told(self) -> list[tuple[int, str]]:
+        """Return the rounds looked at with what they left, which must be equal on all ranks."""
+        return list(self._digests)
+
+
+def _sent(sync: Any) -> list[Tensor]:
+    """Return the mean of what all ranks have sent so far, of which each keeps a copy."""
+    found = sync.state_dict()["parameters"]
+    return [tensors["mean of sent"] for tensors in found.values() if "mean of sent" in tensors]
 
 
 @contextmanager

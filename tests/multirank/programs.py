@@ -33,14 +33,10 @@ Under a schedule that averages parameters in rounds, such as local:every=4, rank
 between. Then parameters must be equal bit for bit right after an exact round; after one that a codec wrote,
 the mean of what was sent, and in the end the parameters inside `consensus()`. Every round that came due must
 have been held, and the losses must fall. Programs that such a schedule refuses are skipped.
-
-    python drills/programs.py [--programs gan,clip] [--methods topk] [--worlds 2,4] [--steps 200]
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -50,15 +46,9 @@ from typing import Any
 
 import program_collectives as collectives
 import program_networks as networks
-from digests import digest
-from ledger import Job, watched
-from rounds import scheduled, unfit
+from accounts import Job, digest, scheduled, watched
 
-from stenograd.cli.table import show
 from stenograd.testing.methods import configurations
-from stenograd.testing.pool import RankPool, RanksFailed
-
-__all__ = ["METHODS", "PROGRAMS", "SCHEDULED", "faults", "run"]
 
 PROGRAMS: dict[str, Callable[[Job], list[float]]] = {
     "gan": partial(networks.gan, engines=2),
@@ -151,50 +141,3 @@ def fallen(ranks: list[dict[str, Any]]) -> float:
     tenth = len(ranks[0]["losses"]) // 10
     start = fmean(fmean(row["losses"][:tenth]) for row in ranks)
     return fmean(fmean(row["losses"][-tenth:]) for row in ranks) / start
-
-
-def main() -> int:
-    """Run all cases; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--programs", default="", help="parts of names, comma-separated; none for all")
-    parser.add_argument("--methods", default="", help="beginnings of texts, comma-separated; none for all")
-    parser.add_argument("--worlds", default="2,4", help="numbers of ranks")
-    parser.add_argument("--steps", type=int, default=200)
-    args = parser.parse_args()
-    start, rows, failures = time.perf_counter(), [], 0
-    programs = [n for n in PROGRAMS if any(part in n for part in args.programs.split(","))]
-    methods = [m for m in METHODS + SCHEDULED if m.startswith(tuple(args.methods.split(",")))]
-    worlds = [int(world) for world in args.worlds.split(",")]
-    with RankPool(max(worlds)) as pool:
-        for program in programs:
-            for world in worlds:
-                for method in methods:
-                    row = _case(pool, program, world, method, args.steps)
-                    rows.append(row)
-                    print(*row, sep=", ", flush=True)
-                    failures += row[-1] != "pass" and not unfit(program, method)
-    show(["program", "ranks", "method", "lost at most", "losses left", "seconds", "result"], rows)
-    print(f"{len(rows) - failures} of {len(rows)} in {time.perf_counter() - start:.0f} s")
-    return 1 if failures else 0
-
-
-def _case(pool: RankPool, program: str, world: int, method: str, steps: int) -> list[object]:
-    begun = time.perf_counter()
-    worst, left = "", ""
-    if reason := unfit(program, method):
-        return [program, world, method, worst, left, "", f"skipped: {reason}"]
-    try:
-        ranks = pool.run(world, run, world, program, method, steps, timeout_s=120 + steps)
-    except RanksFailed as error:
-        result = " / ".join(f"rank {r}: {e.strip().splitlines()[-1][:200]}" for r, e in error.errors.items())
-    else:
-        result = "; ".join(faults(ranks)) or "pass"
-        worst = f"{max(ranks[0]['lost'].values()):.0e}" if ranks[0]["lost"] else "-"
-        left = f"{fallen(ranks):.2f}"
-    return [program, world, method, worst, left, f"{time.perf_counter() - begun:.1f}", result]
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
