@@ -20,7 +20,7 @@ from stenograd.catalog.method import method as parse
 from stenograd.checkpoint.beside import MissingState, load_state, save_state
 from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, StenogradError, bad_value
-from stenograd.sync.ddp_register import register
+from stenograd.sync.ddp import register
 from stenograd.sync.distribute import distribute
 from stenograd.sync.handshake import unwrapped
 from stenograd.sync.replica_guard import check_interval

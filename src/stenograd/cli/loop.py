@@ -24,8 +24,8 @@ from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import Op
 from stenograd.kernels.hash import hash_tensor
 from stenograd.sync.distribute import distribute
-from stenograd.sync.phases import Phases
 from stenograd.sync.replica_guard import ReplicaGuard
+from stenograd.tracing import Phases
 
 __all__ = ["Trainer"]
 

@@ -45,7 +45,7 @@ class StepTimes:
         self.steps = 0
 
     def note(self, kind: str, start: float, end: float) -> None:
-        """Add a phase to the step under way; kinds are those of `sync.phases.Phases`."""
+        """Add a phase to the step under way; kinds are those of `tracing.Phases`."""
         part = "optimizer" if kind == "step" else kind
         self._now[part] = self._now.get(part, 0.0) + end - start
 

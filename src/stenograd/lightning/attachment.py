@@ -17,7 +17,7 @@ from stenograd.catalog.method import Method, MethodLike, method, methods
 from stenograd.checkpoint.beside import load_state, save_state
 from stenograd.data.carried import in_memory
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
-from stenograd.sync.ddp_register import register
+from stenograd.sync.ddp import register
 from stenograd.sync.distribute import distribute
 
 __all__ = [

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from stenograd.comm.gloo_framing import frames
-from stenograd.comm.routes import Route, route, spreads
+from stenograd.comm.gloo import Route, frames, route, spreads
 from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import REDUCTIONS, Op
 from stenograd.errors import StenogradError, bad_value, check_count

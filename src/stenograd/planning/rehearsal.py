@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -22,7 +22,6 @@ from stenograd.planning.recorder import Recorder, RehearsalDriver
 from stenograd.planning.trial import Trial, Work, first_batches, untouched
 from stenograd.schedules.gossip import Gossip
 from stenograd.schedules.rounds import Rounds
-from stenograd.sync.attached import Attached
 from stenograd.sync.distribute import distribute
 
 __all__ = ["Profile", "Rehearsed", "record", "rehearse", "steady", "stretches", "together"]
@@ -149,7 +148,7 @@ def record(
         warnings.simplefilter("ignore")  # of schedules' doubts: nobody trains by this
         sync = distribute(work.model, work.optimizer, short, group=driver, bucket_bytes=bucket_bytes)
         with sync:
-            for each in cast(Attached, sync)._drivers():
+            for each in sync._drivers():
                 each.tracer = recorder
             for number in range(-_WARM_UP, count):
                 if number == 0:
