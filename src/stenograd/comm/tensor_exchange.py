@@ -26,7 +26,7 @@ from stenograd.comm.traffic import CONTROL, Label
 from stenograd.compression.contract import Exchange, State
 from stenograd.data.buckets import Bucket, assign
 from stenograd.data.finite import Finite, is_finite, not_bounded, read
-from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, mean
+from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, mean, summed
 from stenograd.devices import Streams, put, record
 from stenograd.errors import StenogradError, first_line
 
@@ -509,7 +509,7 @@ class TensorExchange:
         """Return this step's pipeline; where each bucket asks for one collective only, none waits."""
         if self._pipeline is None:
             self._inline = self._waits and all(
-                self._lane(i).transport.rounds == 1 for i in range(len(self._slots))
+                self._lane(i).facts.rounds == 1 for i in range(len(self._slots))
             )
             self._pipeline = Pipeline(self.driver, patient=self._inline)
         return self._pipeline
@@ -545,7 +545,8 @@ class TensorExchange:
                 # After the look, from which clipping would hide an infinity.
                 self.method.clip(x, slot.bucket.numels)
                 site = replace(lane.site, step=self.step, buffer=self._buffer(slot, lane, x))
-                rounds = lane.transport.run(lane.compressor, x, None, slot.state, site, self._want_errors)
+                rounds = lane.compressor.exchange(x, None, slot.state, site)
+                rounds = summed(rounds) if lane.sums else rounds
                 if flags is not None:
                     self._flags = self._control(flags, x.device)
                     rounds = self._flags.carried_by(rounds)
@@ -556,7 +557,7 @@ class TensorExchange:
 
     def _buffer(self, slot: BucketState, lane: Lane, x: Tensor) -> Tensor | None:
         """Return last step's memory for the average of a bucket, if the caller is done with it by now."""
-        if not self._waits or lane.transport.linear or lane.transport.frees_residual:
+        if not self._waits or lane.facts.linear or lane.facts.frees_residual:
             return None  # the average may still be in use, or takes x's own memory or the residual's
         if slot.average is None:
             slot.average = torch.empty_like(x)
@@ -578,7 +579,7 @@ class TensorExchange:
             self._check_sound()
             pipeline, carries = self._running(), False
             if held is not None:
-                dense = self._lane(held[0]).transport.linear
+                dense = self._lane(held[0]).facts.linear
                 carries = not dense or held[1].nbytes <= _PIGGYBACK_BYTES
                 self._launch(*held, end.packed() if carries else None)
             with self._streams.working(self._device):
@@ -628,7 +629,7 @@ class TensorExchange:
         overflowed = False
         for i, exchange in enumerate(exchanges):
             lane, bad = self._lane(i), entered.get(i, False)
-            if bad or (not fine[i] and not lane.transport.linear):  # a sum is not finite by itself
+            if bad or (not fine[i] and not lane.facts.linear):
                 exchange.average.fill_(torch.nan)
             reported = exchange.finite is not None and int(exchange.finite) != Finite.NO
             overflowed |= not fine[i] and not bad and (lane.guarded or reported)

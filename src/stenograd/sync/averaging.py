@@ -18,15 +18,14 @@ from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.tensor_exchange import Outcome, TensorExchange
-from stenograd.compression.contract import Site, Transport
-from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.small_all_reduce import mean_in_order
-from stenograd.compression.transports import InOrder
+from stenograd.compression.contract import Facts, Payload, Site
+from stenograd.compression.feedback import ErrorFeedback
+from stenograd.compression.means import mean_in_order
 from stenograd.compressors.identity import Identity
 from stenograd.data.carried import averaged_buffers
 from stenograd.data.finite import are_finite
 from stenograd.data.flat_parameters import Stream, by_kind
-from stenograd.data.requests import gather, mean
+from stenograd.data.requests import Rounds, gather, mean
 from stenograd.errors import ConfigError, MethodError, NonFiniteError, StenogradError
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.steps import BITS, refuse_other_passes, tell
@@ -51,8 +50,12 @@ __all__ = [
 class _InOrder(Identity):
     """Dense averaging whose sums go in rank order, so that a loop in one process gets the same bits."""
 
-    def transport(self, site: Site) -> Transport:
-        return InOrder()
+    def facts(self, site: Site) -> Facts:
+        return Facts(rounds=2, linear=True)
+
+    def reduce(self, payload: Payload, site: Site) -> Rounds[Payload]:
+        (x,) = payload
+        return ((yield from mean_in_order(x, site.world_size)),)
 
 
 IN_ORDER = Method(compressor=_InOrder(), text="dense")

@@ -239,14 +239,14 @@ def refuse_second_momentum(how: Method, optimizers: Iterable[torch.optim.Optimiz
         Traceback (most recent call last):
         stenograd.errors.MethodError: dgc has momentum of its own, and SGD has momentum=0.9: ...
     """
-    if not how.compressor.own_momentum:
+    if not how.own_momentum:
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             mine = {key: group[key] for key in ("momentum", "betas") if group.get(key)}
             if not (mine.get("momentum") or mine.get("betas", (0,))[0]):
                 continue
-            if any(how.compressor.moves(p.shape) for p in group["params"]):
+            if any(how.moves(p.shape) for p in group["params"]):
                 said = " and ".join(f"{key}={value}" for key, value in mine.items())
                 raise MethodError(
                     f"{how} has momentum of its own, and {type(optimizer).__name__} has {said}: set the "

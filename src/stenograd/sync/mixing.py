@@ -13,7 +13,7 @@ from torch import Tensor
 from stenograd.catalog.method import Method
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.data.carried import mean_of_finite, wide
 from stenograd.data.finite import are_finite, is_finite
 from stenograd.data.flat_parameters import holds
@@ -193,7 +193,7 @@ def codec_of(how: Method) -> Codec | None:
     how.require_every_step("gossip")
     compressor = how.compressor
     inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
-    if inner.lossless:
+    if how.lossless:
         return None
     fit = how.one_message and not (how.votes or how.clips or how.warmup_steps)
     if not isinstance(inner, Codec) or not fit:

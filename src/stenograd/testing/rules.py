@@ -8,7 +8,7 @@ import torch
 
 from stenograd.comm.simulate import exchange
 from stenograd.compression.contract import Compressor, Feedback, State
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.data.requests import REDUCTIONS
 from stenograd.testing.checks import (
     NUMEL,
@@ -48,7 +48,7 @@ def averages_agree(c: Compressor) -> None:
             if not votes(c, world):
                 sent = [x - error_of(e) for x, e in zip(xs, out, strict=True)]
                 close(out[0].average, mean_of(sent), wire_eps(c), "average = mean(x - error)")
-            if c.lossless:
+            if c.feedback is Feedback.EXACT:
                 close(out[0].average, mean_of(xs), wire_eps(c), "lossless: average = mean(x)")
                 expect(not any(error_of(e).any() for e in out), "lossless: error = 0")
 
@@ -98,7 +98,7 @@ def feedback_telescopes(c: Compressor) -> None:
 
     What a decay forgets of the residuals counts as taken out again.
     """
-    if base(c).feedback in (Feedback.NEVER, Feedback.OWN):
+    if base(c).feedback in (Feedback.NEVER, Feedback.OWN, Feedback.EXACT):
         return
     fed = c if isinstance(c, ErrorFeedback) else ErrorFeedback(inner=c)
     # A table over all `cases()` has each compressor twice, also with feedback: all there, half here.
@@ -130,9 +130,9 @@ def feedback_telescopes(c: Compressor) -> None:
                 close(averaged + mean_of([*residuals]), put_in.mean(0), eps, rule)
 
 
-def error_is_as_declared(c: Compressor) -> None:
-    """A declared delta is a contraction for every x."""
-    if c.delta == 0:
+def errors_do_not_grow(c: Compressor) -> None:
+    """What error feedback adds again is never more than x was, or residuals would grow without bound."""
+    if not c.feedback.biased:
         return
     normal = data(1)[0]
     spike = torch.zeros(NUMEL, device="cpu").index_fill_(0, torch.tensor([7], device="cpu"), 3.0)
@@ -143,8 +143,8 @@ def error_is_as_declared(c: Compressor) -> None:
         "ones": torch.ones(NUMEL, device="cpu"),
     }.items():
         error = error_of(exchange(c, [x], shapes=SHAPES, want_error=True)[0])
-        got, limit = float(error.square().sum()), (1 - c.delta) * float(x.square().sum())
-        rule = "||error||^2 <= (1 - delta) ||x||^2"
+        got, limit = float(error.square().sum()), float(x.square().sum())
+        rule = "biased: ||error||^2 <= ||x||^2"
         expect(got <= limit * (1 + 1e-5) + 1e-9, rule, x=name, got=got, limit=limit)
 
 
@@ -154,7 +154,7 @@ def unbiased_as_declared(c: Compressor) -> None:
     E||mean error||^2 is (mean ||error||^2) / steps; 30 times that is 5.5 standard deviations even where all
     of the error lies in one direction. A compressor that is not random may only round, to 8 bits or finer.
     """
-    if c.feedback in (Feedback.ON, Feedback.OWN) or c.lossless:
+    if c.feedback.biased or c.feedback in (Feedback.OWN, Feedback.EXACT):
         return
     steps, x = 400, torch.linspace(-1, 2, 96, device="cpu")
     shapes = [torch.Size((12, 8))]
@@ -190,7 +190,7 @@ RULES: tuple[Callable[[Compressor], None], ...] = (
     forms_are_kept,
     zeros_stay_zeros,
     feedback_telescopes,
-    error_is_as_declared,
+    errors_do_not_grow,
     unbiased_as_declared,
     restart_changes_nothing,
     requests_are_true,

@@ -1,4 +1,4 @@
-"""The rules of the conformance suite about transports: what they declare is what `run` does."""
+"""The rules of the conformance suite about facts: what a compressor declares is what `exchange` does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from stenograd.comm.simulate import run
-from stenograd.compression.contract import Compressor, Exchange, Site, State, Transport
+from stenograd.compression.contract import Compressor, Exchange, Facts, Site, State
 from stenograd.data.finite import Finite
-from stenograd.data.requests import Op, Request, Rounds
+from stenograd.data.requests import Op, Request, Rounds, summed
 from stenograd.testing.checks import NUMEL, SHAPES, close, data, expect, mean_of, same, same_states
 
 __all__ = ["TRANSPORT_RULES"]
@@ -22,33 +22,33 @@ _PLACES = (slice(5, 6), slice(NUMEL - 1, NUMEL), slice(None))
 _LARGE = (3e38, 1e35)
 
 
-def _transport(c: Compressor, world: int, rank: int = 0, step: int = 0) -> Transport:
-    return c.transport(Site(shapes=SHAPES, rank=rank, world_size=world, step=step))
+def _facts(c: Compressor, world: int, rank: int = 0, step: int = 0) -> Facts:
+    return c.facts(Site(shapes=SHAPES, rank=rank, world_size=world, step=step))
 
 
 def declarations_are_equal(c: Compressor) -> None:
-    """Whatever the rank and the step, a compressor chooses the same transport."""
+    """Whatever the rank and the step, a compressor declares the same facts."""
     for world in _WORLDS:
-        first = _transport(c, world)
+        first = _facts(c, world)
         for rank, step in ((world - 1, 0), (0, 3)):
-            found = _transport(c, world, rank, step)
-            expect(found == first, "the transport depends on neither rank nor step", world=world, got=found)
+            found = _facts(c, world, rank, step)
+            expect(found == first, "the facts depend on neither rank nor step", world=world, got=found)
 
 
 def rounds_are_as_declared(c: Compressor) -> None:
     """As many collectives are asked for as `rounds` says, and `COMMIT` only where that is declared."""
     for world in _WORLDS:
-        transport, asked = _transport(c, world), _Asked()
-        _run(c, transport, data(world), watch=asked)
+        facts, asked = _facts(c, world), _Asked()
+        _run(c, data(world), frees=facts.frees_residual, watch=asked)
         expect(
-            asked.rounds == transport.rounds,
+            asked.rounds == facts.rounds,
             "rounds declared = rounds run",
             world=world,
-            declared=transport.rounds,
+            declared=facts.rounds,
             run=asked.rounds,
         )
         expect(
-            asked.commits == transport.frees_residual,
+            asked.commits == facts.frees_residual,
             "frees_residual: asks once by COMMIT, and only if that is declared",
             world=world,
             asked=asked.commits,
@@ -62,13 +62,13 @@ def commits_change_no_number(c: Compressor) -> None:
     takes the memory of the residual.
     """
     for world in (2, 4, 5):
-        transport = _transport(c, world)
-        states = [e.state for e in _run(c, transport.keeping(), data(world))]
+        frees = _facts(c, world).frees_residual
+        states = [e.state for e in _run(c, data(world))]
         xs = data(world, seed=1)
-        kept = _run(c, transport.keeping(), xs, _copies(states))
+        kept = _run(c, xs, _copies(states))
         refused = _copies(states)
         intact = _Intact(states[0], refused[0])
-        taken_back = _run(c, transport, xs, refused, refuse=True, watch=intact)
+        taken_back = _run(c, xs, refused, frees=frees, refuse=True, watch=intact)
         for rank, (old, new) in enumerate(zip(states, refused, strict=True)):
             whole = same_states(old, new)
             expect(
@@ -76,13 +76,13 @@ def commits_change_no_number(c: Compressor) -> None:
             )
         given = _copies(states)
         intact = _Intact(states[0], given[0])
-        committed = _run(c, transport, xs, given, watch=intact)
+        committed = _run(c, xs, given, frees=frees, watch=intact)
         expect(intact.whole, "old state is whole until the step is committed", world=world)
         for name, out in (("committed", committed), ("taken back", taken_back)):
             equal = all(same(a.average, b.average) for a, b in zip(kept, out, strict=True))
             equal = equal and all(same_states(a.state, b.state) for a, b in zip(kept, out, strict=True))
             expect(equal, "a commit changes no number", world=world, step=name)
-        if transport.frees_residual and "residual" in given[0]:
+        if frees and "residual" in given[0]:
             freed = [_shares(e.average, s["residual"]) for e, s in zip(committed, given, strict=True)]
             expect(all(freed), "frees_residual: the average takes the residual's memory", world=world)
 
@@ -90,19 +90,19 @@ def commits_change_no_number(c: Compressor) -> None:
 def bad_numbers_are_reported(c: Compressor) -> None:
     """NaN and infinity on one rank raise nothing, and are told of or seen in the average on every rank."""
     for world in (1, 2, 4, 5):
-        transport = _transport(c, world)
+        facts = _facts(c, world)
         for i, bad in enumerate(_BAD):
             for where in _PLACES if world in (1, 4) else _PLACES[i : i + 1]:
                 xs = data(world)
                 xs[-1][where] = bad
                 asked = _Asked()
-                for e in _run(c, transport, xs, watch=asked):
+                for e in _run(c, xs, frees=facts.frees_residual, watch=asked):
                     expect(e.average.shape == (NUMEL,), "a non-finite x still has an average", bad=bad)
-                    if transport.reports_finite:
+                    if facts.finite:
                         told = e.finite is not None and int(e.finite) == Finite.NO
-                        rule = "reports_finite: every rank hears of a non-finite x"
+                        rule = "finite: every rank hears of a non-finite x"
                         expect(told, rule, world=world, bad=bad, got=e.finite)
-                    if transport.linear:
+                    if facts.linear:
                         rule = "linear: a non-finite x makes the average non-finite"
                         expect(not e.average.isfinite().all(), rule, world=world, bad=bad)
                 rule = "a non-finite x is never committed"
@@ -115,18 +115,18 @@ def large_numbers_are_told_from_bad_ones(c: Compressor) -> None:
     Unless what was made of it has overflowed, such as a transform that adds up a block.
     """
     for world in (1, 2, 4, 5):
-        transport = _transport(c, world)
-        if not transport.reports_finite:
+        facts = _facts(c, world)
+        if not facts.finite:
             continue
         for large in (0.0, 1.0, *_LARGE):
             xs = data(world)
             xs[-1] = torch.full((NUMEL,), large, device="cpu")
             asked = _Asked()
-            out = _run(c, transport, xs, watch=asked)
+            out = _run(c, xs, frees=facts.frees_residual, watch=asked)
             made = all(t.isfinite().all() for e in out for t in (e.average, *e.state.values()))
             for e in out:
-                rule = "reports_finite: a finite x is not reported as NaN or infinity"
-                expect(e.finite is not None, "reports_finite: every exchange tells", world=world)
+                rule = "finite: a finite x is not reported as NaN or infinity"
+                expect(e.finite is not None, "finite: every exchange tells", world=world)
                 spoilt = large in _LARGE and not made
                 told = e.finite is not None and int(e.finite)
                 expect(told != Finite.NO or spoilt, rule, world=world, large=large)
@@ -136,21 +136,22 @@ def large_numbers_are_told_from_bad_ones(c: Compressor) -> None:
 
 
 def linear_codes_add_up(c: Compressor) -> None:
-    """A linear transport takes x that is divided already, may be cut anywhere, and leaves the state alone."""
+    """A linear compressor takes x that is divided, may be cut anywhere, and leaves the state alone."""
     for world in (1, 2, 3, 4):
-        transport = _transport(c, world)
-        if not transport.linear:
+        facts = _facts(c, world)
+        if not facts.linear:
             continue
         xs = data(world)
-        plain = _run(c, transport, xs)
-        scaled = _run(c, transport.summing(), [x / world for x in xs])
+        plain = _run(c, xs)
+        divided = facts.rounds == 1  # as the engine does it
+        scaled = _run(c, [x / world for x in xs], sums=True) if divided else plain
         for a, b in zip(plain, scaled, strict=True):
             worst = float((a.average - b.average).abs().max())
             limit = 2**-6 * max(1.0, float(mean_of(xs).abs().max()))
             expect(worst <= limit, "linear: x may come divided by the world size", world=world, worst=worst)
             expect(not a.state, "linear: no state that NaN could harm", got=sorted(a.state))
         at = NUMEL // 3
-        parts = [_run(c, transport, [x[cut] for x in xs], cut=True) for cut in (slice(at), slice(at, None))]
+        parts = [_run(c, [x[cut] for x in xs], cut=True) for cut in (slice(at), slice(at, None))]
         joined = torch.cat([part[0].average for part in parts])
         close(joined, plain[0].average, 1e-7, "linear: x may be cut anywhere")
 
@@ -183,21 +184,23 @@ class _Intact:
 
 def _run(
     c: Compressor,
-    transport: Transport,
     xs: Sequence[Tensor],
     states: Sequence[State] | None = None,
     *,
+    frees: bool = False,
     refuse: bool = False,
+    sums: bool = False,
     watch: Callable[[Request], None] | None = None,
     cut: bool = False,
 ) -> list[Exchange]:
-    """Run one exchange by a given transport; rank 0 is watched."""
+    """Run one exchange; rank 0 is watched."""
     shapes = (xs[0].shape,) if cut else SHAPES
     ranks: list[Rounds[Exchange]] = []
     for rank, x in enumerate(xs):
-        site = Site(shapes=shapes, rank=rank, world_size=len(xs), device=xs[0].device)
+        site = Site(shapes, rank, len(xs), device=xs[0].device, frees_residual=frees)
         state = c.init(x, site) if states is None else states[rank]
-        rounds = transport.run(c, x.clone(), None, state, site, False)
+        rounds = c.exchange(x.clone(), None, state, site)
+        rounds = summed(rounds) if sums else rounds
         ranks.append(_watched(rounds, watch) if watch is not None and not rank else rounds)
     return run(ranks, refuse_commits=refuse)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.cpu.jit import kernel, peek, view
 from stenograd.kernels.cpu.lanes import bit_count, load_word, lowest_bit, store_word
-from stenograd.kernels.reference.indices import mark_count, places_bytes, planes_of
+from stenograd.kernels.indices import mark_count, places_bytes, planes_of
 
 __all__ = ["pack_places", "unpack_places"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import WireError
+from stenograd.kernels.bits import packed_bytes
 from stenograd.kernels.cpu.jit import aligned, bits_of, kernel, view
-from stenograd.kernels.reference.bits import packed_bytes
-from stenograd.kernels.reference.lowbit import BITS, levels, top_of
-from stenograd.kernels.reference.sign import block_count, check_scales
+from stenograd.kernels.lowbit import BITS, levels, top_of
+from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = ["lowbit_decode", "lowbit_encode"]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.backend import length_of
+from stenograd.kernels.bits import packed_bytes
 from stenograd.kernels.cpu.jit import (
     CHUNK,
     addresses,
@@ -22,9 +23,8 @@ from stenograd.kernels.cpu.jit import (
     view,
 )
 from stenograd.kernels.cpu.lanes import prefetch_32, round_32, store_word
-from stenograd.kernels.reference.bits import packed_bytes
-from stenograd.kernels.reference.quantize import MOST, hash_keys, levels_of
-from stenograd.kernels.reference.sign import block_count, check_scales
+from stenograd.kernels.quantize import MOST, hash_keys, levels_of
+from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = ["qsgd_decode_mean", "qsgd_encode_feedback"]
 

@@ -1,4 +1,4 @@
-"""Hot primitives in plain torch, for any device: the versions that faster ones are compared with."""
+"""Numbers of a few bits in bytes, and a flat tensor as blocks: what codecs in plain torch share."""
 
 from __future__ import annotations
 
