@@ -115,6 +115,7 @@ def chunks_for(site: Site, bits: int, block: int) -> Chunks | None:
     chunks = _chunks(numels, bits, block, site.world_size)
     coded_bytes = packed_bytes(sum(numels), bits) + 4 * _blocks(numels, block)
     # Two rows go to each other rank, in place of one whole code.
+    # Two rows go to each other rank, in place of one whole code.
     return chunks if 2 * 4 * chunks.row_words < coded_bytes else None
 
 
@@ -199,6 +200,7 @@ class BlockCodec(Codec):
         world, mine = site.world_size, chunks.span(site.rank)
         whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key, buffer=None)
         # a copy: encoding writes over x
+        # a copy: encoding writes over x
         own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
         if residual is not None:
             own.add_(residual[mine])
@@ -206,7 +208,7 @@ class BlockCodec(Codec):
         rows = yield from scatter(chunks.cut(payload))
         received = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
         average = self.combine(received, own, part)
-        average.mul_((world - 1) / world).add_(own, alpha=1 / world)
+        average.mul_((world - 1) / world).add_(own, alpha=1 / world)  # (sum_{r != j} C(x_r) + x_j) / N
         codec, chunks = self.again(chunks)
         second, lost = written(codec, average, None, part)
         if error is not None and lost is not None:

@@ -27,7 +27,7 @@ from stenograd.kernels.bits import block_views
 
 __all__ = ["EF21", "ErrorFeedback", "LoCo", "Wrapper"]
 
-_HALF = torch.finfo(torch.float16).max / 2
+_HALF = torch.finfo(torch.float16).max / 2  # the other half is for x itself
 _BLOCK = 512  # elements of LoCo's residual per scale: 1 % more memory than the codes alone
 _TOP = 127  # codes go from -127 to 127, so that zero is one of them
 

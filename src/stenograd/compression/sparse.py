@@ -260,6 +260,7 @@ def pack_binned(values: Tensor, places: Tensor, numels: Sequence[int]) -> tuple[
     exact = values.to(torch.float64)
     off = exact - _means(exact, tensor, tensors)[tensor]
     bound = _WIDTH * _means(off.square(), tensor, tensors).sqrt()[tensor]
+    # 0 to 3, by the three places where bins meet
     codes = (off > -bound).to(torch.int64).add_(off >= 0).add_(off >= bound)
     means = _means(exact, tensor * _LEVELS + codes, tensors * _LEVELS)
     return pack_bits(codes.to(torch.uint8), 2), means.to(torch.float32)
@@ -290,6 +291,7 @@ def _owners(places: Tensor, numels: Sequence[int]) -> tuple[Tensor, int]:
     return torch.searchsorted(ends, places.to(torch.int64), right=True), ends.numel()
 
 
+# Kept, because making it on a device copies it there, in each step and for each message.
 @lru_cache(maxsize=256)
 def _ends(numels: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([n for n in numels if n], dtype=torch.int64, device=device).cumsum(0)
@@ -530,7 +532,7 @@ def _fitting(values: Tensor, owner: Tensor, regions: Regions) -> Tensor | None:
     if owner.is_cpu and int(owner.bincount(minlength=world).amax()) <= regions.slots:
         return None
     order = values.abs().argsort(descending=True)
-    order = order[owner[order].argsort(stable=True)]
+    order = order[owner[order].argsort(stable=True)]  # by owner, the largest first in each
     fits = torch.empty_like(owner, dtype=torch.bool)
     return fits.index_copy_(0, order, _numbered(owner[order], world) < regions.slots)
 
@@ -541,7 +543,7 @@ def _arranged(
     """Put the entries that fit into their owners' rows, in their order."""
     if fits is not None:
         owner = torch.where(fits, owner, world_size)
-    order = owner.argsort(stable=True)
+    order = owner.argsort(stable=True)  # stable: places ascend within a row, as their code needs
     owner = owner[order]
     slot = owner * rows.count + _numbered(owner, world_size + 1)
     row_places, row_values = rows.empty(world_size + 1, values)

@@ -67,7 +67,7 @@ def lowbit_encode(x: Tensor, name: str, block: int, numels: Sequence[int]) -> tu
     fast = pick(lowbit_encode, x)
     if fast is not None:
         return fast(x, name, block, numels)
-    block_count(block, numels, x.numel())
+    block_count(block, numels, x.numel())  # refuses lengths that do not fit
     codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
     scales = [torch.zeros(0, dtype=torch.float32, device=x.device)]
     for rows, out in zip(*(block_views(t, block, numels) for t in (x, codes)), strict=True):

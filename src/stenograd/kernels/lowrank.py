@@ -135,6 +135,7 @@ def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
         return fast(rows, spare, degenerate)
     q = torch.empty_like(rows)
     for j in range(rows.shape[1]):
+        # The spare row goes along, so that no branch has to ask a device which of the two counts.
         pair = torch.stack([rows[:, j], spare[j].expand_as(rows[:, j])], 1)  # (count, 2, n)
         before = _norm(pair)
         for _ in range(2 if j else 0):

@@ -204,6 +204,7 @@ def _hashes(seed: int, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for start in range(0, len(out), chunk):
         part = out[start : start + chunk]
         # int64, masked: torch has no arithmetic of uint32
+        # int64, masked: torch has no arithmetic of uint32
         h = torch.arange(start, start + len(part), device=out.device)
         h ^= first
         h ^= h >> 16

@@ -47,7 +47,8 @@ def sign_encode_feedback(
     fast = pick(sign_encode_feedback, *present(x, residual))
     if fast is not None and (sent := fast(x, residual, block, numels)) is not None:
         return sent
-    block_count(block, numels, length_of(x, residual))
+    # refuses lengths that do not fit
+    block_count(block, numels, length_of(x, residual))  # refuses lengths that do not fit
     v = corrected(x, residual)
     scales = [v.new_zeros(0, dtype=torch.float32)]
     bits = pack_bits((v >= 0).view(torch.uint8), 1)  # before v becomes what is left
