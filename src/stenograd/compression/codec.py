@@ -108,6 +108,7 @@ def gathered(
     everyone = yield from (gather_ragged(*payload, most=x.numel()) if ragged else gather(*payload))
     finite = codec.finite(everyone) if type(codec).finite is not Codec.finite else None
     if finite is not None and site.frees_residual and (yield from commit(finite)):
+        # Where an error is kept it lies in x, and the old residual is free.
         site = replace(site, buffer=x if error is None else residual)
     return Exchange(codec.combine(everyone, x, site), state, error, finite)
 

@@ -515,10 +515,11 @@ def sparse_all_reduce(
     average = _assembled(kept, regions, x)
     if not site.error:
         return Exchange(average, state)
-    lost = chosen - first.rounded(chosen).to(x.dtype)
+    lost = chosen - first.rounded(chosen).to(x.dtype)  # by rounding
+    # What was sent leaves its rounding, and what did not fit stays whole.
     x.index_copy_(0, places, lost if fits is None else torch.where(fits, lost, chosen))
     sent, values = _real(*kept[mine], kept[mine][0] < regions.length)
-    sums.index_add_(0, sent, values.to(sums.dtype), alpha=-world)
+    sums.index_add_(0, sent, values.to(sums.dtype), alpha=-world)  # what is in the average, times N
     regions.put(sums[: regions.length].to(x.dtype), x, mine)
     return Exchange(average, state, x)
 

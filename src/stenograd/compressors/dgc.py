@@ -144,9 +144,9 @@ class DGC(Compressor):
         if count:
             average = scatter_mean([message.read(theirs) for theirs in sparse], g.numel(), out=average)
         sent = torch.zeros_like(g).index_copy_(0, chosen.long(), values)
-        v.index_fill_(0, chosen.long(), 0)
+        v.index_fill_(0, chosen.long(), 0)  # v_S = 0
         if self.masking:
-            u.index_fill_(0, chosen.long(), 0)
+            u.index_fill_(0, chosen.long(), 0)  # u_S = 0
         new = {**state, "dgc_u": u, "dgc_v": v}
         parts = exact[0].split([site.numels[i] for i in small]) if dense.numel() else ()
         for i, part in zip(small, parts, strict=dense.numel() > 0):

@@ -123,6 +123,7 @@ class Dion(Compressor):
         exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in places]
         average, new, finite = torch.zeros_like(b), dict(state), finite_of([])
         if sum(site.numels):
+            # B_r Q, (1, k, n); what is handed over is copied, because the driver may average in place.
             thin = [project_rows(b, None, at, state[f"dion_q/{i}"][None]) for i, (at, _) in places.items()]
             reply = yield from means([*thin, *(piece.clone() for piece in exact)])
             pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(thin)]]  # (1, k, n)
@@ -140,7 +141,8 @@ class Dion(Compressor):
                 unit = torch.where(length > 0, rt / length, 0.0)
                 scale = math.sqrt(at[3] / at[4])
                 take_out(b, at, (pt, own * (1 - self.momentum)))
-                expand(average, at, (pt, unit * scale))
+                expand(average, at, (pt, unit * scale))  # sqrt(n / m) P Q^T
+                # A column of zeros has no direction: it keeps the last one.
                 new[f"dion_q/{i}"] = torch.where(length > 0, unit, state[f"dion_q/{i}"])[0]
         new["dion_momentum"] = b
         error = None if before is None else (x.to(b.dtype) - (before - b)).to(x.dtype)

@@ -188,9 +188,9 @@ class PowerSGD(Compressor):
         average = site.out(work) if site.error else work
         _put_exact(average, work if site.error else None, dense, reply[len(batches) :], sent[len(batches) :])
         for b, pt, own, mean in zip(batches, pts, mine, qts, strict=True):
-            expand(average, b.place, (pt, mean))
+            expand(average, b.place, (pt, mean))  # P Q^T
             if site.error:
-                take_out(work, b.place, (pt, own))
+                take_out(work, b.place, (pt, own))  # M_r - P (M_r^T P)^T
         state = _next("q", batches, qts) if self.warm_start else state
         error = work.to(x.dtype) if site.error else None
         return Exchange(average.to(x.dtype), state, error, finite)

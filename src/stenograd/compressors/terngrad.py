@@ -83,7 +83,7 @@ class TernGrad(Rounding):
             return super().encode_error(x, residual, site)
         x = x if residual is None else x.add_(residual)
         clipped = self._clipped(x, site)
-        x.sub_(clipped)
+        x.sub_(clipped)  # what clipping cuts off; below, what drawing loses is added
         payload, lost = super().encode_error(clipped, None, site)
         return payload, x.add_(lost)
 
