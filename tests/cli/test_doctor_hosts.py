@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from stenograd.emulate.hosts import Hosts, why_not
-from stenograd.emulate.namespaces import names
+from stenograd.emulate.hosts import Hosts, names, why_not
 from stenograd.errors import LaunchError
 from stenograd.launch.interfaces import Reach, best, interfaces, time_interfaces
 

@@ -14,8 +14,7 @@ from support.processes import runs
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests' own folders
 
-from stenograd.emulate.hosts import Hosts, HostsError, why_not
-from stenograd.emulate.namespaces import names, remove
+from stenograd.emulate.hosts import Hosts, HostsError, names, remove, why_not
 
 REASON = why_not()
 NO_DELAY = REASON or why_not("1ms")

@@ -15,7 +15,6 @@ from support.processes import free_port, runs
 from stenograd.errors import ConfigError, LaunchError
 from stenograd.launch import local_workers as workers
 from stenograd.launch import process_group as groups
-from stenograd.launch import subgroups
 from stenograd.launch.process_group import Absent, init, roll_call, run_local, shutdown
 
 PYTHON = sys.executable
@@ -336,7 +335,7 @@ def _slowly_in_two_steps(rank, folder, what):
         if what == "init":
             init(timeout_s=3)
         else:
-            subgroups.make_group(None, [0, 1], "part", 3.0)
+            groups.make_group(None, [0, 1], "part", 3.0)
     except (OSError, RuntimeError, LaunchError) as error:
         # Otherwise the next init would take the half-made group for a whole one.
         assert what == "part" or not dist.is_initialized()
