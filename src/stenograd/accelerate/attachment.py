@@ -17,7 +17,7 @@ from torch import nn
 from stenograd.accelerate.prepared import optimizers_of, refuse_sharding
 from stenograd.catalog.method import Method
 from stenograd.catalog.method import method as parse
-from stenograd.checkpoint.beside import MissingState, load_state, save_state
+from stenograd.checkpoint.api import MissingState, load_state, save_state
 from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, StenogradError, bad_value
 from stenograd.sync.ddp import register

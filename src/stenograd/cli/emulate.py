@@ -6,8 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from stenograd.emulate.hosts import MAX_HOSTS, Hosts
-from stenograd.emulate.namespaces import HostsError
+from stenograd.emulate.hosts import MAX_HOSTS, Hosts, HostsError
 from stenograd.errors import ConfigError, LaunchError, bad_value, check_count
 
 __all__ = ["run"]

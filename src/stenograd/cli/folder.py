@@ -15,8 +15,14 @@ import torch
 
 import stenograd
 from stenograd.checkpoint.api import Loaded, load_checkpoint, save_checkpoint
-from stenograd.checkpoint.files import strict_json, write_atomically, write_json
-from stenograd.checkpoint.rank_files import check_identity, manifest_path, saved_steps
+from stenograd.checkpoint.files import (
+    check_identity,
+    manifest_path,
+    saved_steps,
+    strict_json,
+    write_atomically,
+    write_json,
+)
 from stenograd.cli.loop import Trainer
 from stenograd.cli.rows import Row
 from stenograd.errors import CheckpointError, ConfigError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, MethodLike, method, methods
-from stenograd.checkpoint.beside import load_state, save_state
+from stenograd.checkpoint.api import load_state, save_state
 from stenograd.data.carried import in_memory
 from stenograd.errors import CheckpointError, ConfigError, StenogradError
 from stenograd.sync.ddp import register

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from stenograd.comm.driver import Driver
-from stenograd.comm.trace_events import Tracer
 from stenograd.data.requests import Op
 from stenograd.planning.program import BROADCAST, Collective, Event
 
@@ -33,8 +32,8 @@ class _Joined(Future[T]):
         return super().result(timeout)
 
 
-class Recorder(Tracer):
-    """Notes what each thread does, with the processor time in between; stands in for a `Tracer`.
+class Recorder:
+    """Notes what each thread does, with the processor time in between; an `Observer` of drivers.
 
     Processor time leaves out what a thread waits, and what other programs take. Nothing is ever waited for
     here, so a job for another thread is done at once, in the thread that hands it over, and only noted as
@@ -46,7 +45,6 @@ class Recorder(Tracer):
     """
 
     def __init__(self) -> None:
-        super().__init__(max_events=1)
         self.on = False
         self.lanes: list[list[Event]] = [[]]
         self._lane, self._of_thread = 0, dict[int, int]()
