@@ -171,7 +171,7 @@ def _body(ready: _Ready, driver: Driver) -> int:
 
 def _warm_up(setup: Setup, how: Method, driver: Driver) -> None:
     """Train a copy for a moment: kernels that load then would be charged to whichever method comes first."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # what the copy draws must not change what the method draws
         trainer = Trainer(setup, how, driver)
         try:
             trainer.warm_up(max(_WARM_UP, getattr(how.schedule, "every", 1)))

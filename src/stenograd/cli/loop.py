@@ -94,6 +94,7 @@ class Trainer:
             self._phases.close()
         start = time.perf_counter()
         trained = self._score([now.loss, now.correct, now.count])
+        # What is evaluated and compared is the model to use: between rounds the ranks' own models differ.
         with self.sync.consensus():
             evaluated = self.evaluate()
             self.check_equal()
@@ -175,6 +176,7 @@ class Trainer:
             self.progress.loss, self.progress.correct, self.progress.count = sums
         before, scheduler = loaded.extra["total_steps"], self.scheduler
         if scheduler is not None and before != self._total_steps and scheduler.last_epoch > 0:
+            # step() adds 1
             scheduler.last_epoch = round(scheduler.last_epoch / before * self._total_steps) - 1
             scheduler.step()  # sets the rates that belong to the place
 

@@ -42,7 +42,7 @@ def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, D
     world = detect(os.environ)
     if world.launcher == "alone" and options.workers is not None and options.workers > 1:
         check_option("--workers", options.workers, _MOST_WORKERS)
-        prepare(options.workers)
+        prepare(options.workers)  # here too, so an error is told once and starts no processes
         argv = [*python("from stenograd.cli import main; sys.exit(main())"), *sys.argv[1:]]
         return run_local(argv, options.workers, timeout_s=options.timeout_s)
     if options.workers not in (None, world.world_size):
@@ -56,6 +56,7 @@ def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, D
         return body(ready, Driver(timeout_s=options.timeout_s))
     _join(world, options)
     driver = Driver(timeout_s=options.timeout_s)
+    # one rank's error (its disk, its device) ends all
     return body(agree(driver, lambda: prepare(world.world_size)), driver)
 
 

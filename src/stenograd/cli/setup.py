@@ -17,7 +17,7 @@ from stenograd.tasks import Recipe, Task
 __all__ = ["Setup", "check_option", "check_options", "make_setup"]
 
 _MOST_THREADS = 1024  # PyTorch crashed with 100,000
-_LONGEST_S = 31_536_000
+_LONGEST_S = 31_536_000  # a year
 _RECIPE_KEYS = ("batch_size", "lr", "momentum", "weight_decay")
 
 
@@ -116,4 +116,4 @@ def check_options(options: Options) -> None:
         raise bad_value("--timeout-s", rule, options.timeout_s, "leave it at 300")
     if options.device == "cuda" and not devices.count():
         raise ConfigError("--device cuda needs a CUDA device, and this PyTorch sees none: use --device cpu")
-    assign({}, options.bucket_bytes)
+    assign({}, options.bucket_bytes)  # for its check of the size alone, before any rank starts

@@ -52,6 +52,7 @@ class StepTimes:
     def step(self, seconds: float) -> None:
         """End a step that took so long in all."""
         now, self._now = self._now, {}
+        # waiting happens in hooks within backward; each second counts once
         now["backward"] = now.get("backward", 0.0) - now.get("wait", 0.0)
         for part, kept in self._kept.items():
             kept.append(seconds if part == "step" else now.get(part, 0.0))

@@ -74,7 +74,7 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
             skip_bad_steps=skip_bad_steps,
         )
         super().__init__(**ddp_options)
-        self._choice.refuse(self._ddp_kwargs)
+        self._choice.refuse(self._ddp_kwargs)  # after super, which gathers them
         self._attached: list[Attachment] = []
         if self._choice.in_rounds:
             self._backward_sync_control = _RoundsControl(self._attached)
@@ -126,6 +126,7 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
         """
         try:
             super().teardown()
+        # Exchanges end even where Lightning's own teardown fails: others' processes wait for them.
         finally:
             for one in self._attached:
                 one.close()

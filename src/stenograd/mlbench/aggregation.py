@@ -119,6 +119,7 @@ class Averaging:
             by_layer: whether each tensor has collectives of its own, instead of one for all of a dtype.
         """
         exchange = self._running()
+        # a tensor alone, or all of a type; nothing is computed meanwhile
         exchange.arrange(assign(values, 1 if by_layer else sys.maxsize, tail=False))
         return exchange
 

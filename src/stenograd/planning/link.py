@@ -14,7 +14,7 @@ from stenograd.reading import read_regular
 
 __all__ = ["Link", "assumed", "from_json", "load_link"]
 
-_FORMAT = 5
+_FORMAT = 5  # of as_json(); a reader refuses others
 # How often a message's latency counts: gloo sends no data before the receiver has offered room for it, and in
 # a collective the offer leaves when the data could. Links of 5 and 20 ms show it.
 _WAYS = 2

@@ -440,6 +440,7 @@ class DistOpt(Saved):
     def _fused(self, tensors: Sequence[Tensor], send: bool, how: Method) -> None:
         _check(tensors)
         if not send:
+            # copies: the caller may reuse its tensors before they are sent
             self._buffered += [tensor.detach().reshape(-1).clone() for tensor in tensors]
             return
         held, self._buffered = self._buffered, []
