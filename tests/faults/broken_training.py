@@ -5,13 +5,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import torch
 from rank_processes import MOMENTS, Rank
+from support.processes import free_port
 
 from stenograd.emulate.hosts import Hosts, ip
 from stenograd.testing.methods import by_name
@@ -56,7 +56,7 @@ class BrokenTraining:
             self._env["STENOGRAD_STORE"] = folder / "store"
         else:
             address = "10.77.0.1" if on_hosts else "127.0.0.1"
-            self._env |= {"MASTER_ADDR": address, "MASTER_PORT": _free_port()}
+            self._env |= {"MASTER_ADDR": address, "MASTER_PORT": free_port()}
 
     def __enter__(self):
         if self._hosts is not None:
@@ -248,9 +248,3 @@ def _session(leader):
             if leader and int(words[3]) == leader and words[0] != "Z":
                 found.append(int(entry.name))
     return found
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

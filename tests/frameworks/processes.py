@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import tempfile
 import time
 from multiprocessing.connection import wait
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import forked
 from launched import SOURCE, clean_env
+from support.processes import free_port
 
 HERE = Path(__file__).parent
 
@@ -21,7 +21,7 @@ def run_ranks(script, world_size, *, args=(), timeout_s=300, launcher="torchrun"
     starts one without any, which starts the others itself, and returns its one answer in a list. The first
     process that fails ends all, and what it wrote is in the AssertionError.
     """
-    torchrun, port = launcher == "torchrun", _free_port()
+    torchrun, port = launcher == "torchrun", free_port()
     path = os.pathsep.join(filter(None, [SOURCE, str(HERE), os.environ.get("PYTHONPATH")]))
     command, started, deadline = [str(HERE / script), *map(str, args)], [], time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="stenograd-frameworks-") as folder:
@@ -49,12 +49,6 @@ def _torchrun(rank, world_size, port):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0, "ROLE_RANK": rank}
     # By the run's name frameworks tell that they were launched.
     return {name: str(value) for name, value in (here | where | {"TORCHELASTIC_RUN_ID": "test"}).items()}
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait(processes, deadline):

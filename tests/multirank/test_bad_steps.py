@@ -7,10 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from models import ALL_METHODS, SMALL_BUCKETS, flat, mlp, shards
+from support.faces import attached
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import stenograd
 from stenograd.testing.methods import by_name
 
 WORLD, STEPS, BAD = 3, 33, {7: "nan", 17: "inf", 25: "overflow"}
@@ -48,12 +47,8 @@ def _harmed(model, kind, rank, method):
 def _train(rank, face, method, bad, left_out):
     """Return the lost steps, how many counted as skipped, whether `finite` told so, and the weights."""
     model = mlp(0)
-    net = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS / 2**20) if face == "hook" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if face == "hook":
-        sync = stenograd.ddp.register(net, method, timeout_s=60)
-    else:
-        sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=60)
+    net, sync = attached(face, model, optimizer, method, SMALL_BUCKETS, timeout_s=60)
     lost, agree = [], True
     for s in (s for s in range(STEPS) if s not in left_out):
         xs, ys = shards(s, WORLD)
@@ -86,7 +81,7 @@ def _both(rank, face, method):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("face", "method"),
-    [*(("distribute", text) for text in ALL_METHODS), *(("hook", text) for text in by_name())],
+    [*(("distribute", text) for text in ALL_METHODS), *(("ddp", text) for text in by_name())],
 )
 def test_exactly_the_bad_steps_are_lost(pool, face, method):
     """The third is one where the method's averages can overflow though no rank's gradients did."""

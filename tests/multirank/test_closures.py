@@ -4,10 +4,8 @@ import warnings
 
 import pytest
 import torch
-from models import flat, mlp, shards
-from torch.nn.parallel import DistributedDataParallel
-
-import stenograd
+from models import SMALL_BUCKETS, flat, mlp, shards
+from support.faces import attached
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -43,11 +41,8 @@ def _train(rank, face, how, bad):
     """Five steps, in closures or one after the other; in `bad` of the two passes of step 2 comes a NaN."""
     model = mlp(0)
     optimizer = Sharpness(model.parameters())
-    if face == "ddp":
-        net = DistributedDataParallel(model)
-        sync = stenograd.ddp.register(net, "topk:ratio=0.1", timeout_s=30)
-    else:
-        net, sync = model, stenograd.distribute(model, optimizer, face, bucket_bytes=1200, timeout_s=30)
+    method = "topk:ratio=0.1" if face == "ddp" else face
+    net, sync = attached(face, model, optimizer, method, SMALL_BUCKETS)
     with sync, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a step is skipped
         for s in range(5):
@@ -92,11 +87,7 @@ def _beside_another(rank, face):
     model = mlp(0)
     parameters = list(model.parameters())
     plain, sharp = torch.optim.SGD(parameters[:2], lr=0.1), Sharpness(parameters[2:])
-    if face == "ddp":
-        net = DistributedDataParallel(model)
-        sync = stenograd.ddp.register(net, "dense", timeout_s=30)
-    else:
-        net, sync = model, stenograd.distribute(model, [plain, sharp], face, timeout_s=30)
+    net, sync = attached(face, model, [plain, sharp], "dense")
     moved = []
     with sync, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a step is skipped
@@ -132,11 +123,7 @@ def _second_order(rank, face, search):
     """Ten steps of LBFGS on other data on each rank, on which losses differ widely."""
     model = mlp(0)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn=search)
-    if face == "ddp":
-        net = DistributedDataParallel(model)
-        sync = stenograd.ddp.register(net, "dense", timeout_s=30)
-    else:
-        net, sync = model, stenograd.distribute(model, optimizer, face, timeout_s=30)
+    net, sync = attached(face, model, optimizer, "dense" if face == "ddp" else face)
     x = torch.randn(32, 10, generator=torch.Generator().manual_seed(rank)) * (1 + rank)
     evaluated = []
 

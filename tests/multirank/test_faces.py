@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from models import SMALL_BUCKETS, flat, mlp, shards
+from support.faces import attached
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
@@ -18,11 +19,8 @@ FACES = ["distribute", "ddp"]
 def _attach(face, method, seed=0, **options):
     model = mlp(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if face == "ddp":
-        model = DistributedDataParallel(model, bucket_cap_mb=0.0001)
-        return model, optimizer, stenograd.ddp.register(model, method, timeout_s=30, **options)
-    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30, **options)
-    return model, optimizer, sync
+    net, sync = attached(face, model, optimizer, method, 100 if face == "ddp" else SMALL_BUCKETS, **options)
+    return net, optimizer, sync
 
 
 def _steps(model, optimizer, rank, world_size, first, count, bad=None):
@@ -291,11 +289,7 @@ def _compiled_names(rank, world_size, face):
     model[0] = torch.compile(model[0], backend="eager")
     whole = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    if face == "ddp":
-        whole = DistributedDataParallel(whole)
-        sync = stenograd.ddp.register(whole, "topk:ratio=0.1", timeout_s=30)
-    else:
-        sync = stenograd.distribute(whole, optimizer, "topk:ratio=0.1", timeout_s=30)
+    whole, sync = attached(face, whole, optimizer, "topk:ratio=0.1")
     with sync:
         _steps(whole, optimizer, rank, world_size, 0, 2)
         return list(sync.state_dict()["parameters"])

@@ -4,8 +4,9 @@ import warnings
 
 import pytest
 import torch
-from models import ALL_METHODS, SMALL_BUCKETS, flat, mlp, shards, step
+from models import ALL_METHODS
 from support.faces import Face, Hook
+from support.training import mlp
 from torch import nn
 
 import stenograd
@@ -66,22 +67,14 @@ def test_two_ranks_have_no_majority(pool):
 
 def _long(rank, method):
     """1,000 steps, checked every 100; then a bit of rank 1 flips, which no later update rounds away."""
-    model = mlp(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    options = {"check_every": 100, "bucket_bytes": SMALL_BUCKETS, "timeout_s": 60}
-
-    def steps(count):
-        for s in range(count):
-            xs, ys = shards(s, 3)
-            step(model, optimizer, xs[rank], ys[rank])
-
-    with stenograd.distribute(model, optimizer, method, **options) as sync:
-        steps(1000)
-        weights, applied = flat(model), sync.step
-        if rank == 1:
-            _flip(model, "4.weight")
-        with pytest.raises(stenograd.errors.ReplicaDivergence) as raised:
-            steps(100)
+    sgd = torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}
+    run = Face(rank, 3, mlp(rank), how=method, optimizer=sgd, check_every=100, timeout_s=60)
+    weights, applied = run.train(range(1000)), run.sync.step
+    if rank == 1:
+        _flip(run.model, "4.weight")
+    with pytest.raises(stenograd.errors.ReplicaDivergence) as raised:
+        run.train(range(100))
+    run.close()
     return weights, applied, raised.value.step, raised.value.tensors
 
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from models import flat, mlp, shards
-from torch.nn.parallel import DistributedDataParallel
+from support.faces import attached
 
 import stenograd
 from stenograd.sync import steps
@@ -46,7 +46,7 @@ def test_a_nan_costs_another_optimizer_one_step_too(pool, method):
         assert torch.equal(ranks[0][0], ranks[1][0])
 
 
-def _rarely(rank, method, scaled):
+def _rarely(rank, face, method, scaled):
     """The repeated program: a steps in each of 8 batches, b in every 4th; rank 0 has a NaN in batch 2.
 
     With a GradScaler, a's step after that is not called at all, so nobody else hears of it there.
@@ -55,11 +55,7 @@ def _rarely(rank, method, scaled):
     a, b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     model = torch.nn.Sequential(a, b)
     often, rarely = (torch.optim.SGD(part.parameters(), lr=0.01) for part in (a, b))
-    if method.startswith("hook/"):
-        model = DistributedDataParallel(model)
-        sync = stenograd.ddp.register(model, method.removeprefix("hook/"), timeout_s=30)
-    else:
-        sync = stenograd.distribute(model, [often, rarely], method, timeout_s=30)
+    model, sync = attached(face, model, [often, rarely], method)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
     moved, generator = [0, 0], torch.Generator().manual_seed(rank)
     with sync, warnings.catch_warnings():
@@ -81,10 +77,19 @@ def _rarely(rank, method, scaled):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("method", ["dense", "topk:ratio=0.9", "hook/dense", "hook/sign", "local:every=20"])
-def test_a_nan_costs_another_optimizers_later_steps_nothing(pool, method, scaled):
+@pytest.mark.parametrize(
+    ("face", "method"),
+    [
+        ("distribute", "dense"),
+        ("distribute", "topk:ratio=0.9"),
+        ("distribute", "local:every=20"),
+        ("ddp", "dense"),
+        ("ddp", "sign"),
+    ],
+)
+def test_a_nan_costs_another_optimizers_later_steps_nothing(pool, face, method, scaled):
     """Of eight steps of the one that steps often the second is lost, and of the other's two none."""
-    bad, good = pool.run(2, _rarely, method, scaled)
+    bad, good = pool.run(2, _rarely, face, method, scaled)
     assert bad == ([7, 2], 1)
     assert good == (([8, 2], 0) if method.startswith("local") else bad)
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from models import flat, mlp
+from support.faces import attached
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -172,11 +173,7 @@ class _Scaled:
     def __init__(self, rank, method, *, face="distribute", scale=4.0, fused=False, grows=1000):
         self.rank, self.model = rank, mlp(0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=fused)
-        if face == "ddp":
-            self.model = DistributedDataParallel(self.model)
-            self.sync = stenograd.ddp.register(self.model, method, timeout_s=30)
-        else:
-            self.sync = stenograd.distribute(self.model, self.optimizer, method, timeout_s=30)
+        self.model, self.sync = attached(face, self.model, self.optimizer, method)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=grows)
 
     def steps(self, count):

@@ -14,6 +14,15 @@ from support.training import SMALL_BUCKETS, flat, shards
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
 
 
+def attached(face, model, optimizer, method, bucket_bytes=4 << 20, **options):
+    """Attach a method by DDP's hook where the face is "ddp", else by `distribute`; return both."""
+    options = {"timeout_s": 30, **options}
+    if face == "ddp":
+        net = DistributedDataParallel(model, bucket_cap_mb=bucket_bytes / 2**20)
+        return net, stenograd.ddp.register(net, method, **options)
+    return model, stenograd.distribute(model, optimizer, method, bucket_bytes=bucket_bytes, **options)
+
+
 class Face:
     """One rank's training, here by `distribute`; subclasses say how others are attached, step and are saved.
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.gradients import ranks_of
 
 import stenograd
 from stenograd.compression.contract import Site
@@ -18,11 +19,6 @@ from stenograd.simulate import exchange
 
 SHAPES = [torch.Size(s) for s in [(9, 11), (3,), (0,), (), (130,)]]
 NUMEL = sum(s.numel() for s in SHAPES)
-
-
-def gradients(world, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(NUMEL, generator=generator) for _ in range(world)]
 
 
 def loop_over_chunks(x, shapes, chunk, ratio):
@@ -42,7 +38,7 @@ def loop_over_chunks(x, shapes, chunk, ratio):
 @pytest.mark.parametrize("ratio", [0.02, 0.25, 1.0])
 @pytest.mark.parametrize("compact", [True, False])
 def test_chunks_are_selected_as_a_plain_loop_does(chunk, ratio, compact):
-    xs = gradients(3)
+    xs = ranks_of(3, NUMEL)
     codec = TopK(ratio=ratio, chunk=chunk, compact=compact, values="float32")
     out = exchange(codec, xs, shapes=SHAPES, want_error=True)
     kept = [loop_over_chunks(x, SHAPES, chunk, ratio) for x in xs]
@@ -52,7 +48,7 @@ def test_chunks_are_selected_as_a_plain_loop_does(chunk, ratio, compact):
 
 
 def test_what_is_kept_of_a_tensor_does_not_depend_on_its_neighbours():
-    x = gradients(1)[0]
+    x = ranks_of(1, NUMEL)[0]
     (together,) = exchange(TopK(ratio=0.1, chunk=16), [x], shapes=SHAPES)
     pieces = x.split([s.numel() for s in SHAPES])
     apart = [exchange(TopK(ratio=0.1, chunk=16), [p])[0].average for p in pieces]
@@ -61,7 +57,7 @@ def test_what_is_kept_of_a_tensor_does_not_depend_on_its_neighbours():
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_the_mean_over_senders_is_a_plain_loop(world):
-    xs = gradients(world, seed=world)
+    xs = ranks_of(world, NUMEL, seed=world)
     codec = TopK(ratio=0.1, chunk=16, divide="senders", values="float32")
     out = exchange(codec, xs, shapes=SHAPES)
     sent = [loop_over_chunks(x, SHAPES, 16, 0.1).double().numpy() for x in xs]
@@ -83,7 +79,7 @@ def test_keeping_whole_chunks_leaves_nothing_behind_whatever_the_decay():
     fed = ErrorFeedback(inner=TopK(ratio=1.0, chunk=16, divide="senders", values="float32"))
     states = None
     for step in range(3):
-        xs = gradients(2, seed=step)
+        xs = ranks_of(2, NUMEL, seed=step)
         out = exchange(fed, xs, states, shapes=SHAPES, step=step)
         states = [e.state for e in out]
         assert torch.allclose(out[0].average, (xs[0] + xs[1]) / 2, atol=1e-7)
@@ -95,7 +91,7 @@ def test_in_float64_what_was_sent_and_the_residual_add_up_exactly_enough():
     fed = ErrorFeedback(inner=TopK(ratio=1 / 64, chunk=64))
     given, sent, states = torch.zeros(NUMEL, dtype=torch.float64), 0, None
     for step in range(20):
-        x = gradients(1, seed=step)[0].double()
+        x = ranks_of(1, NUMEL, seed=step)[0].double()
         (e,) = exchange(fed, [x], states, shapes=SHAPES, step=step)
         given, sent, states = given + x, sent + e.average, [e.state]
     assert (sent + states[0]["residual"] - given).abs().max() < 1e-13

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.gradients import ranks_of
 
 import stenograd
 from stenograd.compression import Kind
@@ -14,11 +15,6 @@ from stenograd.simulate import exchange
 SHAPES = [torch.Size(s) for s in [(6, 10), (7,), (0, 3), (4, 2, 3), ()]]
 NUMELS = [s.numel() for s in SHAPES]
 SIDES = [(3, 2), (1, 1), None, (4, 3), (1, 1)]  # largest divisors up to 4; 7 is prime
-
-
-def gradients(world, step):
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(sum(NUMELS), generator=generator) for _ in range(world)]
 
 
 def transform(block):
@@ -37,7 +33,7 @@ def plain(world, steps, keep, decay):
     delta = [torch.zeros(sum(NUMELS), dtype=torch.float64) for _ in range(world)]
     delivered = []
     for step in range(steps):
-        for rank, g in enumerate(gradients(world, step)):
+        for rank, g in enumerate(ranks_of(world, sum(NUMELS), step)):
             delta[rank] = decay * delta[rank] + g.double()
         out, at = torch.zeros(sum(NUMELS), dtype=torch.float64), 0
         for shape, sides in zip(SHAPES, SIDES, strict=True):
@@ -68,7 +64,7 @@ def test_it_is_the_definition_block_by_block(world):
     codec, states = DeMo(chunk=4, keep=3, decay=0.9), None
     wanted, momenta = plain(world, 5, 3, 0.9)
     for step, expected in enumerate(wanted):
-        out = exchange(codec, gradients(world, step), states, shapes=SHAPES, step=step)
+        out = exchange(codec, ranks_of(world, sum(NUMELS), step), states, shapes=SHAPES, step=step)
         states = [e.state for e in out]
         assert all(torch.equal(e.average, out[0].average) for e in out)
         clear = expected.abs() > 1e-4  # the sign of what is nearly zero may be either
@@ -79,8 +75,8 @@ def test_it_is_the_definition_block_by_block(world):
 
 
 def test_sending_all_coefficients_empties_the_momentum():
-    out = exchange(DeMo(chunk=8, keep=64), gradients(2, 0), shapes=SHAPES)
-    mean = sum(gradients(2, 0)) / 2
+    out = exchange(DeMo(chunk=8, keep=64), ranks_of(2, sum(NUMELS), 0), shapes=SHAPES)
+    mean = sum(ranks_of(2, sum(NUMELS), 0)) / 2
     clear = mean.abs() > 1e-4
     assert torch.equal(out[0].average[clear], mean[clear].sign())
     assert max(float(e.state["demo_momentum"].abs().max()) for e in out) < 1e-5

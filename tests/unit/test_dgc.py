@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.gradients import ranks_of
 from torch import nn
 
 import stenograd
@@ -20,11 +21,6 @@ LARGE = [0, 4]  # tensors of two dimensions and more
 NUMEL = sum(NUMELS)
 
 
-def gradients(world, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(NUMEL, generator=generator).to(dtype) for _ in range(world)]
-
-
 def plain_loop(world, steps, ratio, m, nesterov, masking):
     """The paper's algorithm, rank by rank; returns the delivered gradients in float64."""
     start = [sum(NUMELS[:i]) for i in range(len(NUMELS))]
@@ -34,7 +30,7 @@ def plain_loop(world, steps, ratio, m, nesterov, masking):
     v = [torch.zeros(len(large), dtype=torch.float64) for _ in range(world)]
     momentum, delivered = torch.zeros(len(small), dtype=torch.float64), []
     for step in range(steps):
-        xs = [x.double() for x in gradients(world, step)]
+        xs = [x.double() for x in ranks_of(world, NUMEL, step)]
         out = torch.zeros(NUMEL, dtype=torch.float64)
         k = math.ceil(ratio * len(large))
         for rank in range(world):
@@ -63,7 +59,7 @@ def plain_loop(world, steps, ratio, m, nesterov, masking):
 def test_it_is_the_papers_loop(world, masking, nesterov):
     codec, states = DGC(ratio=0.1, momentum=0.9, nesterov=nesterov, masking=masking), None
     for step, wanted in enumerate(plain_loop(world, 12, 0.1, 0.9, nesterov, masking)):
-        out = exchange(codec, gradients(world, step), states, shapes=SHAPES, step=step)
+        out = exchange(codec, ranks_of(world, NUMEL, step), states, shapes=SHAPES, step=step)
         states = [e.state for e in out]
         assert all(torch.equal(e.average, out[0].average) for e in out)
         assert torch.allclose(out[0].average.double(), wanted, atol=1e-5)
@@ -129,7 +125,7 @@ def test_clipping_limits_a_tensors_norm_by_the_root_of_the_ranks():
 def test_bytes():
     """120 + 24 large elements, k = 15 indices and values; six small ones in float32."""
     spied = []
-    exchange(DGC(ratio=0.1), gradients(2, 0), shapes=SHAPES, spy=spied.append)
+    exchange(DGC(ratio=0.1), ranks_of(2, NUMEL, 0), shapes=SHAPES, spy=spied.append)
     assert sum(r.nbytes for r in spied) == places_bytes(NUMEL, 15) + 4 * 15 + 4 * 6
     assert len(spied) == 2
 
@@ -137,7 +133,7 @@ def test_bytes():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_other_types_keep_float32_or_wider_state(dtype):
     codec = DGC(ratio=0.2)
-    out = exchange(codec, gradients(2, 0, dtype), shapes=SHAPES)
+    out = exchange(codec, ranks_of(2, NUMEL, 0, dtype), shapes=SHAPES)
     assert out[0].average.dtype is dtype
     assert out[0].state["dgc_u"].dtype is torch.promote_types(dtype, torch.float32)
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.gradients import ranks_of
 from torch import nn
 
 import stenograd
@@ -17,11 +18,6 @@ SHAPES = [torch.Size(s) for s in [(12, 8), (7,), (0, 3), (4, 3, 3), (), (1, 5), 
 NUMELS = [s.numel() for s in SHAPES]
 
 
-def gradients(world, step):
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(sum(NUMELS), generator=generator) for _ in range(world)]
-
-
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(("ratio", "mu"), [(0.25, 0.95), (1.0, 0.5), (0.5, 0.0)])
 def test_it_is_a_plain_loop(world, ratio, mu):
@@ -29,7 +25,7 @@ def test_it_is_a_plain_loop(world, ratio, mu):
     codec, states = Dion(ratio=ratio, momentum=mu), None
     momenta, queries = [torch.zeros(sum(NUMELS)).double() for _ in range(world)], {}
     for step in range(5):
-        gs = gradients(world, step)
+        gs = ranks_of(world, sum(NUMELS), step)
         if states is None:
             first = exchange(codec, [torch.zeros(sum(NUMELS))], shapes=SHAPES)[0].state
             queries = {i: first[f"dion_q/{i}"].T.double() for i in (0, 3, 6)}

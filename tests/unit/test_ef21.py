@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.gradients import ranks_of
 from torch import nn
 
 import stenograd
@@ -18,11 +19,6 @@ SHAPES = [torch.Size((12, 20)), torch.Size((5,)), torch.Size((0,)), torch.Size((
 NUMEL = 246
 
 
-def gradients(world, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(NUMEL, generator=generator).to(dtype) for _ in range(world)]
-
-
 @pytest.mark.parametrize("eta", [1.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_it_is_a_plain_loop(eta, dtype):
@@ -31,7 +27,7 @@ def test_it_is_a_plain_loop(eta, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     known, v, states = [], [], None
     for step in range(8):
-        xs = gradients(world, step, dtype)
+        xs = ranks_of(world, NUMEL, step, dtype)
         out = exchange(fed, xs, states, shapes=SHAPES, step=step)
         states = [e.state for e in out]
         for rank, x in enumerate(x.to(wide) for x in xs):
@@ -60,7 +56,7 @@ def test_what_is_delivered_is_the_mean_of_what_is_known(inner, world):
     """Also where codes are averaged twice (sign on five ranks), or only about k sums return (topk)."""
     fed, states = EF21(inner=inner), None
     for step in range(20):
-        out = exchange(fed, gradients(world, step), states, shapes=SHAPES, step=step)
+        out = exchange(fed, ranks_of(world, NUMEL, step), states, shapes=SHAPES, step=step)
         states = [e.state for e in out]
         known = torch.stack([s["ef21_known"] for s in states]).double().mean(0)
         assert torch.allclose(out[0].average.double(), known, atol=1e-4)
@@ -71,7 +67,7 @@ def test_a_lossless_inner_compressor_delivers_the_mean(eta):
     """Top-k of all: h is v at every step, so G is the mean gradient, or its moving average."""
     fed, states, moving = EF21(inner=TopK(ratio=1.0, values="float32"), eta=eta), None, None
     for step in range(5):
-        xs = gradients(3, step)
+        xs = ranks_of(3, NUMEL, step)
         out = exchange(fed, xs, states, shapes=SHAPES, step=step)
         states = [e.state for e in out]
         dense = torch.stack(xs).mean(0)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.gradients import ranks_of
 
 import stenograd
 from stenograd.compression.contract import Site
@@ -20,11 +21,6 @@ SHAPES = [torch.Size((16, 24)), torch.Size((7,))]
 NUMEL = 16 * 24 + 7
 
 
-def gradients(world, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(NUMEL, generator=generator).to(dtype) for _ in range(world)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("beta", [0.5, 0.95])
 def test_the_residual_is_that_of_a_plain_loop(beta, dtype):
@@ -34,7 +30,7 @@ def test_the_residual_is_that_of_a_plain_loop(beta, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     owed, states = [torch.zeros(NUMEL, dtype=wide) for _ in range(2)], None
     for step in range(8):
-        xs = gradients(2, step, dtype)
+        xs = ranks_of(2, NUMEL, step, dtype)
         out = exchange(fed, xs, states, shapes=SHAPES, step=step)
         states = [e.state for e in out]
         sent = []
@@ -71,7 +67,7 @@ def test_without_decay_the_residual_goes_straight_to_the_inner_compressor(inner)
     fed, states = ErrorFeedback(inner=inner), None
     residuals = [torch.zeros(NUMEL) for _ in range(4)]
     for step in range(4):
-        xs, ranks = gradients(4, step), []
+        xs, ranks = ranks_of(4, NUMEL, step), []
         for rank, x in enumerate(xs):
             site = Site(shapes=tuple(SHAPES), rank=rank, world_size=4, step=step)
             mine = inner.init(x, site) if states is None else states[rank]
@@ -91,10 +87,10 @@ def test_decayed_feedback_conforms(inner):
 
 
 def test_the_old_residual_is_whole_until_the_step_counts():
-    fed, xs = ErrorFeedback(inner=TopK(ratio=0.1), decay=0.9), gradients(2, 0)
+    fed, xs = ErrorFeedback(inner=TopK(ratio=0.1), decay=0.9), ranks_of(2, NUMEL, 0)
     states = [e.state for e in exchange(fed, xs)]
     before = [s["residual"].clone() for s in states]
-    exchange(fed, gradients(2, 1), states, commits=True)
+    exchange(fed, ranks_of(2, NUMEL, 1), states, commits=True)
     assert all(torch.equal(s["residual"], old) for s, old in zip(states, before, strict=True))
 
 

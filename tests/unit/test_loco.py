@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.gradients import ranks_of
 
 import stenograd
 from stenograd.compression.feedback import LoCo
@@ -15,11 +16,6 @@ from stenograd.testing.conformance import check
 
 SHAPES = [torch.Size((40, 30)), torch.Size((5,)), torch.Size((0,)), torch.Size(())]
 NUMELS = [1200, 5, 0, 1]
-
-
-def gradients(world, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(sum(NUMELS), generator=generator).to(dtype) for _ in range(world)]
 
 
 def rounded(residual):
@@ -39,7 +35,7 @@ def test_it_is_a_plain_loop(dtype):
     method = LoCo(inner=inner, reset_steps=4)
     owed, states = [torch.zeros(sum(NUMELS)) for _ in range(world)], None
     for step in range(7):
-        xs = gradients(world, step, dtype)
+        xs = ranks_of(world, sum(NUMELS), step, dtype)
         out = exchange(method, xs, states, shapes=SHAPES, step=step)
         states = [e.state for e in out]
         sent = []
@@ -83,7 +79,7 @@ def test_states_of_other_numbers_of_ranks_start_from_nothing():
     """Counters go on, and codes that differ from rank to rank are no error."""
     method, states = LoCo(inner=LowBit(format="int4")), None
     for step in range(3):
-        out = exchange(method, gradients(2, step), states, shapes=SHAPES, step=step)
+        out = exchange(method, ranks_of(2, sum(NUMELS), step), states, shapes=SHAPES, step=step)
         states = [e.state for e in out]
     about = {"format": 1, "method": "m", "step": 3, "skipped": 0, "world_size": 2}
     saved = [

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.gradients import ranks_of
 
 from stenograd.compression.contract import Site
 from stenograd.compression.feedback import ErrorFeedback
@@ -17,11 +18,6 @@ from stenograd.simulate import exchange
 SHAPES = [torch.Size(s) for s in [(30, 20), (7,), (30, 20), (0, 3), (), (6, 5, 7), (30, 20)]]
 NUMELS = [s.numel() for s in SHAPES]
 exactly = partial(PowerSGD, values="float32")  # what is compared with numpy must not be rounded
-
-
-def ranks_of(world: int, n: int, seed: int = 0) -> list[torch.Tensor]:
-    rng = np.random.default_rng(seed)
-    return [torch.from_numpy(rng.standard_normal(n)).float() for _ in range(world)]
 
 
 def numpy_powersgd(ms: list[np.ndarray], q: np.ndarray) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:

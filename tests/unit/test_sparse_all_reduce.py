@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.gradients import ranks_of
 
 from stenograd.catalog.method import method
 from stenograd.comm.traffic import moved_bytes
@@ -16,13 +17,6 @@ from stenograd.compressors.topk import TopK
 from stenograd.data.requests import Op
 from stenograd.errors import MethodError
 from stenograd.simulate import exchange
-
-
-def ranks_of(world, n, dtype=torch.float32, seed=0):
-    return [
-        torch.randn(n, generator=torch.Generator().manual_seed(97 * seed + r), dtype=dtype)
-        for r in range(world)
-    ]
 
 
 def moved_by(codec, xs):
@@ -164,7 +158,7 @@ def test_entries_that_do_not_fit_stay_the_smallest_first(compact):
 )
 @pytest.mark.parametrize("compact", [False, True])
 def test_other_types(dtype, eps, compact):
-    xs = ranks_of(4, 1000, dtype)
+    xs = ranks_of(4, 1000, dtype=dtype)
     out = exchange(TopK(ratio=0.1, compact=compact, reduce="regions"), xs, want_error=True)
     for e in out:
         assert (e.average.dtype, e.error.dtype) == (dtype, dtype)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.gradients import ranks_of
 
 from stenograd.compression.contract import Feedback, Site
 from stenograd.compressors.randomblock import RandomBlock
@@ -18,11 +19,6 @@ from stenograd.errors import MethodError
 from stenograd.simulate import exchange
 
 floats = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=40)
-
-
-def ranks_of(world: int, n: int, seed: int = 0) -> list[torch.Tensor]:
-    rng = np.random.default_rng(seed)
-    return [torch.from_numpy(rng.standard_normal(n)).float() for _ in range(world)]
 
 
 @settings(max_examples=50)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.gradients import ranks_of
 
 from stenograd.comm.traffic import moved_bytes
 from stenograd.compression.blocks import chunks_for
@@ -17,13 +18,6 @@ from stenograd.simulate import exchange
 
 CODECS = [(Sign(), 1, 1024), (Sign(block=64), 1, 64), (QSGD(), 4, 512), (QSGD(bits=8, block=64), 8, 64)]
 WORLDS = (2, 3, 4, 8, 16, 32, 64)
-
-
-def ranks_of(world, n, dtype=torch.float32, seed=0):
-    return [
-        torch.randn(n, generator=torch.Generator().manual_seed(97 * seed + r), dtype=dtype)
-        for r in range(world)
-    ]
 
 
 def coded_bytes(numels, bits, block):
@@ -97,7 +91,7 @@ def test_the_average_is_the_mean_without_the_errors(numels, world, block, bits, 
 )
 def test_other_types(codec, dtype, eps):
     """float64 keeps its errors but not its scales; x of 16 bits has such errors, four times at the owner."""
-    xs = ranks_of(4, 1000, dtype)
+    xs = ranks_of(4, 1000, dtype=dtype)
     out = exchange(codec, xs, want_error=True)
     applied = torch.stack([x.double() - e.error.double() for x, e in zip(xs, out, strict=True)]).mean(0)
     for e in out:
