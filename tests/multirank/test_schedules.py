@@ -132,6 +132,9 @@ def trained(driver, text, kind, cut=None):
     (built, loss_of), file = TRAININGS[kind], io.BytesIO()
     for first, last in [(0, STEPS)] if cut is None else [(0, cut), (cut, STEPS)]:
         model, optimizer = built()
+        if driver is not None and driver.rank:  # all ranks start from the weights of the first
+            for p in model.parameters():
+                nn.init.constant_(p, float(driver.rank))
         sync = stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30)
         before = sync.traffic.payload_bytes
         if first:
@@ -144,8 +147,8 @@ def trained(driver, text, kind, cut=None):
             optimizer.zero_grad()
             loss_of(model, sync.rank, step).backward()
             optimizer.step()
+        torch.save([part.state_dict() for part in (sync, model, optimizer)], file)  # waits for what travels
         sent = sync.traffic.payload_bytes - before, sync.traffic.collectives
-        torch.save([part.state_dict() for part in (sync, model, optimizer)], file)
         own = copy.deepcopy(model.state_dict())
         with sync.consensus():
             common = copy.deepcopy(model.state_dict())

@@ -23,6 +23,23 @@ def attached(face, model, optimizer, method, bucket_bytes=4 << 20, **options):
     return model, stenograd.distribute(model, optimizer, method, bucket_bytes=bucket_bytes, **options)
 
 
+def reread(file):
+    """Return what a checkpoint's file holds."""
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(a, b):
+    """Tell whether two states are the same, in every bit of their tensors."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
 class Face:
     """One rank's training, here by `distribute`; subclasses say how others are attached, step and are saved.
 
@@ -79,10 +96,13 @@ class Face:
         torch.save([part.state_dict() for part in self.parts], file)
         return file
 
+    def kept(self):
+        """Return copies of all that a checkpoint holds."""
+        return reread(self.save())
+
     def load(self, saved):
         """Go on from there; no code in the file runs."""
-        saved.seek(0)
-        for part, state in zip(self.parts, torch.load(saved, weights_only=True), strict=True):
+        for part, state in zip(self.parts, reread(saved), strict=True):
             part.load_state_dict(state)
 
     def close(self):
@@ -215,6 +235,10 @@ class Singa(Face):
         file = io.BytesIO()
         self.sync.save(file)
         return {name: t.clone() for name, t in self.model.state_dict().items()}, file
+
+    def kept(self):
+        model, file = self.save()
+        return model, reread(file)
 
     def load(self, saved):
         saved[1].seek(0)
