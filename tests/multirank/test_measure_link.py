@@ -6,8 +6,7 @@ import pytest
 
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
-from stenograd.planning.link import assumed, from_json, load_link
-from stenograd.planning.measure_link import _Timed, measure_link
+from stenograd.planning.link import _Timed, assumed, from_json, load_link, measure_link
 
 
 def _measured(rank, seconds):

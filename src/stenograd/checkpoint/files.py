@@ -1,4 +1,4 @@
-"""Write files that are whole or absent, whenever the machine stops."""
+"""Write files that are whole or absent, whenever the machine stops, and read JSON that may be damaged."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-__all__ = ["Digest", "finite", "replacing", "strict_json", "write_atomically", "write_json"]
+from stenograd.errors import StenogradError, first_line
+from stenograd.reading import read_regular
+
+__all__ = ["Digest", "finite", "read_json", "replacing", "strict_json", "write_atomically", "write_json"]
+
+T = TypeVar("T")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -96,6 +101,25 @@ class Digest:
 def write_json(path: Path, values: Any) -> None:
     """Write a JSON file in one step; what is not finite becomes null."""
     write_atomically(path, (strict_json(values) + "\n").encode())
+
+
+def read_json(path: Path, make: Callable[[Any], T], error: type[StenogradError], what: str, advice: str) -> T:
+    """Return what is made of the values in a JSON file.
+
+    Args:
+        path: the file.
+        make: may raise whatever values of another kind than it expects make Python raise.
+        error: to raise.
+        what: is wrong then, such as "cannot be read as a link".
+        advice: what to do.
+
+    Raises:
+        StenogradError: `error`, where the file cannot be read or nothing can be made of it.
+    """
+    try:
+        return make(json.loads(read_regular(path)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+        raise error(f"{path}: {what} ({first_line(cause)}): {advice}") from cause
 
 
 def strict_json(values: Any, indent: int | None = 2) -> str:

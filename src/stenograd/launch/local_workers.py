@@ -19,7 +19,7 @@ from types import FrameType
 from stenograd.errors import LaunchError, bad_value
 from stenograd.launch.detect import STORE_VARIABLE
 
-__all__ = ["SECRET_VARIABLE", "TIMEOUT_VARIABLE", "environment", "python", "run_local"]
+__all__ = ["SECRET_VARIABLE", "TIMEOUT_VARIABLE", "environment", "python", "run_local", "usable_cores"]
 
 TIMEOUT_VARIABLE = "STENOGRAD_TIMEOUT_S"  # how long `init` waits for the others unless told otherwise
 
@@ -151,9 +151,13 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: str) -> dict[str, str]:
     """Build the environment that all workers share, without the variables of an outer torchrun's agent."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     kept = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
     own = {
         "WORLD_SIZE": str(workers),
@@ -161,7 +165,10 @@ def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: 
         STORE_VARIABLE: str(Path(directory) / "store"),
         TIMEOUT_VARIABLE: str(timeout_s),
     }
-    given = {"OMP_NUM_THREADS": str(max(1, cores // workers)), SECRET_VARIABLE: secrets.token_hex(16)}
+    given = {
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // workers)),
+        SECRET_VARIABLE: secrets.token_hex(16),
+    }
     return given | kept | own
 
 
