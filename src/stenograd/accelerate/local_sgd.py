@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from stenograd.accelerate.prepared import optimizers_of, refuse_sharding
+from stenograd.accelerate.attachment import optimizers_of, refuse_sharding
 from stenograd.catalog.method import Method
 from stenograd.catalog.method import method as parse
 from stenograd.errors import ConfigError, check_count
