@@ -15,7 +15,7 @@ from stenograd.catalog.method import Method
 from stenograd.checkpoint.beside import load_state, save_state
 from stenograd.data.carried import in_memory
 from stenograd.errors import StenogradError
-from stenograd.sync.ddp_register import register
+from stenograd.sync.ddp import register
 from stenograd.sync.distribute import distribute
 from stenograd.sync.handshake import unwrapped
 

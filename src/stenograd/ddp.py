@@ -1,6 +1,5 @@
 """Stenograd's methods as a communication hook of DistributedDataParallel: `stenograd.ddp.register`."""
 
-from stenograd.sync.ddp_hook import DDPHook
-from stenograd.sync.ddp_register import register
+from stenograd.sync.ddp import DDPHook, register
 
 __all__ = ["DDPHook", "register"]

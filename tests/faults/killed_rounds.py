@@ -30,7 +30,6 @@ from torch import Tensor, nn
 import stenograd
 from stenograd.data.requests import exchange
 from stenograd.errors import PeerLost
-from stenograd.sync.outer_averaging import OuterPart
 from stenograd.testing.pool import RankPool, RanksFailed
 
 _EVERY, _ROUNDS, _MORE_ROUNDS = 3, 3, 5  # more where ranks that are no neighbours notice later
@@ -260,8 +259,7 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
         if die is not None and one.phase in ("sent", "arrived", "confirming", "torn"):
             _die_in_exchange(sync._gossip if part is None else sync._pairs, told, one, die)
     elif die is not None and one.phase in ("sent", "arrived"):
-        arrive = "_await_arrival" if isinstance(part, OuterPart) else "arrive"
-        name = {"sent": "send", "arrived": arrive}[one.phase]
+        name = {"sent": "send", "arrived": "arrive"}[one.phase]
         work = getattr(part, name)
 
         def then_die() -> Any:
@@ -287,7 +285,7 @@ def _watch(sync: Any, told: dict[str, Any], one: Case, die: Callable[[], None] |
 
     def meeting(t: int) -> None:
         own = _flat(sync)
-        there = isinstance(part, OuterPart)
+        there = part is not None and bool(part._outer)
         outer = (part._outer[0].clone(), part._momentum[0].clone()) if there else (own * 0, own * 0)
         told["brought"].append((*outer, own))
         share = sync.share

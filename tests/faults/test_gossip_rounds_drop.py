@@ -10,7 +10,7 @@ from torch import nn
 
 import stenograd
 from stenograd.errors import PeerLost
-from stenograd.sync import gossip_rounds
+from stenograd.sync import gossip
 from stenograd.testing.pool import RanksFailed
 
 STEPS = 8
@@ -96,7 +96,7 @@ def _rank_evaluating(rank, folder, hasty):
     if rank == 2:
         os._exit(9)
     if hasty and rank == 0:
-        real, gossip_rounds.average = gossip_rounds.average, lambda *_, **__: None
+        real, gossip.average = gossip.average, lambda *_, **__: None
     common = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -104,7 +104,7 @@ def _rank_evaluating(rank, folder, hasty):
             common.append(float(model.weight[0, 0]))
         assert float(model.weight[0, 0]) == rank
         if hasty and rank == 0:
-            gossip_rounds.average = real
+            gossip.average = real
         optimizer.zero_grad()
         model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
         optimizer.step()

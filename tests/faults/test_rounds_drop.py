@@ -10,7 +10,6 @@ from torch import nn
 
 import stenograd
 from stenograd.errors import ConfigError, MethodError, PeerLost
-from stenograd.sync.outer_averaging import OuterPart
 from stenograd.testing.pool import RanksFailed
 
 EVERY, STEPS, DIES_IN = 3, 9, 1
@@ -51,7 +50,7 @@ def _note(sync, brought):
 
     def noting(t):
         part, own = sync._parts[0], _flat(sync)
-        if isinstance(part, OuterPart):
+        if part._outer:
             brought.append((part._outer[0].clone(), part._momentum[0].clone(), own))
         else:
             brought.append((torch.zeros_like(own), torch.zeros_like(own), own))
@@ -148,9 +147,7 @@ def _half_confirmed(rank, folder, text, dies_in, evaluates):
                     ends.append(_flat(sync))
                 assert torch.equal(_flat(sync), own)
             if (step + 1) % 4 == 0:
-                ends += [
-                    p._outer[0].clone() if isinstance(p, OuterPart) else _flat(sync) for p in sync._parts
-                ]
+                ends += [p._outer[0].clone() if p._outer else _flat(sync) for p in sync._parts]
     (folder / f"{rank}").write_bytes(pickle.dumps((ends, sync.round, sync.events)))
     sync.close()
 

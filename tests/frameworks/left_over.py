@@ -5,7 +5,7 @@ import threading
 
 import torch.distributed as dist
 
-from stenograd.sync import every_step
+from stenograd.sync import steps
 
 
 def left_over(model, *optimizers):
@@ -18,7 +18,7 @@ def left_over(model, *optimizers):
         for name, value in vars(holder).items():
             hooks = value.values() if name.endswith("_hooks") and hasattr(value, "values") else [value]
             found += [f"{_home(hook)} in {name}" for hook in hooks if callable(hook)]
-    found += [_home(watcher) for watcher in every_step._watchers.values()]
+    found += [_home(watcher) for watcher in steps._watchers.values()]
     return sorted(what for what in found if what.startswith("stenograd"))
 
 

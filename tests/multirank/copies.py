@@ -14,7 +14,7 @@ from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.gossip import Gossip
 from stenograd.schedules.local import Local
 from stenograd.simulate import exchange
-from stenograd.sync.fragments import by_size, fragments_of
+from stenograd.sync.outer import by_size, fragments_of
 from stenograd.topology import RandomPairs, mixing_matrix
 
 SECOND = ("exp_avg_sq",)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stenograd.comm.driver import Driver
-from stenograd.comm.piggyback import Flags
+from stenograd.comm.tensor_exchange import Flags
 from stenograd.data.requests import gather, gather_ragged, mean, scatter, together
 from stenograd.simulate import run
 

@@ -6,7 +6,8 @@ from models import mlp
 
 from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, MethodError, NonFiniteError
-from stenograd.sync.parameter_averaging import ParameterAverager, average, difference_method, spread
+from stenograd.heat.across import ParameterAverager, spread
+from stenograd.sync.averaging import average, difference_method
 from stenograd.testing.methods import differences
 from stenograd.testing.pool import RanksFailed
 

@@ -10,7 +10,7 @@ from torch import nn
 import stenograd
 from stenograd.errors import NonFiniteError
 from stenograd.simulate import ranks
-from stenograd.sync.fragments import fragments_of
+from stenograd.sync.outer import fragments_of
 
 
 def mean_in_order(values):

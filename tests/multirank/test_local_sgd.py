@@ -12,7 +12,7 @@ import stenograd
 from stenograd.compression.contract import Site
 from stenograd.errors import ConfigError, MethodError, NonFiniteError, StenogradError
 from stenograd.simulate import ranks
-from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.gradients import GradientSync
 
 OPTIMIZERS = {
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),

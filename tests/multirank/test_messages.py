@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stenograd.comm.driver import Driver
-from stenograd.comm.routes import swaps
+from stenograd.comm.gloo import swaps
 from stenograd.data.requests import Op, Request
 from stenograd.simulate import ranks
 

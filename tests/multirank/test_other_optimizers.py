@@ -9,7 +9,7 @@ from models import flat, mlp, shards
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
-from stenograd.sync import every_step
+from stenograd.sync import steps
 
 NEVER_AVERAGED = "this rank's own gradients of 0.weight, 0.bias"
 
@@ -156,14 +156,14 @@ def test_parameters_that_nobody_averages_are_told(method):
 def test_nothing_is_left_behind():
     """Neither close() nor the end of everything that knew the model leaves a hook on all optimizers."""
     gc.collect()  # what earlier tests left is not counted
-    before = len(every_step._watchers)
+    before = len(steps._watchers)
     for close in (True, False):
         model = mlp(0)
         sync = stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "topk")
-        assert len(every_step._watchers) == before + 1
+        assert len(steps._watchers) == before + 1
         if close:
             sync.close()
         del sync, model
         gc.collect()
-        assert len(every_step._watchers) == before
+        assert len(steps._watchers) == before
     stenograd.shutdown()

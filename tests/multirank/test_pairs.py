@@ -14,7 +14,7 @@ from torch import nn
 import stenograd
 from stenograd.errors import ConfigError, MethodError, PeerLost
 from stenograd.simulate import ranks
-from stenograd.sync.fragments import fragments_of
+from stenograd.sync.outer import fragments_of
 from stenograd.testing.pool import RanksFailed
 from stenograd.topology import RandomPairs, mixing_matrix
 from stenograd.topology.pairs import spread_per_round

@@ -12,7 +12,7 @@ import stenograd
 from stenograd.comm.driver import Driver
 from stenograd.comm.trace_events import Tracer, as_json
 from stenograd.errors import ConfigError
-from stenograd.sync.tracing import clock_offsets
+from stenograd.tracing import clock_offsets
 
 STEPS = 3
 SPANS = {"forward", "backward", "wait", "encode", "collective", "decode", "step"}

@@ -18,7 +18,7 @@ from stenograd.mlbench.aggregation import AllReduceAggregation
 from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
 from stenograd.simulate import ranks
 from stenograd.singa import DistOpt
-from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.gradients import GradientSync
 from stenograd.testing.methods import by_name
 
 EVERY_SCHEDULE = ["dense", *(f"{name}:every=2" for name in schedules())]

@@ -29,11 +29,11 @@ from stenograd.data.finite import are_finite
 from stenograd.data.requests import Op, Request, exchange, gather, mean, scatter
 from stenograd.devices import Carriers, Streams
 from stenograd.errors import ConfigError, PeerLost, StenogradError
-from stenograd.sync import compressed_gossip
-from stenograd.sync.compressed_gossip import Estimates, codec_of
+from stenograd.sync import mixing
 from stenograd.sync.handshake import broadcast_tensors
+from stenograd.sync.mixing import Estimates, codec_of
 from stenograd.sync.replica_guard import ReplicaGuard
-from stenograd.sync.tracing import clock_offsets
+from stenograd.tracing import clock_offsets
 
 PACKAGE = Path(stenograd.__file__).parent
 META = torch.device("meta")
@@ -288,7 +288,7 @@ def test_a_captured_backward_pass_is_refused_by_name(monkeypatch):
 
 def test_estimates_that_were_loaded_follow_the_parameters_to_their_device(monkeypatch):
     """Computing with tensors of the CPU and of "meta" together is an error, and so it is with a GPU's."""
-    monkeypatch.setattr(compressed_gossip, "is_finite", lambda _: True)
+    monkeypatch.setattr(mixing, "is_finite", lambda _: True)
     saved = Estimates(codec_of(method("bf16")), 1.0)
     saved.anchor("0.0", [torch.empty(8, device="cpu")], [0, 1])
     loaded = Estimates(codec_of(method("bf16")), 1.0)

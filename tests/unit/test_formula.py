@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stenograd
-from stenograd.comm.gloo_framing import frames
+from stenograd.comm.gloo import frames
 from stenograd.data.requests import Op
 from stenograd.errors import StenogradError
 from stenograd.planning import formula

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stenograd.comm.gloo_framing import Frames, frames
+from stenograd.comm.gloo import Frames, frames
 from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import Op
 

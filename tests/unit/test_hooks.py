@@ -20,7 +20,7 @@ from stenograd.compression.contract import Site
 from stenograd.heat import DASO, DataParallel, DataParallelOptimizer
 from stenograd.mlbench import CentralizedSGD, DecentralizedSGD
 from stenograd.singa import DistOpt
-from stenograd.sync import backward_passes, every_step, hooks
+from stenograd.sync import attached, gradients, steps
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
 
     ends = []
     monkeypatch.setattr(TensorExchange, "submit", slowly)
-    monkeypatch.setattr(hooks, "_graph_task", lambda: 7)
-    monkeypatch.setattr(hooks, "at_end", lambda task, order, action: ends.append(action))
+    monkeypatch.setattr(gradients, "_graph_task", lambda: 7)
+    monkeypatch.setattr(gradients, "at_end", lambda task, order, action: ends.append(action))
     with stenograd.distribute(model, optimizer, "topk:ratio=0.5", bucket_bytes=64) as sync:
         parameters = list(model.parameters())
         for p in parameters:
@@ -131,7 +131,7 @@ def test_a_backward_pass_that_fails_keeps_nothing_alive(alone, text):
     engine = weakref.ref(stenograd.distribute(model, optimizer, text))
     with pytest.raises(ValueError, match="no"):
         model[1](Fails.apply(model[0](torch.ones(1, 3)))).sum().backward()
-    assert not backward_passes._ends
+    assert not attached._ends
     del model, optimizer
     gc.collect()
     assert engine() is None
@@ -224,7 +224,7 @@ def _hooks(model, optimizer):
     for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
         found += [h for m in model.modules() for h in getattr(m, name).values()]
     found += [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    return {*map(id, found), *every_step._watchers, *({"add_param_group"} & vars(optimizer).keys())}
+    return {*map(id, found), *steps._watchers, *({"add_param_group"} & vars(optimizer).keys())}
 
 
 def _trained(face):

@@ -18,7 +18,7 @@ from stenograd.compressors.topk import TopK
 from stenograd.errors import WireError
 from stenograd.kernels.reference import indices, scatter, select
 from stenograd.simulate import exchange, ranks
-from stenograd.sync.backward_passes import zero_bad
+from stenograd.sync.steps import zero_bad
 from stenograd.testing.methods import by_name, wrapped
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

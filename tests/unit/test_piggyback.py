@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stenograd.comm.piggyback import Flags
+from stenograd.comm.tensor_exchange import Flags
 from stenograd.data.finite import finite_of
 from stenograd.data.requests import (
     Op,

@@ -29,8 +29,8 @@ from stenograd.data.requests import Op
 from stenograd.kernels.hash import hash_tensor
 from stenograd.launch.local_workers import usable_cores
 from stenograd.sync.distribute import distribute
-from stenograd.sync.phases import Phases
 from stenograd.sync.replica_guard import ReplicaGuard
+from stenograd.tracing import Phases
 
 __all__ = ["Progress", "Row", "Score", "StepTimes", "Trainer", "machine", "report"]
 
@@ -112,7 +112,7 @@ class StepTimes:
         self.steps = 0
 
     def note(self, kind: str, start: float, end: float) -> None:
-        """Add a phase to the step under way; kinds are those of `sync.phases.Phases`."""
+        """Add a phase to the step under way; kinds are those of `tracing.Phases`."""
         part = "optimizer" if kind == "step" else kind
         self._now[part] = self._now.get(part, 0.0) + end - start
 

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.gloo import Route, route, spreads, swaps
 from stenograd.comm.groups import as_group, ranks_of
-from stenograd.comm.messages import messages, swap, trade
+from stenograd.comm.messages import Arrival, Pending, Queued, Several, messages, swap, trade
 from stenograd.comm.packing import as_bytes, flattened, pack, pack_rows
-from stenograd.comm.pending import Arrival, Pending, Queued, Several
 from stenograd.comm.pipeline import Pipeline
-from stenograd.comm.routes import Route, route, spreads, swaps
 from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged

@@ -6,31 +6,229 @@ New states take effect only when every rank's every bucket was finite, so one ba
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from stenograd.catalog.method import MethodLike, method
-from stenograd.comm.bucket_slots import Lane, Slot, Slots, same_memory
-from stenograd.comm.driver import Pipeline
+from stenograd.checks import Doubt, refuse
+from stenograd.comm.bucket_states import BucketState, BucketStates, Lane, check_state, same_memory
 from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.piggyback import Flags
-from stenograd.comm.saved_state import check_state
-from stenograd.comm.step_end import End, Outcome, read_end, warn_of_overflow
+from stenograd.comm.pipeline import Pipeline
 from stenograd.comm.trace_events import hand_over
 from stenograd.comm.traffic import CONTROL, Label
 from stenograd.compression.contract import Exchange, State
 from stenograd.data.buckets import Bucket, assign
-from stenograd.data.finite import Finite, not_bounded
-from stenograd.data.requests import Rounds
+from stenograd.data.finite import Finite, is_finite, not_bounded, read
+from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, mean
 from stenograd.devices import Streams, put, record
 from stenograd.errors import StenogradError, first_line
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "TensorExchange"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "Flags", "Outcome", "TensorExchange", "Told"]
+
+T = TypeVar("T")
+S = TypeVar("S", bound="Told")
+
+
+class Flags:
+    """Flags of one rank, and after an exchange, which of them any rank had set.
+
+    Args:
+        mine: 1-D floating tensor of zeros and ones, equally long on all ranks.
+
+    Example:
+        >>> from stenograd.simulate import run
+        >>> from stenograd.data.requests import gather
+        >>> ranks = [Flags(torch.tensor([1.0, 0.0])), Flags(torch.tensor([0.0, 0.0]))]
+        >>> told = run([flags.carried_by(gather(torch.tensor([7]))) for flags in ranks])
+        >>> told[0], ranks[1].any
+        ([(tensor([7]),), (tensor([7]),)], tensor([1, 0], dtype=torch.uint8))
+    """
+
+    def __init__(self, mine: Tensor) -> None:
+        self._mine = mine
+        self._any: Tensor | None = None if mine.numel() else mine
+
+    @property
+    def any(self) -> Tensor:
+        """After the exchange, above 0 for each flag that any rank has set.
+
+        Raises:
+            RuntimeError: there was no exchange.
+        """
+        if self._any is None:
+            raise RuntimeError("the flags were not exchanged yet")
+        return self._any
+
+    def alone(self) -> Rounds[None]:
+        """Exchange them in a collective of their own."""
+        self._any = yield from mean(self._mine)
+
+    def carried_by(self, rounds: Rounds[T]) -> Rounds[T]:
+        """Run a coroutine; the flags travel with its first request, or after it where that cannot take them.
+
+        As bytes behind what is gathered, or as numbers behind what is averaged, which copies that once.
+        """
+        reply: Reply = None
+        while True:
+            try:
+                request = rounds.send(reply)
+            except StopIteration as stop:
+                if self._any is None:
+                    yield from self.alone()
+                return stop.value  # type: ignore[no-any-return]
+            loaded = self._loaded(request) if self._any is None else None
+            reply = (yield request) if loaded is None else self._unloaded(request, (yield loaded))
+
+    def _loaded(self, request: Request) -> Request | None:
+        """Return a request with the flags as one more tensor; None where it does not reach all ranks."""
+        if request.op is Op.SEVERAL:
+            first = self._loaded(request.parts[0])
+            return None if first is None else replace(request, parts=(first, *request.parts[1:]))
+        rider = self._rider(request)
+        return None if rider is None else replace(request, tensors=(*request.tensors, rider))
+
+    def _rider(self, request: Request) -> Tensor | None:
+        if request.op in REDUCTIONS:
+            return self._mine.to(request.tensors[0].dtype) if request.tensors else self._mine
+        if request.op is Op.GATHER:
+            return self._mine.to(torch.uint8)
+        if request.op is Op.SCATTER:
+            ranks = len(request.tensors[0])
+            return self._mine.to(torch.uint8).expand(ranks, -1)
+        return None
+
+    def _unloaded(self, request: Request, reply: Reply) -> Reply:
+        """Take the flags of all ranks, and return the reply without them."""
+        if request.op is Op.SEVERAL:
+            return [self._unloaded(request.parts[0], reply[0]), *reply[1:]]
+        if request.op in REDUCTIONS:
+            self._any = reply[-1]
+            return reply[:-1]
+        self._any = torch.stack([theirs[-1] for theirs in reply]).amax(0)
+        return [theirs[:-1] for theirs in reply]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step's exchange gave.
+
+    averages: one flat tensor a bucket; all NaN where a rank's bucket was not finite.
+    any_used: whether any rank used each parameter, as given to `finish`.
+    any_flags: whether any rank set each of the flags given to `finish`.
+    applied: False where a non-finite bucket kept all states as they were.
+    errors: what this rank's bucket lost in compression; None where nothing was lost or nobody asked. They may
+        live in the buckets' memory.
+    extra: what the further coroutine given to `finish` returned.
+    """
+
+    averages: list[Tensor]
+    any_used: Sequence[bool]
+    any_flags: Sequence[bool]
+    applied: bool
+    errors: list[Tensor | None]
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class Told:
+    """Base of what a rank tells all others by 0/1 flags: a dataclass of lists of them, which packs itself.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Seen(Told):
+        ...     bad: list[bool]
+        ...     used: list[bool]
+        >>> mine = Seen(bad=[False], used=[True, False])
+        >>> mine.packed(), mine.unpacked([True, True, True]).used
+        ([False, True, False], [True, True])
+    """
+
+    def packed(self) -> list[bool]:
+        """Return all flags in a row."""
+        return list(chain.from_iterable(vars(self).values()))
+
+    def unpacked(self: S, row: Sequence[bool]) -> S:
+        """Return what a row of as many flags tells, such as which of them any rank has set."""
+        left = iter(row)
+        return type(self)(**{key: list(islice(left, len(mine))) for key, mine in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class _End(Told):
+    """What all ranks must hear of at the end of a step; see `TensorExchange.finish`.
+
+    elsewhere: whether something that is exchanged besides buckets is bad; empty where nothing is.
+    """
+
+    elsewhere: Sequence[bool]
+    used: Sequence[bool]
+    flags: Sequence[bool]
+
+
+def read_end(
+    flags: Tensor, exchanges: Mapping[int, Exchange], asked: Sequence[Tensor], doubts: list[Doubt]
+) -> tuple[list[bool], dict[int, bool], bool]:
+    """Read what is known when all has come, alike on all ranks; the host waits once for a device.
+
+    Nobody looks through an average of bounded messages, unless it was written as float16: bounds are those of
+    float32, in which sums are taken.
+
+    Args:
+        flags: of all ranks, above 0 where any has set one.
+        exchanges: those that have ended.
+        asked: what the others have asked by `Op.COMMIT`.
+        doubts: about what has come.
+
+    Returns:
+        The flags; whether all was finite, new states included, in each exchange that has ended; and in those
+        that asked.
+
+    Raises:
+        WireError: a doubt was right.
+    """
+    told = {i: e.finite for i, e in exchanges.items() if e.finite is not None}
+    seen = {
+        i: _sum(e.average)
+        for i, e in exchanges.items()
+        if e.finite is None or e.average.dtype is torch.float16
+    }
+    small = [flags, *told.values(), *seen.values(), *asked, *(good for good, _ in doubts)]
+    set_flags, *rest = read(small)
+    numbers = iter([number for (number,) in rest])
+    codes, sums = ({i: next(numbers) for i in found} for found in (told, seen))
+    bounded = [next(numbers) == Finite.BOUNDED for _ in asked]
+    refuse(doubts, list(numbers))
+    fine = {
+        i: codes.get(i, Finite.BOUNDED) == Finite.BOUNDED
+        and (i not in sums or math.isfinite(sums[i]) or is_finite(e.average))
+        for i, e in exchanges.items()
+    }
+    return [flag > 0 for flag in set_flags], fine, all(bounded)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Add up all elements: NaN and infinity stay in a sum."""
+    return x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def warn_of_overflow(method: str, step: int) -> None:
+    """Say that the method's numbers were too small for what the ranks gave it."""
+    warnings.warn(
+        f"{method}: an average overflowed after {step} steps, though every rank's values were finite. Such a "
+        "step changes no state and is counted as skipped; later ones are only counted. Clip gradients "
+        "(clip_norm=...), lower the loss scale, or use bf16 in place of fp16",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 _FORMAT = 1  # of state_dict(); a reader refuses others
@@ -101,7 +299,7 @@ class TensorExchange:
         self._device = torch.device("cpu")  # for what travels besides the buckets
         self._want_errors, self._waits = want_errors, waits
         self._bucket_bytes = bucket_bytes
-        self._slots = Slots(self.method, driver, waits=waits, want_errors=want_errors)
+        self._slots = BucketStates(self.method, driver, waits=waits, want_errors=want_errors)
         self._streams = Streams()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stenograd")
         self._jobs: list[Future[None]] = []
@@ -240,13 +438,13 @@ class TensorExchange:
             extra: a coroutine that exchanges something else in this step.
             bad: whether what it exchanges is not finite on this rank.
         """
-        end = End(used, flags, extra, bad)
+        end = _End([] if extra is None else [bad], used, flags)
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
         if not self._waits:
-            return hand_over(self.driver.tracer, self._thread, self._collect, jobs, held, end)
+            return hand_over(self.driver.tracer, self._thread, self._collect, jobs, held, end, extra)
         done: Future[Outcome] = Future()
-        done.set_result(self._collect(jobs, held, end))
+        done.set_result(self._collect(jobs, held, end, extra))
         return done
 
     def join_streams(self, handed: Iterable[Tensor] = ()) -> None:
@@ -346,7 +544,7 @@ class TensorExchange:
             self._failure = error
             raise
 
-    def _buffer(self, slot: Slot, lane: Lane, x: Tensor) -> Tensor | None:
+    def _buffer(self, slot: BucketState, lane: Lane, x: Tensor) -> Tensor | None:
         """Return last step's memory for the average of a bucket, if the caller is done with it by now."""
         if not self._waits or lane.transport.linear or lane.transport.frees_residual:
             return None  # the average may still be in use, or takes x's own memory or the residual's
@@ -361,7 +559,9 @@ class TensorExchange:
         return Flags(torch.cat([torch.stack(bad), mine]) if bad else mine)
 
     @torch.no_grad()
-    def _collect(self, jobs: list[Future[None]], held: _Filled | None, end: End) -> Outcome:
+    def _collect(
+        self, jobs: list[Future[None]], held: _Filled | None, end: _End, extra: Rounds[Any] | None
+    ) -> Outcome:
         try:
             for job in jobs:
                 job.result()
@@ -370,13 +570,13 @@ class TensorExchange:
             if held is not None:
                 dense = self._lane(held[0]).transport.linear
                 carries = not dense or held[1].nbytes <= _PIGGYBACK_BYTES
-                self._launch(*held, end.told if carries else None)
+                self._launch(*held, end.packed() if carries else None)
             with self._streams.working(self._device):
                 if not carries:
-                    self._flags = self._control(end.told, self._device)
+                    self._flags = self._control(end.packed(), self._device)
                     pipeline.add(self._flags.alone(), Label(CONTROL, method=self.method.text))
-                if end.extra is not None:
-                    pipeline.add(end.extra, Label(method="sparse"))
+                if extra is not None:
+                    pipeline.add(extra, Label(method="sparse"))
                 return self._concluded(pipeline, end)
         except BaseException as error:
             self._failure = error
@@ -384,19 +584,17 @@ class TensorExchange:
         finally:
             self._begin()
 
-    def _concluded(self, pipeline: Pipeline[Any], end: End) -> Outcome:
+    def _concluded(self, pipeline: Pipeline[Any], end: _End) -> Outcome:
         """Receive all, decide alike on all ranks whether the step counts, and take new states if so."""
         ended = {i: e for i, e in pipeline.receive().items() if isinstance(e, Exchange)}
         told, fine, bounded = read_end(self._flags.any, ended, pipeline.asked, pipeline.doubts)
         guarded = sorted(self._bad)
-        entered, told = dict(zip(guarded, told, strict=False)), told[len(guarded) :]
-        elsewhere = end.extra is not None and told.pop(0)
-        any_used, any_flags = told[: len(end.used)], told[len(end.used) :]
-        sound = not (elsewhere or any(entered.values()))
+        entered, found = dict(zip(guarded, told, strict=False)), end.unpacked(told[len(guarded) :])
+        sound = not (any(found.elsewhere) or any(entered.values()))
         # Before anything is committed, because an average may then take the memory of the old residual.
-        kept = self._slots.kept(any_used) if sound and not all(any_used) else {}
+        kept = self._slots.kept(found.used) if sound and not all(found.used) else {}
         done = pipeline.finish(sound and bounded and all(fine.values()))
-        extra = done.pop() if end.extra is not None else None
+        extra = done.pop() if end.elsewhere else None
         exchanges: list[Exchange] = [exchange for exchange in done if isinstance(exchange, Exchange)]
         late = {i: e for i, e in enumerate(exchanges) if i not in fine}
         if pipeline.committed:
@@ -410,7 +608,7 @@ class TensorExchange:
         else:
             self._reject(exchanges, entered, fine)
         averages, errors = [e.average for e in exchanges], [e.error for e in exchanges]
-        return Outcome(averages, any_used, any_flags, self.finite, errors, extra)
+        return Outcome(averages, found.used, found.flags, self.finite, errors, extra)
 
     def _reject(
         self, exchanges: Sequence[Exchange], entered: Mapping[int, bool], fine: Mapping[int, bool]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from stenograd.catalog.method import Method
+from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.comm.driver import Driver
+from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.node_layout import Layout
 from stenograd.comm.traffic import Traffic
-from stenograd.sync.own_copies import Copies
-from stenograd.sync.parameter_averaging import ParameterAverager, spread
+from stenograd.data.flat_parameters import Stream, by_kind
+from stenograd.errors import CheckpointError
+from stenograd.sync.averaging import Copies, FlatExchange, difference_method, not_finite
 
-__all__ = ["AcrossNodes", "InFlight"]
+__all__ = ["AcrossNodes", "InFlight", "ParameterAverager", "spread"]
 
 
 class InFlight(NamedTuple):
@@ -165,3 +168,207 @@ class AcrossNodes:
         spread(self.parameters, self.node_driver, group % len(node), finite)
         if self.layout.group_count > 1:
             self._log("broadcast", group)
+
+
+class ParameterAverager:
+    """Averages parameters over a group: `replace` exactly, `send` and `merge` while training goes on.
+
+    A message holds the difference from what this rank sent so far, `q = C(p - h)`, `h <- h + q`, and all
+    ranks keep the mean of what was sent, `H <- H + mean(q)`. So rounding and sparsity cost no update: what a
+    message loses goes with a later one, and updates far below a weight's own precision survive. The merge,
+    `p <- p + share (H + (p_sent - h) - p)`, then keeps the ranks' mean whatever the compressor; with a
+    lossless one it is `p <- p + share (mean(p_sent) - p)`, and p itself travels. Then h follows p, `h <- h +
+    share (H - h)`, which leaves the mean of all h at H: without it, what is sent seldom is merged often.
+
+    Parameters travel in float32, or float64 where they have it, in chunks.
+
+    Args:
+        parameters: by name, alike on all ranks.
+        driver: the way to the other ranks.
+        how: how differences are written; see `difference_method`.
+        weight: this rank's weight in the average; the ranks' weights have mean 1.
+        chunk: largest number of elements sent at once; a remainder goes first. Methods that are neither dense
+            nor a cast cut between parameters only.
+
+    Reference: Koloskova et al., "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
+    Communication", ICML 2019 (CHOCO, here with everyone as neighbour and with h moved).
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        driver: AnyDriver,
+        how: MethodLike,
+        *,
+        weight: float = 1.0,
+        chunk: int = 10_000_000,
+    ) -> None:
+        self.driver = driver.private()
+        self.method = difference_method(how)
+        self.weight = weight
+        self._parameters, self._chunk = parameters, chunk
+        self._lossless = self.method.compressor.lossless
+        self._flat = FlatExchange(
+            parameters, self.driver, self.method, chunk=chunk, want_errors=not self._lossless
+        )
+        self._exact: FlatExchange | None = None  # made when first used
+        self._packed: list[Tensor] = []
+        self._sent: list[Tensor] = []
+        self._mine: list[Tensor] = []
+        self._mean: list[Tensor] = []
+        self._arrived = False
+
+    @property
+    def chunks(self) -> list[slice]:
+        """What travels at once, in this order, as slices of all parameters in a row."""
+        return self._flat.chunks
+
+    @torch.no_grad()
+    def anchor(self) -> None:
+        """Count differences from the present parameters, which must be equal on all ranks."""
+        if not self._lossless:
+            self._mine = self._flat.values()
+            self._mean = [values.clone() for values in self._mine]
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Read the parameters that the next `send` shall send."""
+        if not self._packed:
+            self._packed = [stream.empty() for stream in self._flat.streams]
+        for stream, packed in zip(self._flat.streams, self._packed, strict=True):
+            stream.read(packed)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Send what `pack` read; returns at once. What was sent before must have been merged."""
+        self._packed, self._sent = self._sent, self._packed
+
+        def fill(at: int, part: slice, out: Tensor) -> None:
+            if self._lossless:
+                out.copy_(self._sent[at][part])
+            else:
+                torch.sub(self._sent[at][part], self._mine[at][part], out=out)
+
+        self._flat.send(fill, self.weight)
+
+    @torch.no_grad()
+    def merge(self, share: float) -> bool:
+        """Wait for what was sent, and move the parameters by `share` of their way to the average.
+
+        Those that float16 could not hold there stay; the difference goes on being sent.
+
+        Returns:
+            Whether all ranks' parameters were finite; if not, nothing moved.
+        """
+        self._await_arrival()
+        arrived, self._arrived = self._arrived, False
+        if arrived:
+            for stream, target in zip(self._flat.streams, self._sent, strict=True):
+                if stream.holds(target):
+                    stream.approach(target, share)
+            for mine, mean_ in zip(self._mine, self._mean, strict=True):
+                mine.lerp_(mean_, share)
+        return arrived
+
+    def discard(self) -> None:
+        """Wait for what was sent, and forget it."""
+        self._await_arrival()
+        self._arrived = False
+
+    @torch.no_grad()
+    def replace(self) -> bool:
+        """Make the parameters the exact average if it is finite, and tell whether it is."""
+        if self._exact is None:
+            self._exact = FlatExchange(self._parameters, self.driver, method("dense"), chunk=self._chunk)
+        values = self._exact.values()
+        self._exact.lend(values, self.weight)
+        outcome = self._exact.receive()
+        if outcome is None:  # every rank keeps its own, for whoever wants to save what is left
+            return False
+        self._exact.put(outcome, values)
+        for stream, found in zip(self._flat.streams, values, strict=True):
+            stream.write(found)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the next exchange, an unmerged one included; waits for it."""
+        self._await_arrival()
+        return {
+            "exchange": self._flat.exchange.state_dict(),
+            "mine": [t.clone() for t in self._mine],
+            "mean": [t.clone() for t in self._mean],
+            "arrived": [t.clone() for t in self._sent] if self._arrived else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`.
+
+        Raises:
+            CheckpointError: it is of another method, rank or model.
+        """
+        sizes = [sum(stream.numels) for stream in self._flat.streams]
+        for key in ("mine", "mean", "arrived"):
+            if state[key] and [t.numel() for t in state[key]] != sizes:
+                raise CheckpointError(f"the state's {key} is of another model: load it into the same model")
+        self._await_arrival()
+        self._flat.exchange.load_state_dict(state["exchange"])
+        self._mine, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
+        self._arrived = bool(state["arrived"])
+        if self._arrived:
+            self._sent = self._taken(state["arrived"])
+
+    def close(self) -> None:
+        """Stop the threads that send."""
+        self._flat.close()
+        if self._exact is not None:
+            self._exact.close()
+
+    def _taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [stream.empty().copy_(t) for t, stream in zip(tensors, self._flat.streams, strict=False)]
+
+    @torch.no_grad()
+    def _await_arrival(self) -> None:
+        """Wait for the exchange in flight and work out where it leads."""
+        outcome = self._flat.receive()
+        if outcome is None:
+            return
+        for index, (at, part) in enumerate(self._flat.cuts):
+            sent, mean_, lost = self._sent[at][part], outcome.averages[index], outcome.errors[index]
+            if self._lossless:
+                sent.copy_(mean_)
+                continue
+            lost = torch.zeros_like(sent) if lost is None else lost / self.weight
+            torch.sub(sent, lost, out=self._mine[at][part])
+            torch.add(self._mean[at][part].add_(mean_), lost, out=sent)
+        self._arrived = True
+
+
+@torch.no_grad()
+def spread(parameters: Mapping[str, Tensor], driver: AnyDriver, source: int, finite: bool) -> None:
+    """Give every rank of a node the parameters of one of them, if they are fit for it.
+
+    Args:
+        parameters: by name, alike on all ranks.
+        driver: the way to the ranks of the node.
+        source: the rank in the node whose parameters all take.
+        finite: there: whether an average was finite; elsewhere without meaning.
+
+    Raises:
+        NonFiniteError: on every rank, if it was not.
+    """
+    verdict = torch.full(
+        (1,), float(finite), dtype=torch.float32, device=next(iter(parameters.values())).device
+    )
+    driver.broadcast(verdict, source, counted=True)
+    if not verdict.item():
+        raise not_finite("parameters")
+    if driver.world_size == 1:
+        return
+    for part in by_kind(parameters):
+        stream = Stream(part)
+        values = stream.empty()
+        if driver.rank == source:
+            stream.read(values)
+        driver.broadcast(values, source, counted=True)
+        if driver.rank != source:
+            stream.write(values)

@@ -25,10 +25,9 @@ from stenograd.heat.cycle import Plan, Skips
 from stenograd.heat.plateau import DetectMetricPlateau
 from stenograd.heat.scaling import step_together
 from stenograd.launch.process_group import join
-from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.averaging import Copies, average_buffers, difference_method
+from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import broadcast_model, compare, describe_optimizers, synced_parameters
-from stenograd.sync.own_copies import Copies
-from stenograd.sync.parameter_averaging import average_buffers, difference_method
 
 __all__ = ["DASO"]
 

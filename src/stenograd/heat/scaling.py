@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stenograd.comm.driver import Driver
 from stenograd.data.requests import gather
-from stenograd.sync.step_settings import refuse
+from stenograd.sync.steps import refuse
 
 __all__ = ["step_together"]
 

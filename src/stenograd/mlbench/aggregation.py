@@ -34,7 +34,7 @@ from stenograd.mlbench.arguments import (
     unused_names,
 )
 from stenograd.sync.handshake import compare
-from stenograd.sync.step_settings import BITS, hashed, refuse, tell, unequal
+from stenograd.sync.steps import BITS, hashed, refuse, tell, unequal
 
 __all__ = [
     "Aggregate",

@@ -21,8 +21,8 @@ from stenograd.mlbench.arguments import (
     checked_model,
 )
 from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
+from stenograd.sync.averaging import Copies
 from stenograd.sync.handshake import broadcast_model, synced_parameters
-from stenograd.sync.own_copies import Copies
 
 __all__ = [
     "CentralizedAdam",

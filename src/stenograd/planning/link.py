@@ -17,7 +17,7 @@ import torch
 from stenograd.checkpoint.files import read_json
 from stenograd.comm.agreement import everyone
 from stenograd.comm.driver import Driver, Pending
-from stenograd.comm.gloo_framing import DATA_BYTES, MESSAGE_BYTES, PACKET_BYTES
+from stenograd.comm.gloo import DATA_BYTES, MESSAGE_BYTES, PACKET_BYTES
 from stenograd.comm.traffic import ATTACH, Label
 from stenograd.data.requests import Op, Request
 from stenograd.errors import ConfigError, DataError, bad_value

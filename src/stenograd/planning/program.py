@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from stenograd.comm.gloo_framing import frames
-from stenograd.comm.routes import Route, route, spreads
+from stenograd.comm.gloo import Route, frames, route, spreads
 from stenograd.comm.traffic import moved_bytes
 from stenograd.data.requests import REDUCTIONS, Op
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from stenograd.planning.program import BROADCAST, Collective, Event, Program
 from stenograd.planning.trial import Trial, Work, first_batches, untouched
 from stenograd.schedules.gossip import Gossip
 from stenograd.schedules.rounds import Rounds
-from stenograd.sync.attached import Attached
 from stenograd.sync.distribute import distribute
 
 __all__ = [
@@ -340,7 +339,7 @@ def record(
         warnings.simplefilter("ignore")  # of schedules' doubts: nobody trains by this
         sync = distribute(work.model, work.optimizer, short, group=driver, bucket_bytes=bucket_bytes)
         with sync:
-            for each in cast(Attached, sync)._drivers():
+            for each in sync._drivers():
                 each.tracer = recorder
             for number in range(-_WARM_UP, count):
                 if number == 0:

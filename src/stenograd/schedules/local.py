@@ -20,7 +20,7 @@ class Local(Rounds):
 
     Moves `2 (N-1)/N` times the model every H steps, or what a compressor after the slash makes of it: then
     ranks send differences from what they sent so far, so that what a message loses goes with a later one (see
-    `ParameterAverager`). With `after`, this is post-local SGD.
+    `sync.outer.Part`). With `after`, this is post-local SGD.
 
     Args:
         qsr: the quadratic synchronisation rule: the next round comes after `max(every, floor((qsr / lr)^2))`

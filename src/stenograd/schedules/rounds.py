@@ -104,7 +104,7 @@ class Rounds(Schedule):
 
     @property
     def layout(self) -> str:
-        """Which parameters form a fragment; see `sync.fragments`."""
+        """Which parameters form a fragment; see `sync.outer`."""
         return "strided"
 
     @property

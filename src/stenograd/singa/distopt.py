@@ -26,8 +26,8 @@ from stenograd.singa.gradients import DEFAULT_THRESHOLD, Gradients
 from stenograd.singa.launch import join
 from stenograd.singa.optimizers import SGD, Optimizer, Saved, Setting
 from stenograd.singa.slots import named_members
+from stenograd.sync.averaging import average_buffers
 from stenograd.sync.handshake import broadcast_model, broadcast_tensors, compare
-from stenograd.sync.parameter_averaging import average_buffers
 
 __all__ = ["DistOpt", "TorchOptimizer"]
 

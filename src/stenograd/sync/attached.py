@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import itertools
+import sys
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Traffic
 from stenograd.data.requests import gather
-from stenograd.sync.handshake import Wrapping, compare, describe_optimizers
-from stenograd.sync.members import Members, entries
-from stenograd.sync.tracing import MAX_EVENTS, Tracing
+from stenograd.devices import refuse_capture
+from stenograd.errors import StenogradError
+from stenograd.sync.handshake import Members, Wrapping, compare, describe_optimizers, entries
+from stenograd.sync.replica_guard import ReplicaGuard
+from stenograd.sync.steps import Passes, after_closure, warn_of_left_out, watch_others
+from stenograd.tracing import MAX_EVENTS, Tracing
 
-__all__ = ["Attached", "Sync", "as_in_training"]
+__all__ = ["Sync", "as_in_training", "at_end", "next_order", "refuse_nested"]
 
 T = TypeVar("T", bound="Sync")
-A = TypeVar("A", bound="Attached")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -35,10 +44,84 @@ def as_in_training(function: F) -> F:
     return plain
 
 
-class Sync(Protocol):
+class _Ends(list[tuple[int, Callable[[], None]]]):
+    """What waits for the end of one backward pass: (place in the order of attaching, what to do)."""
+
+
+# By the pass's number in autograd. Engines that one pass reaches must end in the same order on all ranks,
+# whichever was reached first. autograd holds them with its callbacks, and drops both where a pass breaks off.
+_ends: WeakValueDictionary[int, _Ends] = WeakValueDictionary()
+_lock = threading.Lock()
+_orders = itertools.count()
+
+
+def next_order() -> int:
+    """Return a number for something that is being attached; all ranks attach in the same order."""
+    return next(_orders)
+
+
+def at_end(task: int, order: int, action: Callable[[], None]) -> None:
+    """Call something when a backward pass ends, after whatever was attached before it; call it in the pass.
+
+    Args:
+        task: the pass's number, `torch._C._current_graph_task_id()`.
+        order: of what was attached, equal on all ranks.
+        action: what to do.
+    """
+    with _lock:
+        waiting = _ends.setdefault(task, _Ends())
+        waiting.append((order, action))
+        first = len(waiting) == 1
+    if first:
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_untraced(), task, waiting))
+
+
+@cache
+def _untraced() -> Callable[[int, _Ends], None]:
+    """Return `_run_ends`, which torch.compile would trace where it compiles a whole training step."""
+    run: Callable[[int, _Ends], None] = torch.compiler.disable(_run_ends)
+    return run
+
+
+def _run_ends(task: int, waiting: _Ends) -> None:
+    with _lock:
+        _ends.pop(task, None)
+    for _, action in sorted(waiting, key=lambda end: end[0]):
+        action()
+
+
+def refuse_nested() -> None:
+    """Refuse a backward pass inside another one: its gradients are a part of what the outer one makes.
+
+    Raises:
+        StenogradError: autograd runs inside the backward function of something, or is being compiled, or is
+            being captured as a CUDA graph.
+    """
+    refuse_capture()
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+        raise StenogradError(
+            "compiled autograd is not supported, because it calls gradient hooks outside of a backward pass: "
+            "compile the forward pass only (torch.compile(model)), and leave compiled_autograd off"
+        )
+    frame, inside = sys._getframe(), False
+    while frame is not None:
+        if frame.f_code is _engine_run_backward.__code__:
+            inside = True
+        elif inside and frame.f_code is BackwardCFunction.apply.__code__:
+            raise StenogradError(
+                "a backward pass inside another one, as checkpoint(use_reentrant=True) runs it, makes only "
+                "some of the gradients, so they cannot be averaged yet: use checkpoint(use_reentrant=False)"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+class Sync(ABC):
     """What `stenograd.distribute` and `stenograd.ddp.register` return, whatever the method.
 
-    Every method has every name here, so another method's text needs no other change in a program.
+    Every method has every name here, so another method's text needs no other change in a program. Its
+    collectives run on a process group of its own, so whatever else the program sends at the same time, in
+    hooks, in its own backward functions or in threads, is not mixed up with them.
 
     Attributes:
         method: the `Method` in use.
@@ -53,56 +136,86 @@ class Sync(Protocol):
     """
 
     method: Method
+    _driver: AnyDriver
+    _exchange: TensorExchange
+    _model: nn.Module
+    _optimizers: Sequence[torch.optim.Optimizer]
+    _parameters: dict[str, nn.Parameter]
+    _guard: ReplicaGuard
+    _check_every: int
+    _passes: Passes
+    _watches: list[Any]
+    _wrapping: Wrapping
+    _closed: bool
+    _enabled: bool = True
+    _warned_of_others: bool = False
+    _finite: bool | Tensor | None = True  # None: not looked at yet; a tensor: nor read
+    _group: Any = None
 
     @property
     def traffic(self) -> Traffic:
         """This rank's totals since attaching: `payload_bytes`, `moved_bytes`, `collectives`, `wait_s`."""
+        return self._driver.traffic
 
     @property
     def group(self) -> Any:
         """The process group that was given when attaching; None for all ranks."""
+        return self._group
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
+        return self._driver.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
+        return self._driver.world_size
 
     @property
-    @abstractmethod
     def step(self) -> int:
         """Number of steps; equal on every rank."""
+        return self._exchange.step
 
     @property
-    @abstractmethod
     def skipped(self) -> int:
         """Number of steps whose gradients were not finite, which changed nothing."""
+        return self._exchange.skipped
 
     @property
-    @abstractmethod
     def finite(self) -> bool:
         """Whether the last backward pass left finite gradients; step only then."""
+        return bool(self._finite)
 
     @property
-    @abstractmethod
     def repaired(self) -> int:
         """Number of checks that found the ranks' parameters unequal, and repaired them."""
+        return self._guard.repaired
 
     @property
     def enabled(self) -> bool:
         """Whether backward passes count; set it alike on all ranks, between passes."""
+        return self._enabled
 
     @enabled.setter
-    def enabled(self, value: bool) -> None: ...
+    def enabled(self, value: bool) -> None:
+        self._enabled = value
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally: backward passes inside exchange nothing, the next one outside all.
 
         Every rank must use it for the same passes.
         """
+        before, self.enabled = self.enabled, False
+        passes = self._passes_made()
+        try:
+            yield
+        finally:
+            self.enabled = before
+            self._accumulated(passes)
 
+    @abstractmethod
     def join(
         self, *, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[Any]:
@@ -110,18 +223,20 @@ class Sync(Protocol):
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
+        return Tracing(path, self._drivers(), self._model, self._optimizers, max_events=max_events)
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides this rank's next exchanges, by parameter name; save it on every rank."""
+        return self._exchange.state_dict()
 
-    @abstractmethod
+    @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved `state_dict()`.
+        """Continue from a saved `state_dict()`; the next steps equal an uninterrupted run's bit for bit.
 
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
+        self._exchange.load_state_dict(state)
 
     @property
     def round(self) -> int:
@@ -155,99 +270,8 @@ class Sync(Protocol):
         """
         return nullcontext()
 
-    @abstractmethod
     def flush(self) -> None:
         """Finish what is under way or due. Gradient methods leave nothing under way between steps."""
-
-    @abstractmethod
-    def refresh(self) -> None:
-        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Detach from model and optimizer; safe to call twice."""
-
-    def __enter__(self: T) -> T:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class Attached(Sync):
-    """A model and its optimizers, synchronised over the ranks: what every `Sync` of this library shares.
-
-    Its collectives run on a process group of its own, so whatever else the program sends at the same time, in
-    hooks, in its own backward functions or in threads, is not mixed up with them.
-    """
-
-    _driver: AnyDriver
-    _model: nn.Module
-    _optimizers: Sequence[torch.optim.Optimizer]
-    _parameters: dict[str, nn.Parameter]
-    _watches: list[Any]
-    _wrapping: Wrapping
-    _closed: bool
-    _enabled: bool = True
-    _group: Any = None
-
-    def _drivers(self) -> list[AnyDriver]:
-        """Return all ways to other ranks, the one to all of them first."""
-        return [self._driver]
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes, collectives and seconds waited of this rank since attaching."""
-        return self._driver.traffic
-
-    @property
-    def group(self) -> Any:
-        """The process group that was given when attaching; None for all ranks."""
-        return self._group
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self._driver.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._driver.world_size
-
-    @property
-    def enabled(self) -> bool:
-        """Whether backward passes count; set it alike on all ranks, between passes."""
-        return self._enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._enabled = value
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: backward passes inside exchange nothing, the next one outside all.
-
-        Every rank must use it for the same passes.
-        """
-        before, self.enabled = self.enabled, False
-        passes = self._passes_made()
-        try:
-            yield
-        finally:
-            self.enabled = before
-            self._accumulated(passes)
-
-    def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
-        """Trace what a `with` block does, on all ranks; see `Sync`."""
-        return Tracing(path, self._drivers(), self._model, self._optimizers, max_events=max_events)
-
-    def __deepcopy__(self: A, memo: dict[int, Any]) -> A:
-        """Return this object itself: a copy of a model that holds its `sync` is attached to nothing."""
-        return self
-
-    def flush(self) -> None:
-        """Finish nothing: without rounds nothing is under way between steps."""
         return
 
     @as_in_training
@@ -258,11 +282,60 @@ class Attached(Sync):
         """
         self._hold_if_due()
 
-    def _hold_if_due(self) -> None:
-        """Hold the round that is due; gradient methods have none."""
-
     def after_load(self) -> None:
         """Do what loading a state left over, once model and optimizer are loaded, too."""
+        return
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`."""
+
+    def close(self) -> None:
+        """Detach from model and optimizer; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._detach()
+            self._driver.close()
+
+    @abstractmethod
+    def _detach(self) -> None:
+        """Take away all hooks, and stop all exchanges; attaching may have failed before there were any."""
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __deepcopy__(self: T, memo: dict[int, Any]) -> T:
+        """Return this object itself: a copy of a model that holds its `sync` is attached to nothing."""
+        return self
+
+    def _abandon(self) -> None:
+        """Forget a backward pass that broke off: an interrupted one of one rank alone harms nobody else."""
+        if self._driver.world_size > 1:
+            raise StenogradError(
+                "the last backward pass did not finish (an error in it), so the ranks may be out of step: "
+                "restart from a checkpoint"
+            )
+        self._exchange.abandon()
+
+    def _check_replicas(self) -> None:
+        """Compare the replicas if this exchange is one of those after which that is asked for.
+
+        A rank that ran out of inputs stays behind until the end: no comparing then.
+        """
+        due = self._check_every and self._exchanges() % self._check_every == 0
+        if due and not self._passes.shadowed:
+            self._guard.check(self.step)
+
+    def _drivers(self) -> list[AnyDriver]:
+        """Return all ways to other ranks, the one to all of them first."""
+        return [self._driver]
+
+    def _hold_if_due(self) -> None:
+        """Hold the round that is due; gradient methods have none."""
+        return
 
     def _passes_made(self) -> int:
         return 0
@@ -273,6 +346,7 @@ class Attached(Sync):
 
     def _accumulated(self, before: int) -> None:
         """Note that passes since `before` were not exchanged."""
+        return
 
     def _compare(self, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> None:
         """Check that all ranks have the same model, optimizers, method and settings."""
@@ -293,12 +367,38 @@ class Attached(Sync):
         """Return what finds out that these parameters were replaced."""
         return Members(self._model, parameters)
 
-    def _watch(self, modules: Iterable[nn.Module]) -> None:
-        """Follow added parameter groups, and forward passes of the model and of what it came wrapped in."""
+    def _held(self) -> set[int]:
+        """Return the ids of all parameters whose steps concern this."""
+        return self._averaged() | {id(p) for p in self._model.parameters()}
+
+    @abstractmethod
+    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
+        """Let a step change nothing if the last gradients were not finite."""
+
+    def _check_step(
+        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
+    ) -> None:
+        """Look at a step of one of the optimizers that were given; see `Act`."""
+        return
+
+    def _other_step(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
+        """Look at a step of an optimizer that was not given; warn once of parameters that nobody averages."""
+        self._skip_bad(optimizer, zeros)
+        self._warned_of_others = self._warned_of_others or warn_of_left_out(self, optimizer)
+
+    def _watch(
+        self,
+        modules: Iterable[nn.Module],
+        mean: Callable[[float], float] | None = None,
+    ) -> None:
+        """Follow added parameter groups, forward passes of modules, and steps, as `after_closure` says."""
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
         called = {id(m): m for module in modules for m in entries(module)}
         self._watches = [module.register_forward_pre_hook(self._wrapping) for module in called.values()]
+        before = torch.compiler.disable(after_closure(self._check_step, self._exchanges, mean))
+        self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
+        self._watches += [watch_others(self)]
 
     @contextmanager
     def _wholly(self) -> Iterator[None]:

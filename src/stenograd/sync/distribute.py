@@ -13,9 +13,9 @@ from stenograd.catalog.method import method as parse
 from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
 from stenograd.schedules.schedule import What
 from stenograd.sync.attached import Sync
-from stenograd.sync.gossip_rounds import GossipSync
-from stenograd.sync.gradient_sync import GradientSync
-from stenograd.sync.parameter_rounds import ParameterSync
+from stenograd.sync.gossip import GossipSync
+from stenograd.sync.gradients import GradientSync
+from stenograd.sync.rounds import ParameterSync
 from stenograd.sync.sharded import ShardedSync, is_sharded
 
 __all__ = ["distribute"]

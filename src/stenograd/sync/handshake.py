@@ -5,41 +5,176 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, is_
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.stateless import _functional_call
 
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.data.carried import form_of, in_memory, refuse_unfit
-from stenograd.errors import ConfigError, MethodError, MismatchError, TensorTypeError
+from stenograd.errors import ConfigError, MethodError, MismatchError, StenogradError, TensorTypeError
 from stenograd.kernels.backend import wanted
-from stenograd.sync.members import Members
 from stenograd.version import __version__
 
 __all__ = [
+    "REFRESH",
+    "Members",
     "Wrapping",
     "as_optimizers",
     "broadcast_model",
     "broadcast_tensors",
     "compare",
-    "describe",
     "describe_optimizers",
+    "entries",
     "named",
     "refuse_second_momentum",
     "refuse_taken",
     "synced_parameters",
     "unwrapped",
-    "versions",
 ]
+
+REFRESH = "call sync.refresh() on every rank, with optimizers that hold what the model has now"
+_state = attrgetter("_cdata", "dtype", "is_cpu")
+
+
+class Members:
+    """A forward pre-hook that refuses a model whose attached parameters were replaced, or have another type.
+
+    Nobody would average the gradients of the new ones. Every forward pass that makes gradients compares
+    places and parameters in loops of C, 0.03 us each; only where something differs it looks by name. Types,
+    and insides that torch can swap, take 0.2 us each, so only the first and the last are looked at, but for
+    programs that let torch swap them.
+
+    Args:
+        model: None for a hook that does nothing, as in a copy of the model.
+        parameters: what was attached, by name.
+        remedy: what to do, for the error.
+        rehooks: whether gradient hooks may be set anew where torch has swapped a parameter's inside
+            (`torch.utils.swap_tensors`), which leaves them behind.
+
+    Raises:
+        StenogradError: when called, if it is so; it names the parameter.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> look = Members(layer, dict(layer.named_parameters()))
+        >>> look()
+        >>> layer.weight = nn.Parameter(torch.ones(1, 1))
+        >>> look()
+        Traceback (most recent call last):
+        stenograd.errors.StenogradError: parameter weight is not the one that was attached, so ...
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        *,
+        remedy: str = REFRESH,
+        rehooks: bool = True,
+    ) -> None:
+        self._model, self._parameters = model, parameters
+        self._remedy, self._rehooks = remedy, rehooks
+        self._swaps = any(type(p) is not nn.Parameter for p in parameters.values())
+        self._types = {name: (p.dtype, p.device) for name, p in parameters.items()}
+        self._take()
+
+    def __reduce__(self) -> Any:
+        return Members, ()
+
+    def __call__(self, *_: Any) -> None:
+        """Look, if this is a forward pass that makes gradients."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.look(self._swaps or torch.__future__.get_swap_module_params_on_conversion())
+
+    def look(self, thoroughly: bool = True) -> None:
+        """Look at all places, and if so, at all types and insides."""
+        if not self._same(thoroughly):
+            self._find()
+
+    def _take(self) -> None:
+        """Note where the parameters are now."""
+        ours = {id(p) for p in self._parameters.values()}
+        modules = [] if self._model is None else list(self._model.modules())
+        held = [(m._parameters, key) for m in modules for key, p in m._parameters.items() if id(p) in ours]
+        links = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
+        self._seen = [_state(owner[key]) for owner, key in held]
+        places: list[tuple[dict[str, Any], str]] = [*held, *((parent, key) for parent, key, _ in links)]
+        self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
+        self._members = [holder[name] for holder, name in places]
+        self._places = {path: p for path, p in self._now().items() if id(p) in ours}
+        self._inside = {name: p._cdata for name, p in self._parameters.items()}
+        if self._rehooks:
+            for p in self._parameters.values():
+                if (hooks := p._post_accumulate_grad_hooks) is not None:
+                    p._post_accumulate_grad_hooks = hooks
+
+    def _now(self) -> dict[str, nn.Parameter]:
+        return {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
+
+    def _same(self, thoroughly: bool) -> bool:
+        found: Iterator[Any] = map(dict.get, self._holders, self._names)
+        if not all(map(is_, found, self._members)):
+            return False
+        count = len(self._seen)
+        if thoroughly:
+            return list(map(_state, self._members[:count])) == self._seen
+        return not count or all(_state(self._members[i]) == self._seen[i] for i in (0, count - 1))
+
+    def _find(self) -> None:
+        """Find out what has changed."""
+        if _in_functional_call():
+            return  # other tensors stand in for the parameters until it ends
+        ours, now = {id(p) for p in self._parameters.values()}, self._now()
+        for path in self._places:
+            found = now.get(path)
+            if isinstance(found, nn.Parameter) and found.requires_grad and id(found) not in ours:
+                raise StenogradError(
+                    f"parameter {path} is not the one that was attached, so nobody averages its gradient "
+                    f"(a layer was replaced, or load_state_dict was given assign=True): {self._remedy}"
+                )
+        for name, p in self._parameters.items():
+            if (p.dtype, p.device) != self._types[name]:
+                dtype, device = self._types[name]
+                raise StenogradError(
+                    f"parameter {name} was {dtype} on {device} when it was attached and is {p.dtype} on "
+                    f"{p.device} now: call model.to(...) before, or {self._remedy}"
+                )
+            if p._cdata != self._inside[name] and not self._rehooks:
+                raise StenogradError(
+                    f"parameter {name} was swapped for another one, which hooks do not follow: {self._remedy}"
+                )
+        self._take()
+
+
+def entries(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what a program calls: the module, or what it contains where it has no forward pass of its own."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+    else:
+        for child in module.children():
+            yield from entries(child)
+
+
+def _in_functional_call() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _functional_call.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -132,18 +267,6 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
             )
         optimizer = inner
     return optimizer
-
-
-def versions() -> dict[str, str]:
-    """Return what must be equal on all ranks whatever they exchange, for `compare`.
-
-    Example:
-        >>> sorted(versions())
-        ['kernels', 'stenograd version', 'torch version']
-    """
-    # Ranks with other kernels would get averages that differ in the last bits.
-    own = {"stenograd version": __version__, "torch version": ".".join(torch.__version__.split(".")[:2])}
-    return {**own, "kernels": wanted()}
 
 
 def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -287,23 +410,19 @@ def synced_parameters(
     return synced
 
 
-def describe(
-    settings: Mapping[str, Any], parameters: Mapping[str, Tensor], model: nn.Module | None = None
+def _described(
+    settings: Mapping[str, Any], parameters: Mapping[str, Tensor], model: nn.Module | None
 ) -> dict[str, Any]:
-    """Return what must be equal on all ranks, by what it is: versions and kernels, settings, tensors.
-
-    Example:
-        >>> found = describe({"method": "topk"}, {"w": torch.zeros(2)})
-        >>> found["method"], found["parameters"], found["parameter w"], "kernels" in found
-        ('topk', 1, '(2,) torch.float32', True)
-    """
+    """Return what must be equal on all ranks, by what it is: versions and kernels, settings, tensors."""
+    # Ranks with other kernels would get averages that differ in the last bits.
+    own = {"stenograd version": __version__, "torch version": ".".join(torch.__version__.split(".")[:2])}
     tensors = {f"parameter {n}": form_of(p) for n, p in parameters.items()}
     if model is not None:
         synced = {id(p) for p in parameters.values()}
         others = ((n, p) for n, p in model.named_parameters() if id(p) not in synced)
         tensors |= {f"parameter {n}": f"{form_of(p)}, not averaged" for n, p in others}
         tensors |= {f"buffer {n}": form_of(b) for n, b in model.named_buffers()}
-    return {**versions(), "parameters": len(parameters), **tensors, **settings}
+    return {**own, "kernels": wanted(), "parameters": len(parameters), **tensors, **settings}
 
 
 def describe_optimizers(
@@ -364,7 +483,7 @@ def compare(
 
     Versions of torch that differ in their last part only, as 2.13.0 and 2.13.1 do, are a warning on rank 0.
     """
-    mine = json.dumps(describe(settings, parameters, model))
+    mine = json.dumps(_described(settings, parameters, model))
     digest = hashlib.sha256(mine.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
     messages = driver.gather_bytes(json.dumps([_host(), digest, torch.__version__]).encode())
     about: list[list[str]] = [json.loads(text) for text in messages]

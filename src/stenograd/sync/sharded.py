@@ -16,17 +16,16 @@ from torch.utils._pytree import tree_leaves
 from stenograd.catalog.method import MethodLike, method
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.filling import Slot
 from stenograd.comm.groups import ranks_of
-from stenograd.comm.step_end import Outcome
+from stenograd.comm.tensor_exchange import Outcome
 from stenograd.data.finite import are_finite
 from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
-from stenograd.sync.backward_passes import bad_of
-from stenograd.sync.filling import Slot
-from stenograd.sync.gradient_sync import GradientSync
-from stenograd.sync.handshake import as_optimizers, named, synced_parameters, unwrapped
-from stenograd.sync.members import Members
-from stenograd.sync.tracing import MAX_EVENTS, Tracing
+from stenograd.sync.gradients import GradientSync
+from stenograd.sync.handshake import Members, as_optimizers, named, synced_parameters, unwrapped
+from stenograd.sync.steps import bad_of
+from stenograd.tracing import MAX_EVENTS, Tracing
 
 __all__ = ["ShardedSync", "is_sharded"]
 
@@ -150,11 +149,9 @@ class ShardedSync(GradientSync):
         super().refresh()
         self._sparse = self._row  # type: ignore[assignment]
 
-    def close(self) -> None:
-        """Detach from model and optimizer; safe to call twice."""
-        if not self._closed:
-            self._row.driver.close()
-        super().close()
+    def _detach(self) -> None:
+        self._row.driver.close()
+        super()._detach()
 
     @property
     def _trained(self) -> nn.Module:
@@ -170,8 +167,8 @@ class ShardedSync(GradientSync):
             out[name] = shard
         return out
 
-    def _watch(self, modules: Iterable[nn.Module]) -> None:
-        super()._watch([self._sharded])
+    def _watch(self, modules: Iterable[nn.Module], *about: Any) -> None:
+        super()._watch([self._sharded], *about)
 
     def _members_of(self, parameters: Mapping[str, nn.Parameter]) -> Members:
         return Members()  # FSDP itself replaces the model's parameters in each pass
@@ -246,7 +243,7 @@ class ShardedSync(GradientSync):
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         shards = self._parameters.values()
-        self._passes.skip_bad(optimizer, self._averaged(), self._finite, zeros, shards)
+        self._passes.skip_bad(optimizer, self._averaged(), self.finite, zeros, shards)
 
     def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
@@ -254,7 +251,7 @@ class ShardedSync(GradientSync):
         self._passes.settings.look()
         slots = {id(self._owners[at]): _Seen(slot) for at, slot in self._slots.items()}
         under_way = self._pass_id != -1
-        told: Any = slots, under_way, self._finite
+        told: Any = slots, under_way, self.finite
         self._passes.check_step(optimizer, *told, parameters=self._parameters.values(), zeros=zeros)
 
 

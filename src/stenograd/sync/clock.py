@@ -20,36 +20,25 @@ from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.traffic import Traffic
 from stenograd.data.carried import in_memory
 from stenograd.data.finite import look_at, read
-from stenograd.errors import CheckpointError, ConfigError, StenogradError
+from stenograd.errors import ConfigError, StenogradError
 from stenograd.launch.process_group import join
-from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.backward_passes import (
-    Leftovers,
-    at_end,
-    bad_of,
-    drop_bad,
-    next_order,
-    refuse_nested,
-    refuse_step,
-    zero_bad,
-)
-from stenograd.sync.closures import after_closure
-from stenograd.sync.gradient_sync import GradientSync
+from stenograd.sync.attached import Sync, as_in_training, at_end, next_order, refuse_nested
+from stenograd.sync.averaging import Copies, floating_buffers
+from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import (
     Wrapping,
     as_optimizers,
     broadcast_model,
+    entries,
     refuse_taken,
     synced_parameters,
     unwrapped,
 )
-from stenograd.sync.members import entries
-from stenograd.sync.other_optimizers import watch_others
-from stenograd.sync.own_copies import Copies
+from stenograd.sync.outer import Nodes
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
-from stenograd.sync.two_levels import Nodes
+from stenograd.sync.steps import Leftovers, bad_of, drop_bad, refuse_step, zero_bad
 
-__all__ = ["RoundSync"]
+__all__ = ["RoundSync", "beside"]
 
 _FORMAT = 2  # of state_dict(); a reader refuses others
 _graph_task = torch._C._current_graph_task_id
@@ -87,7 +76,7 @@ class _BeforeForward:
             self._hold(module)
 
 
-class RoundSync(Attached):
+class RoundSync(Sync):
     """Base of what lets ranks train by themselves and meets in rounds; made by `stenograd.distribute`.
 
     The clock counts finished backward passes outside `no_sync()`, because all ranks make equally many of
@@ -103,6 +92,10 @@ class RoundSync(Attached):
     """
 
     round: int = 0  # a number here, and a property where every step is a round
+    # Passes at the start whose gradients are averaged; how they are inside nodes, with a node's ranks (0: as
+    # launched), or None. Both are set in `_check_settings`.
+    _dense_passes: int = 0
+    _levels: tuple[str, int] | None = None
 
     def __init__(
         self,
@@ -124,7 +117,11 @@ class RoundSync(Attached):
         self._copies = Copies(optimizer)
         refuse_taken(self._model, self._optimizers)
         check_interval(check_every, repair)
-        _refuse_closures(self._optimizers)
+        if any(isinstance(o, torch.optim.LBFGS) for o in self._optimizers):  # passes would not tell steps
+            raise ConfigError(
+                "optimizer must step once per backward pass where ranks meet in rounds, got LBFGS: use "
+                "another"
+            )
         synced_parameters(self._model, self._optimizers)  # complain before connecting
         self._check_settings(check_every)
         world = join(timeout_s=timeout_s)
@@ -133,13 +130,13 @@ class RoundSync(Attached):
         self._bucket_bytes, self._check_every = bucket_bytes, check_every
         self._skips, self._left = skip_bad_steps, Leftovers()
         self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
-        self.round = self._skipped = self._passes = 0
+        self.round = self._skipped = self._counted = 0
         self._begun = 0  # passes, those that broke off included
         self._order, self._seen = next_order(), -1
         self._warned = self._warned_of_passes = False
         self._stepped_at = self._passes_per_step = 0
         self._due: list[int] = []  # local passes after which something is to be done
-        self._finite: bool | Tensor | None = True  # None: not looked at yet; a tensor: nor read
+        self._finite = True
         self._unread: list[Tensor] = []  # for each pass since the last round, as `_finite`
         self._stepped: set[int] = set()
         self._lock = threading.Lock()
@@ -150,42 +147,30 @@ class RoundSync(Attached):
         with self._wholly():
             if self._levels is not None:
                 self._nodes = Nodes(self._driver, world, self._levels[1])
-            self._dense = self._dense_passes > 0  # whether gradients are averaged over all ranks
-            if self._dense:
-                self._average_everywhere()
-            else:
-                self._average_inside()
+            self._average_gradients(dense=self._dense_passes > 0)
             self.refresh()
             self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
             self._attend(model)
 
-    def _average_everywhere(self) -> None:
-        """Average gradients over all ranks from now on."""
-        (everyone,) = self._driver.split([range(self.world_size)], "gradients")
-        assert everyone is not None  # every rank is in the one part
-        everyone.traffic = self._driver.traffic  # one ledger for gradients and rounds
-        self._average_gradients("dense", everyone)
-
-    def _average_gradients(self, how: str, driver: Driver) -> None:
-        """Average gradients in every pass from now on, over the ranks of a driver that is closed then."""
-        kept: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "timeout_s": driver.timeout_s}
-        self._gradients = GradientSync(
-            self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
-        )
-
-    def _average_inside(self) -> None:
-        """Average gradients inside this rank's node from now on, if that is a level of its own."""
-        if self._levels is not None and self._nodes is not None:
-            self._average_gradients(self._levels[0], self._nodes.inside)
+    def _average_gradients(self, *, dense: bool) -> None:
+        """Average gradients from now on: over all ranks, or else inside nodes, where these are a level."""
+        self._dense, how = dense, "dense"
+        driver: Driver | None = None
+        if dense:
+            driver = beside(self._driver, "gradients")
+        elif self._levels is not None and self._nodes is not None:
+            how, driver = self._levels[0], self._nodes.inside
+        if driver is not None:  # the engine closes it
+            kept: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "timeout_s": driver.timeout_s}
+            self._gradients = GradientSync(
+                self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
+            )
 
     def _attend(self, model: nn.Module) -> None:
         """Follow the optimizers' steps and the model's forward passes."""
         self._watch({id(model): model, id(self._model): self._model}.values())
-        before = torch.compiler.disable(after_closure(self._before_step, lambda: self._passes))
         after = torch.compiler.disable(self._after_step)
-        self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
         self._watches += [o.register_step_post_hook(after) for o in self._optimizers]
-        self._watches += [watch_others(self)]
         forward, modules = _BeforeForward(self), list(entries(self._model))
         self._watches += [module.register_forward_pre_hook(forward) for module in modules]
 
@@ -204,7 +189,7 @@ class RoundSync(Attached):
     @property
     def step(self) -> int:
         """Number of this rank's finished backward passes outside `no_sync()`; equal on every rank."""
-        return self._passes
+        return self._counted
 
     @property
     def skipped(self) -> int:
@@ -218,7 +203,7 @@ class RoundSync(Attached):
         return self._skipped + (0 if self._gradients is None else self._gradients.skipped)
 
     def _exchanges(self) -> int:
-        return self._passes
+        return self._counted
 
     @property
     def finite(self) -> bool:
@@ -238,11 +223,6 @@ class RoundSync(Attached):
     def pending(self) -> bool:
         """Whether something is due."""
         return bool(self._due)
-
-    @property
-    def repaired(self) -> int:
-        """Number of checks that found the ranks' parameters unequal, and repaired them."""
-        return self._guard.repaired
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -268,7 +248,8 @@ class RoundSync(Attached):
         if self._gradients is not None:
             self._gradients.refresh()
         self._parameters = parameters
-        self._build(parameters, self._chunk_elements(parameters))
+        itemsize = max(4, *(p.element_size() for p in parameters.values()))
+        self._build(parameters, max(self._bucket_bytes // itemsize, 1))
         for handle in self._handles:
             handle.remove()
         hook = partial(_on_gradient, weakref.ref(self))
@@ -293,11 +274,7 @@ class RoundSync(Attached):
             "gradients in every step (leave out what stands before the slash), where join() works"
         )
 
-    def close(self) -> None:
-        """Detach from model and optimizer; safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
+    def _detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._left.forget()
@@ -306,17 +283,11 @@ class RoundSync(Attached):
         self._dismantle()
         if self._nodes is not None:
             self._nodes.close()
-        self._driver.close()
 
     @property
-    def _dense_passes(self) -> int:
-        """Number of passes at the start whose gradients are averaged."""
-        return 0
-
-    @property
-    def _levels(self) -> tuple[str, int] | None:
-        """How gradients are averaged inside nodes, and the ranks of a node (0: as launched); None if not."""
-        return None
+    @abstractmethod
+    def _schedule(self) -> Any:
+        """The method's schedule."""
 
     @abstractmethod
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
@@ -340,30 +311,23 @@ class RoundSync(Attached):
     def _check_settings(self, check_every: int) -> None:
         """Refuse what the method cannot do; nothing is connected yet."""
 
-    def _chunk_elements(self, parameters: Mapping[str, Tensor]) -> int:
-        itemsize = max(p.element_size() for p in parameters.values())
-        return max(self._bucket_bytes // max(itemsize, 4), 1)
+    def _buffers(self) -> list[Tensor]:
+        return floating_buffers(self._model, self._schedule.buffers)
 
     def _identity(self) -> dict[str, Any]:
         where = {"rank": self.rank, "world_size": self.world_size}
         return {"format": _FORMAT, "method": self.method.text, **where}
 
-    def _check_identity(self, state: Mapping[str, Any]) -> None:
-        for key, want in self._identity().items():
-            if (got := state.get(key, "nothing")) != want:
-                advice = "load it where it was saved"
-                if key in ("rank", "world_size"):
-                    advice += ", or re-shard it with stenograd.load_checkpoint or stenograd.reshard"
-                raise CheckpointError(f"the checkpoint's {key} must be {want!r}, got {got!r}: {advice}")
-
-    def _end_dense(self) -> None:
-        """Stop averaging gradients over all ranks, where that still goes on."""
-        if self._dense:
-            self._average_elsewhere(dense=False)
+    def _take_counters(self, state: Mapping[str, Any]) -> None:
+        """Take what a saved state knows of passes and rounds; nothing is due after it."""
+        self._counted = self._begun = int(state["passes"])
+        self.round = int(state["round"])
+        self._skipped = int(state["own"]["skipped"]) - (self.skipped - self._skipped)
+        self._due, self._finite, self._unread = [], True, []
+        self._stepped.clear()
 
     def _average_elsewhere(self, *, dense: bool) -> None:
         """Average gradients over all ranks from now on, or else inside nodes, where these are a level."""
-        self._dense = dense
         self._close_gradients()
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("add_param_group", None)  # ours, or the new engine would refuse it
@@ -371,17 +335,12 @@ class RoundSync(Attached):
         # A new engine gives all ranks the buffers of the first; statistics are each rank's own.
         held = map(in_memory, self._model.buffers())
         buffers = [(buffer, buffer.clone()) for buffer in held]
-        self._average_everywhere() if dense else self._average_inside()
+        self._average_gradients(dense=dense)
         for buffer, own in buffers:
             buffer.copy_(own)
         self._wrapping.watch(self._parameters.values(), self._members_of(self._parameters))
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
-
-    @property
-    def _everyone(self) -> AnyDriver | None:
-        """The way to all ranks, unless some may be lost in the middle of a round that goes on."""
-        return None if getattr(self.method.schedule, "lost", "raise") == "drop" else self._driver
 
     def _close_gradients(self) -> None:
         """Stop averaging gradients, over whichever ranks."""
@@ -405,7 +364,7 @@ class RoundSync(Attached):
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        self._passes += 1
+        self._counted += 1
         if self._gradients is None:  # a GradScaler may leave out the step that could tell
             found = self._look()
             if isinstance(found, Tensor):
@@ -414,13 +373,13 @@ class RoundSync(Attached):
                 self._skipped += 1
                 if self._skips:
                     self._left.take(bad_of(self._parameters.values()))
-        t = self._passes - self._dense_passes
+        t = self._counted - self._dense_passes
         if not self._due:  # else steps after an earlier pass count: optimizers may step in turn
             self._stepped.clear()
         if t == 0 or (t > 0 and self._is_due(t)):
             self._due.append(t)
 
-    def _before_step(
+    def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
         self._wrapping.look_before_step()
@@ -459,7 +418,7 @@ class RoundSync(Attached):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
-        if self._passes > self._stepped_at:  # else another optimizer has stepped after this pass
+        if self._counted > self._stepped_at:  # else another optimizer has stepped after this pass
             self._count_passes()
         if len(self._stepped) == len(self._optimizers):
             self._copies.stepped()
@@ -468,8 +427,8 @@ class RoundSync(Attached):
 
     def _count_passes(self) -> None:
         """Warn once if two steps running have seen several passes each: accumulation, not a skipped step."""
-        before, self._passes_per_step = self._passes_per_step, self._passes - self._stepped_at
-        self._stepped_at = self._passes
+        before, self._passes_per_step = self._passes_per_step, self._counted - self._stepped_at
+        self._stepped_at = self._counted
         if before == self._passes_per_step > 1 and not self._warned_of_passes and self.world_size > 1:
             self._warned_of_passes = True
             warnings.warn(
@@ -487,21 +446,24 @@ class RoundSync(Attached):
 
     @torch.no_grad()
     def _hold_if_due(self) -> None:
+        self.after_load()
         while self._due:
             self._wrapping.look()
             t = self._due.pop(0)
             if t == 0:
-                self._end_dense()
+                if self._dense:
+                    self._average_elsewhere(dense=False)
                 self._begin_rounds()
-            else:
-                with self._copies.round(self._everyone):
-                    self._meet(t)
-                self._count_bad()
+                continue
+            drops = self._schedule.lost == "drop"  # a rank, in the middle of it
+            with self._copies.round(None if drops else self._driver):
+                self._meet(t)
+            self._count_bad()
 
 
-def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that evaluate the model several times per step: passes would not tell steps."""
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ConfigError(
-            "optimizer must step once per backward pass where ranks meet in rounds, got LBFGS: use another"
-        )
+def beside(driver: AnyDriver, what: str) -> Driver:
+    """Return a driver over the same ranks whose collectives mix with nobody's; both have one ledger."""
+    own: Driver
+    (own,) = driver.split([range(driver.world_size)], what)  # every rank is in the one part
+    own.traffic = driver.traffic
+    return own

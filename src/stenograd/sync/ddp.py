@@ -1,53 +1,39 @@
-"""Stenograd's methods as a communication hook of DistributedDataParallel."""
+"""Stenograd's methods as a communication hook of DistributedDataParallel, and what registers it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stenograd.catalog.method import Method
+from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.comm.driver import Driver
 from stenograd.comm.kernel_loading import load_kernels
-from stenograd.comm.step_end import Outcome
-from stenograd.comm.tensor_exchange import TensorExchange
+from stenograd.comm.sparse_rows import sparse_parameters
+from stenograd.comm.tensor_exchange import Outcome, TensorExchange
 from stenograd.data.buckets import Bucket
 from stenograd.data.finite import is_finite
 from stenograd.devices import future_on, refuse_capture
-from stenograd.errors import StenogradError
-from stenograd.sync.attached import Attached, as_in_training
-from stenograd.sync.backward_passes import (
-    Leftovers,
-    Passes,
-    at_end,
-    drop_bad,
-    next_order,
-    warn_of_skip,
-    warn_unexchanged,
-)
-from stenograd.sync.closures import Changed, after_closure
-from stenograd.sync.every_step import watch_every_step
-from stenograd.sync.handshake import compare, named, refuse_second_momentum
-from stenograd.sync.members import Members
-from stenograd.sync.replica_guard import ReplicaGuard
-from stenograd.sync.tracing import MAX_EVENTS, Tracing
+from stenograd.errors import StenogradError, TensorTypeError, first_line
+from stenograd.sync.attached import Sync, at_end, next_order
+from stenograd.sync.handshake import Members, compare, named, refuse_second_momentum, unwrapped
+from stenograd.sync.replica_guard import ReplicaGuard, check_interval
+from stenograd.sync.steps import Leftovers, Passes, warn_unexchanged, watch_others
+from stenograd.tracing import MAX_EVENTS, Tracing
 
-__all__ = ["DDPHook"]
+__all__ = ["DDPHook", "register"]
 
 
-class DDPHook(Attached):
+class DDPHook(Sync):
     """State of the hook on one model; made by `stenograd.ddp.register`.
 
     DDP calls it with its buckets in index order, and once, after the first step, makes other buckets of the
     same parameters. Since state is kept by parameter name, it carries over. The exchange has a process group
     of its own, because DDP sends its map of used parameters on its group at the same time.
-
-    Attributes:
-        method: the `Method` in use.
     """
 
     def __init__(
@@ -61,8 +47,7 @@ class DDPHook(Attached):
         repair: bool = False,
         check_buffers: bool = False,
     ) -> None:
-        self.method = how
-        self._finite = True
+        self.method, self._optimizers = how, ()  # DDP does not know which optimizers hold its parameters
         self._group = ddp.process_group
         self._ddp = weakref.ref(ddp)  # which holds this hook where Python's garbage collector cannot look
         module: nn.Module = ddp.module
@@ -72,12 +57,8 @@ class DDPHook(Attached):
         with self._wholly():
             learning = [p for p in module.parameters() if p.requires_grad]  # others may be of any type
             load_kernels(how, self._driver.world_size, learning, checks=check_every > 0)
-            checks = str((check_every, repair, check_buffers))
-            settings: dict[str, Any] = {
-                "method": how.text,
-                "skip_bad_steps": skip_bad_steps,
-                "checks": checks,
-            }
+            settings: dict[str, Any] = {"method": how.text, "skip_bad_steps": skip_bad_steps}
+            settings["checks"] = str((check_every, repair, check_buffers))
             if ddp.broadcast_buffers:  # which DDP does by position, as it does with parameters
                 shapes = ((name, tuple(b.shape)) for name, b in ddp.named_module_buffers.items())
                 settings |= {f"buffer {name}": str(shape) for name, shape in shapes}
@@ -104,35 +85,15 @@ class DDPHook(Attached):
                     for p in module.parameters()
                     if p.requires_grad
                 ]
-            self._skips, self._passes = skip_bad_steps, Passes()
-            # Of the optimizers seen to step, the exchanges before; -1 where they hold nothing of this model.
+            self._passes = Passes(skip_bad_steps=skip_bad_steps)
+            # Of the optimizers seen to step, the exchanges before.
             self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
             again = "wrap the model in DistributedDataParallel anew, and register the hook"
             members = Members(module, trained, remedy=again, rehooks=False)
-            self._handles += [_watch_steps(self)]
+            self._handles += [watch_others(self, averages_losses=True)]
             self._handles += [ddp.register_forward_pre_hook(members)]
-            self._warned = self._warned_local = self._at_once = self._shadows = False
-
-    @property
-    def repaired(self) -> int:
-        """Number of checks that found the ranks' parameters unequal, and repaired them."""
-        return self._guard.repaired
-
-    @property
-    def step(self) -> int:
-        """Number of exchanges applied; equal on every rank."""
-        return self._exchange.step
-
-    @property
-    def skipped(self) -> int:
-        """Number of exchanges that left the compressor's state alone because a gradient was not finite."""
-        return self._exchange.skipped
-
-    @property
-    def finite(self) -> bool:
-        """Whether the last exchange was, alike on all ranks."""
-        return self._finite
+            self._warned = self._at_once = self._shadows = False
 
     @torch.no_grad()  # gradients with a graph (create_graph=True) are averaged without it, as DDP does
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -163,32 +124,12 @@ class DDPHook(Attached):
             self._end()
         return future
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that decides this rank's next exchange, by parameter name; save it on every rank."""
-        return self._exchange.state_dict()
-
-    @as_in_training
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved `state_dict()`.
-
-        Raises:
-            CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
-        """
-        self._exchange.load_state_dict(state)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: `ddp_model.no_sync()`."""
-        with self._model.no_sync():
-            yield
-
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
-        """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `stenograd.sync.tracing`.
+        """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `stenograd.tracing`.
 
         Steps are noted of the optimizers that have stepped before, since DDP does not know its optimizer.
         """
-        mine = [optimizer for optimizer, before in self._seen.items() if before >= 0]
-        return Tracing(path, [self._driver], self._model, mine, max_events=max_events)
+        return Tracing(path, [self._driver], self._model, list(self._seen), max_events=max_events)
 
     def join(self, **options: Any) -> AbstractContextManager[Any]:
         """Let ranks have different numbers of batches: `ddp_model.join(**options)`.
@@ -241,17 +182,13 @@ class DDPHook(Attached):
             "the model again, and register"
         )
 
-    def close(self) -> None:
-        """Stop the exchange; the model cannot be trained with this hook afterwards. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
+    def _detach(self) -> None:
+        """Stop the exchange; the model cannot be trained with this hook afterwards."""
         for handle in self._handles:
             handle.remove()
         self._left.forget()
-        if hasattr(self, "_exchange"):  # else registering failed before it
+        if hasattr(self, "_exchange"):
             self._exchange.close()
-        self._driver.close()
 
     @property
     def _model(self) -> Any:  # type: ignore[override]
@@ -288,13 +225,8 @@ class DDPHook(Attached):
         caller of `backward()` gets the error itself.
         """
         if self._waiting:
-            if self._driver.world_size > 1:
-                raise StenogradError(
-                    "the last backward pass did not finish (an error in it), so the ranks may be out of "
-                    "step: restart from a checkpoint"
-                )
+            self._abandon()
             self._waiting = []
-            self._exchange.abandon()
         refuse_capture()
         self._members, self._sources, self._small, self._task = [], [], {}, task
         # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
@@ -320,17 +252,14 @@ class DDPHook(Attached):
             self._passes.exchanged(outcome.any_flags, self._driver)
         self._made.clear()
         self._finite = outcome.applied
-        if not self._finite and self._skips:
+        if not self._finite and self._passes.skips:
             self._left.take(self._bad(outcome))
         for sources, average in zip(self._sources, outcome.averages, strict=True):
             torch._foreach_copy_(sources, list(average.split([s.numel() for s in sources])))
         waiting, self._waiting = self._waiting, []
         for buffer, future in waiting:
             future.set_result(buffer)
-        # A rank that ran out of inputs keeps its parameters until DDP's join ends: no comparing then.
-        due = self._check_every and (self.step + self.skipped) % self._check_every == 0
-        if due and not self._passes.shadowed:
-            self._guard.check(self.step)
+        self._check_replicas()
 
     def _bad(self, outcome: Outcome) -> Iterator[Tensor]:
         """Yield the parameters whose averages, which DDP has not taken yet, are not finite."""
@@ -343,66 +272,110 @@ class DDPHook(Attached):
                 if next(used, True) and not is_finite(piece):
                     yield known[member]
 
-    def _moves(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer holds parameters of this model; looked up again after a bad exchange.
+    def _averaged(self) -> set[int]:
+        return set(self._names)
 
-        It may have got a group of them since, and then its step must not apply what is not finite.
-        """
-        known = self._seen.get(optimizer)
-        if known is None or (known == -1 and not self.finite):
-            held = (p for g in optimizer.param_groups for p in g["params"])
-            if any(id(p) in self._names for p in held):
-                self._seen.pop(optimizer, None)
-                return True
-            known = self._seen[optimizer] = -1
-        return known != -1
+    def _held(self) -> set[int]:
+        return set(self._names)
 
-    def _check_step(
-        self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
-    ) -> None:
+    def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
+        self._passes.skip_bad(optimizer, self._names, self.finite, zeros, self._model.module.parameters())
+
+    def _other_step(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""
         self._passes.settings.look()
         before, now = self._seen.get(optimizer), self.step + self.skipped
         self._seen[optimizer] = now
-        if before not in (None, now) and (self.finite or not self._skips):
+        if before not in (None, now) and (self.finite or not self._passes.skips):
             return  # the usual step, without a look at every parameter
         held = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._names]
         if held and before is None:
             refuse_second_momentum(self.method, [optimizer])
-        self._seen[optimizer] = now if held else -1
         held = [p for p in held if p.grad is not None]
-        if held and (before or 0) == now and not self._warned_local and self.world_size > 1:
+        if held and (before or 0) == now and not self._warned and self.world_size > 1:
             cause = "gradients that no exchange has averaged, as inside ddp_model.no_sync()"
             advice = f"end accumulation outside of it, or nothing travels by {self.method}"
-            self._warned_local = warn_unexchanged(cause, advice)
-        if held and self._skips and not self.finite:
-            drop_bad(optimizer, self._names, zeros, self._model.module.parameters())
-            self._warned = self._warned or warn_of_skip()
+            self._warned = warn_unexchanged(cause, advice)
+        if held:
+            self._skip_bad(optimizer, zeros)
 
 
-def _watch_steps(hook: DDPHook) -> Any:
-    """Look at the steps of all optimizers, since DDP does not know which of them hold its parameters."""
-    weak = weakref.ref(hook)
+def register(
+    ddp_model: Any,
+    how: MethodLike,
+    *,
+    timeout_s: float = 300.0,
+    check_every: int = 0,
+    repair: bool = False,
+    check_buffers: bool = False,
+    skip_bad_steps: bool = True,
+) -> DDPHook:
+    """Make a DistributedDataParallel model exchange gradients by a Stenograd method.
 
-    def act(optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False) -> None:
-        known = weak()
-        if known is not None:
-            known._check_step(optimizer, zeros=zeros, again=again)
+    Call it once, right after wrapping the model. Averages are final when `backward()` returns, as with DDP
+    alone; with "dense" they equal plain DDP's bit for bit. `find_unused_parameters`, `static_graph`,
+    `gradient_as_bucket_view`, `no_sync()` and `join()` work as without the hook.
 
-    def exchanges() -> int:
-        known = weak()
-        return 0 if known is None else known.step + known.skipped
+    Args:
+        ddp_model: the `DistributedDataParallel` model; it may be compiled, or wrapped by Lightning Fabric.
+        how: the method, as text such as "powersgd:rank=4".
+        timeout_s: seconds after which a silent peer is an error.
+        check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
+        repair: overwrite parameters that differ by the majority's and warn, instead of raising.
+        check_buffers: compare and repair buffers too. DDP makes them equal before each forward pass, unless
+            told not to, so they differ after one that updates them.
+        skip_bad_steps: after an exchange that was not finite on some rank, steps of the optimizers that hold
+            the model's parameters change nothing on any rank.
 
-    def mean(loss: float) -> float:
-        known = weak()
-        return loss if known is None else known._mean(loss)
+    Returns:
+        The hook's state, with the face of what `stenograd.distribute` returns, so `traffic`, `step`,
+        `finite`, `skipped`, `trace(...)`, `no_sync()`, `join()`, `state_dict()`, `load_state_dict(...)` and
+        `close()`.
 
-    watch = after_closure(act, exchanges, mean)
+    Raises:
+        MethodError: unknown method or key, or a value outside its range.
+        TypeError: the model is not wrapped in DistributedDataParallel.
+        TensorTypeError: it has sparse gradients, which DDP does not give to hooks.
+        StenogradError: it has a communication hook already, or DDP's Python reducer, which calls none.
+        ConfigError: check_every is out of range, or repair is asked for without checks.
+        MismatchError: the ranks' methods, settings, versions or kernels differ.
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
-        known = weak()
-        return watch(optimizer, args, given) if known is not None and known._moves(optimizer) else None
+    `backward()` raises ReplicaDivergence, on all ranks, where a check finds a difference; see `ReplicaGuard`.
+    It raises MismatchError, on all ranks, where the loss's scale (GradScaler) differs; not with "dense" and
+    `check_every=0`, which send nothing beside the gradients.
 
-    handle = watch_every_step(before)
-    weakref.finalize(hook, handle.remove).atexit = False
-    return handle
+    Example:
+        hook = stenograd.ddp.register(ddp_model, "topk:ratio=0.01")
+    """
+    chosen = method(how)
+    chosen.require_every_step("DistributedDataParallel, which averages gradients in every pass,")
+    ddp: Any = unwrapped(ddp_model)
+    if not hasattr(ddp, "register_comm_hook"):
+        raise TypeError(
+            f"ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}: wrap it"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise StenogradError(
+            'DDP runs with torch._dynamo.config.optimize_ddp = "python_reducer", which calls no hook: set it '
+            'to "ddp_optimizer" before wrapping the model'
+        )
+    if sparse_parameters(ddp.module) & {id(p) for p in ddp.module.parameters() if p.requires_grad}:
+        raise TensorTypeError(
+            "ddp_model must have dense gradients, got an embedding with sparse=True: use "
+            "stenograd.distribute, which averages them exactly, or sparse=False"
+        )
+    check_interval(check_every, repair)
+    checks: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
+    hook = DDPHook(ddp, chosen, timeout_s=timeout_s, skip_bad_steps=skip_bad_steps, **checks)
+    try:  # this comes last, because DDP keeps a hook for good
+        # DDP compares annotations with its own classes; a lambda has none.
+        ddp.register_comm_hook(hook, lambda state, bucket: state.on_bucket(bucket))
+    except BaseException as reason:
+        hook.close()
+        if not isinstance(reason, RuntimeError):
+            raise
+        raise StenogradError(
+            f"the model has a communication hook already, or cannot take one ({first_line(reason)}): "
+            "register one only, right after wrapping the model"
+        ) from reason
+    return hook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.compression.contract import Compressor, Exchange, Site, State, Transport
 from stenograd.data.buckets import Bucket, KeptState, join_state, keep, put_back, split_state
+from stenograd.errors import CheckpointError
 
-__all__ = ["Lane", "Slot", "Slots", "same_memory"]
+__all__ = ["BucketState", "BucketStates", "Lane", "check_state", "same_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Lane:
 
 
 @dataclass(slots=True)
-class Slot:
+class BucketState:
     """One bucket, its two lanes (while the method warms up, and after it), its state and its memory."""
 
     bucket: Bucket
@@ -43,7 +45,7 @@ class Slot:
     average: Tensor | None = None
 
 
-class Slots:
+class BucketStates:
     """The buckets of an exchange, in the order in which they are submitted; state follows its parameters.
 
     Args:
@@ -56,13 +58,13 @@ class Slots:
     def __init__(self, method: Method, driver: AnyDriver, *, waits: bool, want_errors: bool) -> None:
         self._method, self._driver = method, driver
         self._waits, self._want_errors = waits, want_errors
-        self._slots: list[Slot] = []
+        self._slots: list[BucketState] = []
         self._homeless: dict[str, dict[str, Tensor]] = {}  # state of parameters that wait for their bucket
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __getitem__(self, index: int) -> Slot:
+    def __getitem__(self, index: int) -> BucketState:
         return self._slots[index]
 
     @property
@@ -90,7 +92,7 @@ class Slots:
         if known and fresh:  # a dense bucket keeps none
             mine = {name: {**new, **known.get(name, {})} for name, new in split_state(fresh, bucket).items()}
             state = join_state(fresh, bucket, mine)
-        self._slots.append(Slot(bucket, (first, later), state))
+        self._slots.append(BucketState(bucket, (first, later), state))
         return True
 
     def drop_from(self, index: int) -> None:
@@ -173,7 +175,7 @@ class Slots:
 
     def _lane(self, compressor: Compressor, site: Site) -> Lane:
         transport = compressor.transport(site)
-        looked_at = site.dtype is torch.float16  # before the step counts; see `step_end.read_end`
+        looked_at = site.dtype is torch.float16  # before the step counts; see `read_end`
         if not self._waits or self._want_errors or looked_at:
             transport = transport.keeping()
         sums = self._waits and transport.linear and not self._method.clips
@@ -185,3 +187,44 @@ class Slots:
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors live in the same memory."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def check_state(
+    state: Mapping[str, Any], expected: Mapping[str, Any], parameters: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Check that a saved state fits what runs now.
+
+    Args:
+        state: what was saved.
+        expected: values that must be equal, by key.
+        parameters: the running state by parameter name, whose names, keys and shapes must be equal; empty
+            before any bucket is known.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    for key, want in expected.items():
+        got = state.get(key, "nothing")
+        if got != want:
+            advice = "load it where it was saved"
+            if key in ("rank", "world_size"):
+                advice += ", or re-shard it with stenograd.load_checkpoint or stenograd.reshard"
+            raise CheckpointError(f"the checkpoint's {key} must be {want!r}, got {got!r}: {advice}")
+    saved = state.get("parameters", {})
+    if not parameters:
+        return
+    missing = [name for name in parameters if name not in saved] + [
+        name for name in saved if name not in parameters
+    ]
+    if missing:
+        raise CheckpointError(
+            f"checkpoint and model differ in parameter {missing[0]!r}: load it into the same model"
+        )
+    for name, tensors in parameters.items():
+        for key, tensor in tensors.items():
+            shape = tuple(saved[name][key].shape) if key in saved[name] else None
+            if shape != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"the checkpoint's {key} of {name} must have shape {tuple(tensor.shape)}, got {shape}: "
+                    "load it into the same model"
+                )

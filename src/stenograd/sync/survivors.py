@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,7 +16,9 @@ from stenograd.errors import LaunchError, PeerLost
 from stenograd.launch.failure_detector import Presence, attend
 from stenograd.launch.network import own_address
 from stenograd.launch.process_group import attends
-from stenograd.sync.round_parts import Part
+
+if TYPE_CHECKING:
+    from stenograd.sync.outer import Part
 
 __all__ = ["Survivors", "watch_ranks"]
 

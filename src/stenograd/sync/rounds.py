@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from stenograd.comm.bucket_states import check_state
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
 from stenograd.data.requests import gather
@@ -20,16 +21,11 @@ from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.attached import as_in_training
-from stenograd.sync.fragments import fragments_of
+from stenograd.sync.averaging import average, average_carried, average_states, forget_states
+from stenograd.sync.clock import RoundSync, beside
 from stenograd.sync.gossip import Gossip
-from stenograd.sync.lost_ranks import Survivors
-from stenograd.sync.optimizer_states import average_states, forget_states
-from stenograd.sync.outer_averaging import OuterPart
-from stenograd.sync.pair_averaging import PairPart
-from stenograd.sync.parameter_averaging import average, average_carried
-from stenograd.sync.round_parts import LocalPart, Part, floating_buffers
-from stenograd.sync.round_state import check_shapes, joined, of_part
-from stenograd.sync.round_sync import RoundSync
+from stenograd.sync.outer import Part, check_shapes, fragments_of, joined, of_part
+from stenograd.sync.survivors import Survivors
 from stenograd.topology.pairs import RandomPairs
 
 __all__ = ["ParameterSync"]
@@ -41,37 +37,21 @@ _LOST, _VOID = 1, 2  # this rank's parameters were not finite; so nobody took an
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came of a round; nothing has changed for it yet.
+    """What came of a round; nothing has changed for it yet. On one level every rank is a node.
 
     Attributes:
-        codes: of `_LOST` and `_VOID`, by node and place in it; on one level every rank is a node, and where
-            the round is sound nobody asks the others.
-        names: of the nodes, which stay when ranks are lost.
-        node, place: this rank's in `codes`.
+        sound: whether the round is, in all places of all nodes; alike on all ranks, as are the next two.
+        bad: names of the nodes that made it void, which stay when ranks are lost.
+        hopeless: whether no node is left in some place from which the others could start.
+        lost: places in this rank's node that have lost their part of it.
         start: gives the ranks that made the round void finite parameters.
     """
 
-    codes: list[list[int]]
-    names: list[int]
-    node: int
-    place: int
+    sound: bool
+    lost: list[int]
+    bad: frozenset[int] = frozenset()
+    hopeless: bool = False
     start: Callable[[], object] = bool
-
-    @property
-    def bad(self) -> list[set[int]]:
-        """For each place the nodes that made the round void there."""
-        places = range(len(self.codes[0]))
-        return [{i for i, codes in enumerate(self.codes) if codes[at] == _VOID | _LOST} for at in places]
-
-    @property
-    def sound(self) -> bool:
-        """Whether the round is, in all places."""
-        return not any(code & _VOID for codes in self.codes for code in codes)
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether no node is left in some place from which the others could start."""
-        return any(len(nodes) == len(self.codes) for nodes in self.bad)
 
 
 class ParameterSync(RoundSync):
@@ -100,16 +80,15 @@ class ParameterSync(RoundSync):
         return bool(self._due) or any(part.under_way for part in self._parts)
 
     @property
-    def _dense_passes(self) -> int:
-        return self._schedule.after
-
-    @property
-    def _levels(self) -> tuple[str, int] | None:
-        return (self._schedule.inside, self._schedule.node_size) if self._schedule.inside else None
+    def events(self) -> list[dict[str, Any]]:
+        """For each loss the round, the ranks that were lost, and the seconds until training went on."""
+        keeper = self._pairs or self._survivors
+        return [] if keeper is None else keeper.events
 
     def _check_settings(self, check_every: int) -> None:
         schedule = self._schedule
-        self._exact = isinstance(schedule, Local) and self._each_round.lossless
+        self._dense_passes = schedule.after
+        self._levels = (schedule.inside, schedule.node_size) if schedule.inside else None
         if check_every and (schedule.delay or not self._shared or schedule.lost == "drop"):
             why = "a comparison needs all ranks" if schedule.lost == "drop" else "replicas differ by design"
             raise ConfigError(
@@ -140,19 +119,14 @@ class ParameterSync(RoundSync):
         self._parts, self._whole = [], fragments_of(parameters, schedule.fragments, schedule.layout)
         driver = self._driver if nodes is None else nodes.between
         if isinstance(schedule, DiLoCo) and (schedule.eager or schedule.delay):
-            (self._side,) = driver.split([range(driver.world_size)], "rounds")
-            assert self._side is not None  # every rank is in the one part
-            self._side.traffic = driver.traffic
+            self._side = beside(driver, "rounds")
         for whole in self._whole:
             part = whole if nodes is None else nodes.share_of(whole)
-            if isinstance(schedule, DiLoCo) and self._pairs is not None:
-                beside: Any = list if self._parts else self._buffers  # in the first fragment's message
-                self._parts.append(PairPart(part, driver, self._pairs, schedule, chunk, beside))
-            elif isinstance(schedule, DiLoCo):
-                self._parts.append(OuterPart(part, driver, how, schedule, chunk, self._side))
-            else:
-                self._parts.append(LocalPart(part, driver, how, chunk))
-        self._common_at = max(self._passes - schedule.after, 0)
+            shared: dict[str, Any] = {"side": self._side, "pairs": self._pairs}
+            if not self._parts:  # in pairs, in the first fragment's message
+                shared["beside"] = self._buffers
+            self._parts.append(Part(part, driver, how, schedule, chunk, **shared))
+        self._common_at = max(self._counted - schedule.after, 0)
 
     def _begin_rounds(self) -> None:
         for part in self._parts:
@@ -225,9 +199,7 @@ class ParameterSync(RoundSync):
                 _put([*apart, *buffers], self._together(means))
             yield
         finally:
-            with torch.no_grad():
-                for t, mine in zip(tensors, own, strict=True):
-                    t.copy_(mine)
+            _put(tensors, own)
 
     @as_in_training
     def state_dict(self) -> dict[str, Any]:
@@ -238,7 +210,7 @@ class ParameterSync(RoundSync):
         """
         self._hold_if_due()
         counters = {
-            "passes": self._passes,
+            "passes": self._counted,
             "round": self.round,
             "next": self._next,
             "common": self._common_at,
@@ -260,19 +232,15 @@ class ParameterSync(RoundSync):
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
-        self._check_identity(state)
+        check_state(state, self._identity(), {})
         check_shapes(self._parts, state)
         parts = [of_part(part, i, state) for i, part in enumerate(self._parts)]
         for part, mine in zip(self._parts, parts, strict=True):
             part.load_state_dict(mine)
-        self._passes = self._begun = int(state["passes"])
-        self.round = int(state["round"])
+        self._take_counters(state)
         self._next, self._common_at = int(state["next"]), state["common"]
         self._void = {name for i, name in enumerate(self._names()) if i in state["void"]}
         self._flying = {int(f): int(t) for f, t in state["flying"].items()}
-        self._skipped = int(state["own"]["skipped"]) - (self.skipped - self._skipped)
-        self._due, self._finite, self._unread = [], True, []
-        self._stepped.clear()
         self._saved_by = int(state.get("saved_by", self.world_size))
         self._owed = parts if state.get("resharded") else []
 
@@ -284,30 +252,23 @@ class ParameterSync(RoundSync):
         `load_checkpoint` calls this. After `load_state_dict` it happens with the next training forward pass
         at the latest.
         """
-        if self._dense != (dense := self._passes < self._dense_passes) and not self._due:
+        if self._dense != (dense := self._counted < self._dense_passes) and not self._due:
             self._average_elsewhere(dense=dense)
         owed, self._owed = self._owed, []
         if not owed:
             return
         self._flying.clear()
         self._void.clear()
-        if self._passes < self._dense_passes:  # no round has begun: the first starts from what was loaded
+        if self._counted < self._dense_passes:  # no round has begun: the first starts from what was loaded
             self._begin_rounds()
             return
         owns = [state["tensors"].get("own") for state in owed]
         with self._copies.follow(self._parameters.values()):
             ended = [part.settle(own, self._saved_by) for part, own in zip(self._parts, owns, strict=True)]
         self.round += any(ended)
-        self._common_at = self._passes - self._dense_passes
+        self._common_at = self._counted - self._dense_passes
 
-    def _hold_if_due(self) -> None:
-        self.after_load()
-        super()._hold_if_due()
-
-    @property
-    def _is_common(self) -> bool:
-        """Whether all ranks' parameters are known to be equal now."""
-        return self._common_at == max(self._passes - self._dense_passes, 0)
+    # The steps of a round, in their order.
 
     def _period(self) -> int:
         """Return the number of steps of a round of `local` that starts now."""
@@ -315,9 +276,6 @@ class ParameterSync(RoundSync):
         if not isinstance(schedule, Local) or not schedule.qsr:
             return schedule.every
         return schedule.period(float(self._optimizers[0].param_groups[0]["lr"]))
-
-    def _buffers(self) -> list[Tensor]:
-        return floating_buffers(self._model, self._schedule.buffers)
 
     def _starts(self, t: int) -> list[int]:
         if isinstance(self._schedule, Local):
@@ -349,32 +307,6 @@ class ParameterSync(RoundSync):
         if isinstance(self._schedule, Local) and t >= self._next:
             self._next = t + self._agreed_period()
 
-    def _agreed_period(self) -> int:
-        """Return the number of steps until the next round; by QSR it depends on the learning rate.
-
-        Raises:
-            ConfigError: on every rank, if their learning rates differ: they would never meet again.
-        """
-        period = self._period()
-        if not isinstance(self._schedule, Local) or not self._schedule.qsr:
-            return period
-        mine = torch.tensor([period], device="cpu")
-        found = [int(theirs) for (theirs,) in self._together(lambda: self._way.run(gather(mine)))]
-        if len(set(found)) > 1:
-            raise ConfigError(
-                f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "
-                "scheduler alike on all ranks"
-            )
-        return period
-
-    @property
-    def _shared(self) -> bool:
-        """Whether a round without delay leaves all ranks with equal parameters."""
-        schedule = self._schedule
-        return self._exact or (
-            isinstance(schedule, DiLoCo) and schedule.fragments == 1 and schedule.shares_outer
-        )
-
     def _finish(self, fragment: int) -> bool:
         """Take what was sent, and do what belongs to a round when its first fragment has come.
 
@@ -382,7 +314,9 @@ class ParameterSync(RoundSync):
             False where the round is void.
         """
         part = self._parts[fragment]
-        with self._following(fragment):
+        # The optimizers' copies follow, unless a round averages these itself.
+        averages = not fragment and self._averages_states(self.round + 1)
+        with self._copies.follow(self._whole[fragment].values(), state=not averages):
             outcome = self._merge(part, first=not fragment)
             self._flying.pop(fragment, None)
             sound = self._end(fragment, outcome)
@@ -400,15 +334,6 @@ class ParameterSync(RoundSync):
             self._guard.check(self.round)
         return True
 
-    def _following(self, fragment: int) -> AbstractContextManager[None]:
-        """Let the optimizers' copies follow a round, unless it averages these themselves."""
-        averages = not fragment and self._averages_states(self.round + 1)
-        return self._copies.follow(self._whole[fragment].values(), state=not averages)
-
-    def _averages_states(self, number: int) -> bool:
-        """Return whether a round averages the optimizers' states."""
-        return self._schedule.states == "average" and number % self._schedule.states_every == 0
-
     def _merge(self, part: Part, first: bool) -> _Outcome:
         """Take what was sent; where lost ranks are dropped, all that belongs to the round or nothing."""
         if self._survivors is None:
@@ -425,31 +350,34 @@ class ParameterSync(RoundSync):
         for put in puts:
             put()
         if not part.merge() and outcome.sound:  # the step led too far, on all ranks alike
-            return replace(outcome, codes=[[_VOID]])
+            return replace(outcome, sound=False, lost=[])
         return outcome
 
-    def _together(self, collective: Callable[[], T]) -> T:
-        """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
-        if self._pairs is not None:
-            found = self._pairs.together(collective)
-        elif self._survivors is not None:
-            found = self._survivors.hold(collective, self._parts, None, self.round)
+    def _outcome(self, part: Part, sound: bool) -> _Outcome:
+        """Find out what came of a round, on all ranks alike, and bring what ends it; changes nothing."""
+        lost = part.lost_own if sound else not part.is_finite()
+        code = (0 if sound else _VOID) | (_LOST if lost else 0)
+        if self._nodes is not None:
+            told, node, place = self._nodes.tell(code), self._nodes.node, self._nodes.place
+            names = list(range(len(told)))
+        elif sound:  # nobody asks the others
+            return _Outcome(True, [0] if lost else [])
         else:
-            return collective()
-        self._driver = self._way
-        return found
-
-    @property
-    def _way(self) -> AnyDriver:
-        """The way to all ranks that are left, also in the middle of a round."""
-        keeper = self._pairs or self._survivors
-        return self._driver if keeper is None else keeper.driver
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """For each loss the round, the ranks that were lost, and the seconds until training went on."""
-        keeper = self._pairs or self._survivors
-        return [] if keeper is None else keeper.events
+            driver = part.driver
+            mine = torch.tensor([code], dtype=torch.uint8, device="cpu")
+            told = [[int(theirs)] for (theirs,) in driver.run(gather(mine))]
+            node, place, names = driver.rank, 0, [driver.name_of(rank) for rank in range(driver.world_size)]
+        bad = [
+            {i for i, codes in enumerate(told) if codes[at] == _VOID | _LOST} for at in range(len(told[0]))
+        ]
+        hopeless = any(len(nodes) == len(told) for nodes in bad)
+        return _Outcome(
+            not any(code & _VOID for codes in told for code in codes),
+            [at for at, code in enumerate(told[node]) if code & _LOST],
+            frozenset(names[i] for nodes in bad for i in nodes),
+            hopeless,
+            bool if sound or hopeless else part.restart(bad[place]),
+        )
 
     def _other_means(self) -> list[Callable[[], None]]:
         """Average buffers and the optimizers' states, where this round does; return what takes the means."""
@@ -474,10 +402,9 @@ class ParameterSync(RoundSync):
         Raises:
             NonFiniteError: on every rank: one made the last round void as well, or none is left.
         """
-        whole, bad = self._whole[fragment], set[int]().union(*outcome.bad)
-        too_far = not outcome.sound and not bad
-        before, self._void = self._void, {outcome.names[i] for i in bad}
-        if too_far:
+        whole = self._whole[fragment]
+        before, self._void = self._void, {*outcome.bad}
+        if not outcome.sound and not outcome.bad:
             self._void = {*self._names()}
             self._tell_too_far(again=bool(before))
         elif before & self._void or outcome.hopeless:
@@ -491,36 +418,9 @@ class ParameterSync(RoundSync):
         if self._nodes is not None:
             self._nodes.spread(whole)
             shares = self._nodes.shares(whole)
-        told = outcome.codes[outcome.node]
-        lost = [share for share, code in zip(shares, told, strict=True) if code & _LOST]
-        if lost:
-            self._start_afresh([p for share in lost for p in share.values()])
+        if outcome.lost:
+            self._start_afresh([p for place in outcome.lost for p in shares[place].values()])
         return outcome.sound
-
-    def _outcome(self, part: Part, sound: bool) -> _Outcome:
-        """Find out what came of a round, on all ranks alike, and bring what ends it; changes nothing."""
-        lost = part.lost_own if sound else not part.is_finite()
-        code = (0 if sound else _VOID) | (_LOST if lost else 0)
-        if self._nodes is not None:
-            told = self._nodes.tell(code)
-            found = _Outcome(told, list(range(len(told))), self._nodes.node, self._nodes.place)
-        elif sound:
-            return _Outcome([[code]], [self.rank], 0, 0)
-        else:
-            driver = part.driver
-            mine = torch.tensor([code], dtype=torch.uint8, device="cpu")
-            told = [[int(theirs)] for (theirs,) in driver.run(gather(mine))]
-            names = [driver.name_of(rank) for rank in range(driver.world_size)]
-            found = _Outcome(told, names, driver.rank, 0)
-        if sound or found.hopeless:
-            return found
-        return replace(found, start=part.restart(found.bad[found.place]))
-
-    def _names(self) -> list[int]:
-        """Return what `_void` calls nodes: the ranks' numbers in the whole world, on one level."""
-        if self._nodes is not None:
-            return list(range(self.world_size))
-        return [self._driver.name_of(rank) for rank in range(self.world_size)]
 
     def _tell_too_far(self, *, again: bool) -> None:
         """Say that all parameters were finite, but would not have been after the round.
@@ -552,6 +452,63 @@ class ParameterSync(RoundSync):
             RuntimeWarning,
             stacklevel=9,
         )
+
+    def _agreed_period(self) -> int:
+        """Return the number of steps until the next round; by QSR it depends on the learning rate.
+
+        Raises:
+            ConfigError: on every rank, if their learning rates differ: they would never meet again.
+        """
+        period = self._period()
+        if not isinstance(self._schedule, Local) or not self._schedule.qsr:
+            return period
+        mine = torch.tensor([period], device="cpu")
+        found = [int(theirs) for (theirs,) in self._together(lambda: self._way.run(gather(mine)))]
+        if len(set(found)) > 1:
+            raise ConfigError(
+                f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "
+                "scheduler alike on all ranks"
+            )
+        return period
+
+    def _together(self, collective: Callable[[], T]) -> T:
+        """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
+        if self._pairs is not None:
+            found = self._pairs.together(collective)
+        elif self._survivors is not None:
+            found = self._survivors.hold(collective, self._parts, None, self.round)
+        else:
+            return collective()
+        self._driver = self._way
+        return found
+
+    @property
+    def _way(self) -> AnyDriver:
+        """The way to all ranks that are left, also in the middle of a round."""
+        keeper = self._pairs or self._survivors
+        return self._driver if keeper is None else keeper.driver
+
+    def _names(self) -> list[int]:
+        """Return what `_void` calls nodes: the ranks' numbers in the whole world, on one level."""
+        if self._nodes is not None:
+            return list(range(self.world_size))
+        return [self._driver.name_of(rank) for rank in range(self.world_size)]
+
+    @property
+    def _shared(self) -> bool:
+        """Whether a round without delay leaves all ranks with equal parameters."""
+        if isinstance(self._schedule, DiLoCo):
+            return self._schedule.fragments == 1 and self._schedule.shares_outer
+        return self._each_round.lossless
+
+    @property
+    def _is_common(self) -> bool:
+        """Whether all ranks' parameters are known to be equal now."""
+        return self._common_at == max(self._counted - self._dense_passes, 0)
+
+    def _averages_states(self, number: int) -> bool:
+        """Return whether a round averages the optimizers' states."""
+        return self._schedule.states == "average" and number % self._schedule.states_every == 0
 
 
 @torch.no_grad()

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.comm.sparse_rows import Rows, average_rows, rows_of, write_rows
-from stenograd.comm.step_end import Outcome
-from stenograd.comm.tensor_exchange import TensorExchange
+from stenograd.comm.tensor_exchange import Outcome, TensorExchange
 from stenograd.data.buckets import Bucket
 from stenograd.data.finite import are_finite
 from stenograd.data.requests import Rounds

@@ -1,0 +1,653 @@
+"""Parameters, and what is made or kept of them, averaged over ranks: at once, or while training goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.catalog.method import Method, MethodLike, method
+from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.kernel_loading import load_kernels
+from stenograd.comm.tensor_exchange import Outcome, TensorExchange
+from stenograd.compression.contract import Site, Transport
+from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.small_all_reduce import mean_in_order
+from stenograd.compression.transports import InOrder
+from stenograd.compressors.identity import Identity
+from stenograd.data.carried import averaged_buffers
+from stenograd.data.finite import are_finite
+from stenograd.data.flat_parameters import Stream, by_kind
+from stenograd.data.requests import gather, mean
+from stenograd.errors import ConfigError, MethodError, NonFiniteError, StenogradError
+from stenograd.sync.handshake import broadcast_tensors
+from stenograd.sync.steps import BITS, refuse_other_passes, tell
+
+__all__ = [
+    "IN_ORDER",
+    "Copies",
+    "FlatExchange",
+    "average",
+    "average_buffers",
+    "average_carried",
+    "average_states",
+    "difference_method",
+    "floating_buffers",
+    "forget_states",
+    "not_finite",
+    "take_states",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InOrder(Identity):
+    """Dense averaging whose sums go in rank order, so that a loop in one process gets the same bits."""
+
+    def transport(self, site: Site) -> Transport:
+        return InOrder()
+
+
+IN_ORDER = Method(compressor=_InOrder(), text="dense")
+
+
+class FlatExchange:
+    """One exchange of all given parameters' values at a time, in float32, or float64 where they have it.
+
+    Args:
+        parameters: by name, alike on all ranks.
+        driver: the way to the other ranks.
+        how: the method; of dense ones, `IN_ORDER` adds up in rank order.
+        chunk: largest number of elements sent at once; a remainder goes first. Methods that are neither dense
+            nor a cast cut between parameters only.
+        want_errors: whether outcomes tell what compression lost.
+
+    Attributes:
+        streams: the parameters, one stream of each kind.
+        cuts: what travels at once: the number of its stream, and the part of it.
+        exchange: what carries them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        driver: AnyDriver,
+        how: Method,
+        *,
+        chunk: int,
+        want_errors: bool = False,
+    ) -> None:
+        load_kernels(how, driver.world_size, parameters.values())
+        self.streams = [Stream(part) for part in by_kind(parameters, how.dense_below)]
+        whole = not how.sends_all(driver.world_size)
+        cuts = [
+            (i, *cut)
+            for i, stream in enumerate(self.streams)
+            for cut in stream.cuts(chunk, whole, how.dense_below)
+        ]
+        self.cuts: list[tuple[int, slice]] = [(at, part) for at, part, _ in cuts]
+        self.exchange = TensorExchange(how, driver, want_errors=want_errors)
+        self.exchange.arrange([bucket for *_, bucket in cuts])
+        self._future: Future[Outcome] | None = None
+        self._passes: int | None = None  # when that was sent
+
+    @property
+    def chunks(self) -> list[slice]:
+        """What travels at once, in this order, as slices of all parameters in a row."""
+        starts = list(accumulate((sum(stream.numels) for stream in self.streams), initial=0))
+        return [slice(starts[at] + part.start, starts[at] + part.stop) for at, part in self.cuts]
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something was sent and not received yet."""
+        return self._future is not None
+
+    def values(self) -> list[Tensor]:
+        """Return copies of the parameters, one flat tensor per stream."""
+        return [stream.read(stream.empty()) for stream in self.streams]
+
+    @torch.no_grad()
+    def send(
+        self, fill: Callable[[int, slice, Tensor], Any], weight: float = 1.0, passes: int | None = None
+    ) -> None:
+        """Send what `fill(stream, part, out)` writes for each cut, times `weight`; returns at once.
+
+        With the number of this rank's backward `passes`, if given; `receive` compares them.
+        """
+
+        def filled() -> Iterator[Tensor]:
+            for index, (at, part) in enumerate(self.cuts):
+                flat = self.exchange.flat(index)
+                fill(at, part, flat)
+                yield flat
+
+        self._submit(filled(), weight, passes)
+
+    @torch.no_grad()
+    def lend(self, values: Sequence[Tensor], weight: float = 1.0, passes: int | None = None) -> None:
+        """Send flat tensors, one per stream, which belong to the exchange from then on; see `send`."""
+
+        def lent() -> Iterator[Tensor]:
+            for index, (at, part) in enumerate(self.cuts):
+                self.exchange.lend(index, values[at][part])
+                yield values[at][part]
+
+        self._submit(lent(), weight, passes)
+
+    def _submit(self, flats: Iterator[Tensor], weight: float, passes: int | None) -> None:
+        """Hand over all chunks, times `weight`."""
+        for index, flat in enumerate(flats):
+            if (factor := weight * self.exchange.scale(index)) != 1:
+                flat.mul_(factor)
+            try:
+                self.exchange.submit(index)
+            except StenogradError:
+                break  # an earlier chunk failed meanwhile; `receive` raises what happened to it
+        self._future = self.exchange.finish(flags=() if passes is None else tell(passes, BITS))
+        self._passes = passes
+
+    def receive(self) -> Outcome | None:
+        """Wait for what was sent; None where nothing was, or where a rank's values were not finite.
+
+        Raises:
+            StenogradError: on all ranks: they sent it at different backward passes.
+        """
+        if self._future is None:
+            return None
+        future, self._future = self._future, None
+        outcome = future.result()
+        self.exchange.join_streams(t for t in (*outcome.averages, *outcome.errors) if t is not None)
+        if self._passes is not None:
+            refuse_other_passes(outcome.any_flags, self._passes)
+        return outcome if outcome.applied else None
+
+    def put(self, outcome: Outcome, values: Sequence[Tensor]) -> None:
+        """Copy the averages to flat tensors, one per stream, unless they lie there."""
+        for (at, part), average_ in zip(self.cuts, outcome.averages, strict=True):
+            if average_.data_ptr() != values[at][part].data_ptr():
+                values[at][part].copy_(average_)
+
+    def by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return copies of flat tensors, one per stream, cut into the parameters' shapes."""
+        return {
+            name: piece.view(p.shape).clone()
+            for stream, flat in zip(self.streams, values, strict=True)
+            for name, p, piece in zip(stream.names, stream.parameters, flat.split(stream.numels), strict=True)
+        }
+
+    def flat(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return what `by_name` was given."""
+        return [
+            torch.cat([named[name].reshape(-1).to(stream.device, stream.dtype) for name in stream.names])
+            for stream in self.streams
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """Names under which a compressor's state is kept."""
+        return [name for bucket in self.exchange.buckets for name in bucket.names]
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take the counters and the compressor's state of a saved exchange of the same method.
+
+        Raises:
+            CheckpointError: it is of another model.
+        """
+        self.exchange.load_state_dict({**self.exchange.identity, **state})
+
+    def close(self) -> None:
+        """Stop the thread that sends."""
+        self.exchange.close()
+
+
+def difference_method(how: MethodLike) -> Method:
+    """Return a method fit for differences: error feedback is taken off, since differences carry it already.
+
+    What a message leaves out stays in the difference from what was sent so far, and so goes out later.
+
+    Raises:
+        MethodError: unknown; or it clips, votes or scales up, so what was sent is not near the difference.
+    """
+    chosen = method(how)
+    chosen.require_every_step("an average of parameters")
+    if chosen.accumulates:
+        raise MethodError(
+            f"{chosen.text} accumulates gradients by itself, so it cannot send differences of parameters: "
+            "use topk, or leave out the schedule"
+        )
+    if chosen.amplifies or chosen.clips or chosen.votes:
+        raise MethodError(
+            f"differences of parameters need a method that sends them as they are, got {chosen.text}: "
+            "leave out clipping, majority and unbiased scaling"
+        )
+    compressor = chosen.compressor
+    inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+    return replace(chosen, compressor=inner)
+
+
+def average(
+    tensors: Sequence[Tensor], driver: AnyDriver, weight: float = 1.0, *, in_order: bool = False
+) -> None:
+    """Replace tensors by their exact mean over the ranks, one message per dtype.
+
+    Args:
+        tensors: floating, alike on all ranks.
+        driver: the way to the other ranks.
+        weight: this rank's weight; the ranks' weights have mean 1.
+        in_order: whether to add up in rank order; so that the result is that of a loop in one process.
+
+    Raises:
+        NonFiniteError: on every rank, if a mean is not finite; all tensors are kept then.
+
+    Example:
+        >>> from stenograd.comm.driver import Driver
+        >>> from stenograd.launch.process_group import init, shutdown
+        >>> _ = init()
+        >>> x = torch.ones(2)
+        >>> average([x], Driver())  # alone, so nothing changes
+        >>> x.tolist()
+        [1.0, 1.0]
+        >>> shutdown()
+    """
+    with torch.no_grad():
+        streams = [Stream(part) for part in by_kind({str(i): t for i, t in enumerate(tensors)})]
+        mine = [stream.read(stream.empty()).mul_(weight) for stream in streams]
+        rounds = [mean_in_order(x, driver.world_size) if in_order else mean(x) for x in mine]
+        means = [driver.run(one) for one in rounds]
+        if not are_finite(means):
+            raise not_finite("tensors")
+        for stream, values in zip(streams, means, strict=True):
+            stream.write(values)
+
+
+@torch.no_grad()
+def average_carried(
+    tensors: Sequence[Tensor], driver: AnyDriver, weights: Sequence[float] | None = None
+) -> list[Tensor]:
+    """Return the means over the ranks of what is not trained, such as buffers; one message per dtype.
+
+    What is not finite on some ranks is left out; see `data.carried.mean_of_finite`. So it ends no training.
+
+    Args:
+        tensors: floating, alike on all ranks.
+        driver: the way to the other ranks.
+        weights: of all ranks, with mean 1; None for equal ones.
+
+    Returns:
+        A mean for each tensor, in float32 or float64, equal on all ranks.
+    """
+    size = driver.world_size
+    weights = [1.0] * size if weights is None else weights
+    named = {str(i): t for i, t in enumerate(tensors)}
+    means: dict[str, Tensor] = {}
+    for stream in map(Stream, by_kind(named)):
+        mean_ = driver.run(mean_in_order(stream.read(stream.empty()), size, weights=weights))
+        pieces = mean_.split(stream.numels)
+        means |= {n: x.view(t.shape) for n, x, t in zip(stream.names, pieces, stream.parameters, strict=True)}
+    return [means[name] for name in named]
+
+
+def floating_buffers(model: nn.Module, buffers: str) -> list[Tensor]:
+    """Return the buffers that rounds average or mix; none with `buffers=keep`."""
+    return [] if buffers == "keep" else averaged_buffers(model)
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, driver: AnyDriver) -> None:
+    """Replace a model's floating buffers by their means over the ranks; see `average_carried`."""
+    buffers = averaged_buffers(model)
+    for buffer, mean_ in zip(buffers, average_carried(buffers, driver), strict=True):
+        buffer.copy_(mean_)
+
+
+def not_finite(what: str) -> NonFiniteError:
+    """Return the error of an average whose ranks, or whose result, have something that is not finite."""
+    return NonFiniteError(
+        f"{what} to average must be finite, got NaN or infinity on a rank: lower the learning rate, clip "
+        "gradients or use a GradScaler, and go back to a checkpoint"
+    )
+
+
+_SECOND = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
+
+
+@torch.no_grad()
+def average_states(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, Tensor],
+    driver: AnyDriver,
+    *,
+    second: bool,
+) -> Callable[[], None]:
+    """Average the optimizers' moments over the ranks, and return what puts the means in place.
+
+    Moments are those of their tensors that have the parameter's shape. Their mean is that of the ranks that
+    have one, and of what is finite there: it divides by the number of those, element by element. A rank
+    without the state of a parameter (all its steps so far were skipped) takes that mean, and the rest of the
+    state, such as the number of steps, of the lowest rank that has one. If it counted as zero, second moments
+    would shrink, and the next step would be too long. All moments of such a parameter are averaged.
+
+    Args:
+        optimizers: the same on all ranks.
+        parameters: by name, alike on all ranks.
+        driver: the way to the other ranks; nothing of this user's may be under way.
+        second: whether second moments (those of squares) are averaged, too.
+
+    Raises:
+        NonFiniteError: on every rank, if a moment has an element that is finite nowhere; all are kept then.
+    """
+    mine = _moments(optimizers, parameters)
+    told = [set(json.loads(text)) for text in driver.gather_bytes(json.dumps([*mine]).encode())]
+    having = [{name.rsplit("|", 1)[0] for name in theirs} for theirs in told]
+    lacking = {of: [of in theirs for theirs in having] for of in set().union(*having)}
+    lacking = {of: has for of, has in lacking.items() if not all(has)}
+    names = [
+        name
+        for name in sorted(set().union(*told))
+        if second or name.rsplit("|", 1)[1] not in _SECOND or name.rsplit("|", 1)[0] in lacking
+    ]
+    none = {n: torch.full_like(parameters[n.rsplit("|", 1)[0]], math.nan) for n in names if n not in mine}
+    means = average_carried([mine[n] if n in mine else none[n] for n in names], driver)
+    if not are_finite(means):
+        raise NonFiniteError(
+            "optimizer states to average must be finite on some rank, got NaN or infinity on all: lower the "
+            "learning rate, clip gradients or use a GradScaler, and go back to a checkpoint"
+        )
+    new: list[tuple[MutableMapping[Any, Any], Tensor, Any]] = []
+    for source in sorted({has.index(True) for has in lacking.values()}):
+        of = sorted(name for name, has in lacking.items() if has.index(True) == source)
+        held = [parameters[name] for name in of]
+        owners = _owners(held, optimizers)
+        # What comes from there is put aside; ranks that have a state of their own keep theirs.
+        states = [o.state if driver.rank == source else {} for o in owners]
+        take_states(driver, held, states, source)
+        new += [
+            (o.state, p, state[p])
+            for name, o, p, state in zip(of, owners, held, states, strict=True)
+            if not lacking[name][driver.rank] and p in state
+        ]
+
+    @torch.no_grad()
+    def put() -> None:
+        for state, p, entries in new:
+            state[p] = entries
+        now = _moments(optimizers, parameters)
+        for name, mean_ in zip(names, means, strict=True):
+            if name in now:
+                now[name].copy_(mean_)
+
+    return put
+
+
+@torch.no_grad()
+def take_states(
+    driver: AnyDriver,
+    parameters: Sequence[Tensor],
+    states: Sequence[MutableMapping[Any, Any]],
+    source: int,
+) -> None:
+    """Give every rank one rank's optimizer states of some parameters; they may have entries that others lack.
+
+    Args:
+        driver: the way to the other ranks.
+        parameters: alike on all ranks.
+        states: for each of them the mapping that holds its state, such as `optimizer.state`, by parameter.
+        source: whose states all take.
+
+    Raises:
+        StenogradError: on every rank: a state there holds something else than tensors and plain values.
+    """
+    mine = driver.rank == source
+    form: Any = [_form(state.get(p, {})) for p, state in zip(parameters, states, strict=True)] if mine else []
+    try:
+        said = json.dumps(form)
+    except TypeError as cause:
+        said = json.dumps(str(cause))
+    form = json.loads(driver.gather_bytes(said.encode())[source])
+    if isinstance(form, str):
+        raise StenogradError(
+            f"an optimizer's state must be tensors and plain values to be shared with ranks that lack it "
+            f"({form}): keep other things elsewhere"
+        )
+    tensors: list[Tensor] = []
+    for p, entries, kept in zip(parameters, form, states, strict=True):
+        state = kept.setdefault(p, {}) if entries else {}
+        for key, (kind, value, where) in entries.items():
+            if kind == "value":
+                state[key] = value
+                continue
+            if not mine:
+                dtype, place = getattr(torch, kind), p.device if where == "parameter" else torch.device("cpu")
+                state[key] = torch.empty(value, dtype=dtype, device=place)
+            tensors.append(state[key])
+    broadcast_tensors(driver, tensors, source)
+
+
+def forget_states(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> None:
+    """Drop what the optimizers remember of parameters, so that their next steps start afresh."""
+    wanted = list(parameters)
+    for optimizer in optimizers:
+        for p in wanted:
+            optimizer.state.pop(p, None)
+
+
+def _owners(
+    parameters: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that hold parameters."""
+    owners = {id(p): o for o in reversed(optimizers) for group in o.param_groups for p in group["params"]}
+    return [owners[id(p)] for p in parameters]
+
+
+def _moments(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return moments by "parameter|key", in the order of the parameters."""
+    found = {}
+    for name, p in parameters.items():
+        for optimizer in optimizers:
+            for key, value in sorted(optimizer.state.get(p, {}).items()):
+                moment = isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
+                if moment and key != "step":
+                    found[f"{name}|{key}"] = value
+    return found
+
+
+def _form(state: Mapping[str, Any]) -> dict[str, tuple[str, Any, str]]:
+    """Describe one parameter's state: of tensors the type, shape and place."""
+    form: dict[str, tuple[str, Any, str]] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            place = "cpu" if value.device.type == "cpu" else "parameter"
+            form[key] = (str(value.dtype).removeprefix("torch."), list(value.shape), place)
+        else:
+            form[key] = ("value", value, "")
+    return form
+
+
+_SAMPLE = 256  # elements by which a tensor is told to be a copy
+_LARGEST = 4  # parameters that tell it of a key of the state; small ones may be all zeros
+_DEEPEST = 6  # containers within containers in which copies outside of the state are looked for
+
+
+class Copies:
+    """What optimizers other than torch's keep of their parameters besides these.
+
+    Master weights in float32, the slow weights of Lookahead, or z of schedule-free methods: such an optimizer
+    does not start from what an average has left in the parameters p, and so undoes it. Whatever lies near p,
+    in the optimizer's state or in its attributes, is therefore moved as p is: `c <- c + p_after - p_before`.
+    That keeps what the copy knows beyond p, such as the last bits of master weights.
+
+    Copies that cannot be found, as one flat tensor of all, show in the first step after a round, which goes
+    back by what the round moved: where `d` is that, and the step moves by `s` (the one before by `s0`), then
+    `s - s0` is near `-d`. Without copies it is the little by which two steps differ. Ranks whose rounds are
+    undone part more and more, so it shows sooner or later; rounds 1, 2, 4, 8, ... are looked at.
+
+    Args:
+        optimizers: as they were given, with what stands around torch's.
+
+    Example:
+        >>> class Master(torch.optim.Optimizer):
+        ...     def step(self, closure=None):
+        ...         for p in self.param_groups[0]["params"]:
+        ...             self.state[p].setdefault("wide", p.detach().double())
+        >>> w = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = Master([w], {})
+        >>> optimizer.step()
+        >>> with Copies([optimizer]).follow([w]):
+        ...     _ = w.data.add_(0.5)
+        >>> optimizer.state[w]["wide"].tolist()
+        [1.5, 1.5]
+    """
+
+    def __init__(self, optimizers: Any) -> None:
+        several = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self._owners = [owner for given in several for owner in _foreign(given)]
+        self._keys: dict[tuple[int, str], bool] = {}
+        self._rounds, self._sampled = 0, list[Tensor]()
+        self._start: Tensor | None = None  # where a sample of the parameters was before this step
+        self._step: Tensor | None = None  # by what the last step moved it
+        self._round: Tensor | None = None  # by what a round has, and no step since
+        self._undone: bool | Tensor = False  # read when ranks compare it: reading makes the host wait
+
+    @property
+    def count(self) -> int:
+        """Number of optimizers that may keep copies: those that are not torch's."""
+        return len(self._owners)
+
+    @contextmanager
+    def follow(self, parameters: Iterable[Tensor], *, state: bool = True) -> Iterator[None]:
+        """Move copies as what happens inside of a `with` block moves the parameters.
+
+        Args:
+            parameters: that may be moved.
+            state: whether copies in the optimizers' states are moved, too.
+        """
+        with torch.no_grad():
+            pairs = self._found(list(parameters), state) if self._owners else ()
+            found = list({copy.data_ptr(): (p, copy) for p, copy in pairs}.values())
+            before = {id(p): p.detach().clone() for p, _ in found}
+        yield
+        with torch.no_grad():
+            for p, copy in found:
+                moved = p.to(copy) - before[id(p)].to(copy)
+                copy.copy_(torch.where(moved.isfinite(), copy + moved, p.to(copy)))
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Take the parameters that rounds move."""
+        self._sampled = sorted(parameters, key=Tensor.numel)[-_LARGEST:]
+        self._start = self._step = self._round = None
+        self._undone = bool(self._undone)  # they may come to lie elsewhere
+
+    @contextmanager
+    def round(self, driver: AnyDriver | None) -> Iterator[None]:
+        """Look, around a round, whether the optimizers undo rounds; all ranks call it for the same ones.
+
+        Args:
+            driver: the way to all ranks; None says nothing of what was found.
+
+        Raises:
+            ConfigError: on every rank, where one has found that a step undid a round.
+        """
+        if not self._owners:
+            yield
+            return
+        self._rounds += 1
+        looks = driver is not None and not self._rounds & (self._rounds - 1)
+        if driver is not None and looks:
+            self._refuse(driver)
+        before = self._sample() if looks else None
+        yield
+        self._round = None if before is None else self._sample() - before
+
+    def steps(self) -> None:
+        """Note from where a step starts, after the round that may come before it."""
+        self._start = self._sample() if self._owners else None
+
+    def stepped(self) -> None:
+        """Note where a step has led, and whether it went back by what the round before had moved."""
+        if self._start is None:
+            return
+        before, moved, self._round = self._step, self._round, None
+        self._step = self._sample() - self._start
+        if before is not None and moved is not None:
+            change = self._step - before
+            along, whole, length = change @ moved, moved @ moved, change @ change
+            self._undone |= (along**2 > 0.9 * whole * length) & ((along / whole + 1).abs() < 0.2)
+
+    def _sample(self) -> Tensor:
+        found = [p.detach().reshape(-1)[:_SAMPLE] for p in self._sampled]
+        return torch.cat([part.to(found[0].device, torch.float32) for part in found])
+
+    def _refuse(self, driver: AnyDriver) -> None:
+        told = driver.run(gather(torch.tensor([int(self._undone)], device="cpu")))
+        if any(bool(theirs) for (theirs,) in told):
+            kinds = ", ".join(dict.fromkeys(type(owner).__name__ for owner in self._owners))
+            raise ConfigError(
+                f"optimizer must start its steps from the parameters, got {kinds}, which goes on from copies "
+                "of its own and so undoes every round: use another one, or keep copies in its state, one of "
+                "the parameter's shape for each, which then follow the rounds"
+            )
+
+    def _found(self, parameters: list[Tensor], within_state: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters, each with a copy of it."""
+        largest = sorted(parameters, key=Tensor.numel)[-_LARGEST:]
+        shaped: dict[torch.Size, list[Tensor]] = {}
+        for p in parameters:
+            shaped.setdefault(p.shape, []).append(p)
+        for number, owner in enumerate(self._owners):
+            state: Mapping[Tensor, Any] = vars(owner).get("state", {}) if within_state else {}
+            for p in parameters:
+                for key, value in state.get(p, {}).items():
+                    if _fits(value, p) and self._is_copy((number, str(key)), state, largest):
+                        yield p, value
+            for t in _tensors(vars(owner), _DEEPEST, set()):
+                yield from [(p, t) for p in shaped.get(t.shape, ()) if _fits(t, p) and _near(t, p)][:1]
+
+    def _is_copy(self, key: tuple[int, str], state: Mapping[Tensor, Any], largest: list[Tensor]) -> bool:
+        """Return whether a key of an optimizer's state holds copies; found out once, while they are near."""
+        if key not in self._keys:
+            pairs = [(state[p].get(key[1]), p) for p in largest if p in state]
+            self._keys[key] = any(_fits(value, p) and _near(value, p) for value, p in pairs)
+        return self._keys[key]
+
+
+def _foreign(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and those inside of it, without torch's own, which keep no copies."""
+    for _ in range(_DEEPEST):
+        if optimizer is None or type(optimizer).__module__.startswith("torch.optim"):
+            return
+        if hasattr(optimizer, "__dict__"):
+            yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _tensors(within: Any, deepest: int, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in containers, but for an optimizer's state and its groups of parameters."""
+    if isinstance(within, Tensor):
+        yield within
+    elif deepest and id(within) not in seen and isinstance(within, (dict, list, tuple)):
+        seen.add(id(within))
+        for key, value in within.items() if isinstance(within, dict) else enumerate(within):
+            if key not in ("state", "param_groups"):
+                yield from _tensors(value, deepest - 1, seen)
+
+
+def _fits(value: Any, p: Tensor) -> bool:
+    plain = type(value) in (Tensor, nn.Parameter)  # quantized states say that they are floating, and are not
+    return plain and value.shape == p.shape and value.is_floating_point()
+
+
+def _near(t: Tensor, p: Tensor) -> bool:
+    """Return whether a tensor is a parameter's copy: moments are of another size than what they move."""
+    if t.data_ptr() == p.data_ptr():
+        return False
+    mine, own = (x.detach().reshape(-1)[:_SAMPLE].double().cpu() for x in (t, p))
+    return bool((mine - own).norm() <= own.norm() / 2) and bool(own.norm() > 0)
