@@ -13,6 +13,13 @@ import pytest
 _MODULES = {"lightning": "lightning", "accelerate": "accelerate", "transformers": "transformers.py"}
 collect_ignore = [f"src/stenograd/{path}" for name, path in _MODULES.items() if find_spec(name) is None]
 
+if find_spec("hypothesis"):
+    from hypothesis import settings as of_examples
+
+    # A test's limit is pytest's: on a busy machine any one example may take a second.
+    of_examples.register_profile("stenograd", deadline=None)
+    of_examples.load_profile("stenograd")
+
 _OWNER = "TESTS_OF_PROCESS"  # inherited by all that tests start, also by what outlives its parent
 os.environ[_OWNER] = str(os.getpid())
 

@@ -21,8 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stenograd.emulate.hosts import Hosts, HostsError
-from stenograd.emulate.namespaces import sent_bytes
+from stenograd.emulate.hosts import Hosts, HostsError, sent_bytes
 from stenograd.testing.pool import RankPool
 from stenograd.version import __version__
 

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from launched import LAUNCHER_VARIABLES
 
 from stenograd.testing.pool import RankPool
 
@@ -13,3 +14,12 @@ from stenograd.testing.pool import RankPool
 def pool():
     with RankPool(4) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """This process, as if no launcher had started it; return what else may be changed for a while."""
+    for key in list(os.environ):
+        if key.startswith(LAUNCHER_VARIABLES):
+            monkeypatch.delenv(key)
+    return monkeypatch

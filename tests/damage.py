@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stenograd.checkpoint.collective import read_set, write_set
+from stenograd.checkpoint.api import read_set, write_set
 from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError
 

@@ -11,12 +11,16 @@ LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_",
+    "NODE_RANK",
+    "GROUP_",
     "MASTER_",
+    "TORCHELASTIC_",
     "OMPI_",
     "PMI",
     "MPI_",
     "SLURM_",
     "STENOGRAD_",
+    "ACCELERATE_",
 )
 # Rank r contributes r + 1, so two ranks sum to 3; the second init meets the same ranks again.
 JOIN = """

@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 
 MOMENTS = ("collective", "forward", "step", "save")  # of a fault; see `_watch`
-_CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 
 
@@ -85,7 +84,9 @@ def _main(argv, environment, log, fault, namespace):
     os.dup2(file, 1)
     os.dup2(file, 2)
     if namespace is not None:
-        _enter(namespace)
+        from stenograd.emulate.relay import enter
+
+        enter(namespace)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["stenograd", *argv]
@@ -104,15 +105,6 @@ def _main(argv, environment, log, fault, namespace):
     sys.stderr.flush()
     # As an interpreter ends that was not forked: with its exit functions, and torch's.
     ctypes.pythonapi.Py_Exit(status if isinstance(status, int) else int(status is not None))
-
-
-def _enter(namespace):
-    """Move this process to a network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    if libc.setns(handle, _CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-    os.close(handle)
 
 
 def _arm(fault):

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from stenograd import schedules as schedules
     from stenograd import testing as testing
     from stenograd.catalog.method import Method, method, methods
-    from stenograd.checkpoint.api import PerRank, load_checkpoint, save_checkpoint
-    from stenograd.checkpoint.beside import load_state, save_state
+    from stenograd.checkpoint.api import PerRank, load_checkpoint, load_state, save_checkpoint, save_state
     from stenograd.checkpoint.reshard import reshard
     from stenograd.comm.traffic import Traffic
     from stenograd.errors import PeerLost, StenogradError
@@ -61,8 +60,7 @@ __all__ = [
 # of local workers answer at once: importing torch takes seconds.
 _HOMES = {
     "catalog.method": ["Method", "method", "methods"],
-    "checkpoint.api": ["PerRank", "load_checkpoint", "save_checkpoint"],
-    "checkpoint.beside": ["load_state", "save_state"],
+    "checkpoint.api": ["PerRank", "load_checkpoint", "load_state", "save_checkpoint", "save_state"],
     "checkpoint.reshard": ["reshard"],
     "comm.traffic": ["Traffic"],
     "errors": ["PeerLost", "StenogradError"],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method
-from stenograd.checkpoint.beside import load_state, save_state
+from stenograd.checkpoint.api import load_state, save_state
 from stenograd.data.carried import in_memory
 from stenograd.errors import StenogradError
 from stenograd.sync.ddp import register

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from cli_process import QUICK, execute, on_a_rank, stenograd_command, without_compiling
-from launched import LAUNCHER_VARIABLES
 
 import stenograd
 from stenograd.cli import main
@@ -19,14 +18,11 @@ def command():
 
 
 @pytest.fixture
-def here(monkeypatch, capsys):
+def here(unlaunched, capsys):
     """Run `stenograd ARGUMENTS` in this process: status, standard output, standard error."""
-    for key in list(os.environ):
-        if key.startswith(LAUNCHER_VARIABLES):
-            monkeypatch.delenv(key)
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["stenograd", *map(str, arguments)])
+        unlaunched.setattr(sys, "argv", ["stenograd", *map(str, arguments)])
         status = main()
         out, err = capsys.readouterr()
         return status, out, without_compiling(err)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from damage import DAMAGES, MANIFEST_DAMAGES, Checkpoints
 
-from stenograd.checkpoint import rank_files as checkpoint
-from stenograd.checkpoint.collective import read_set
+from stenograd.checkpoint import files as checkpoint
+from stenograd.checkpoint.api import read_set
 from stenograd.checkpoint.files import write_atomically
 from stenograd.comm.agreement import agree, everyone, sum_over_ranks
 from stenograd.comm.driver import Driver
@@ -24,9 +24,7 @@ IDENTITY = {"task": "digits", "recipe": {"lr": 0.1, "betas": (0.9, 0.99)}}
 
 def save(folder, step, ranks=1, set_id="ab12", **content):
     files = [checkpoint.write_rank(folder, step, set_id, rank, content) for rank in range(ranks)]
-    manifest = checkpoint.Manifest(
-        step=step, set_id=set_id, world_size=ranks, identity=IDENTITY, versions={}, files=tuple(files)
-    )
+    manifest = checkpoint.Manifest(step=step, set_id=set_id, world_size=ranks, files=tuple(files))
     checkpoint.write_manifest(folder, manifest)
     return manifest
 

@@ -1,6 +1,5 @@
 """`stenograd doctor` under a launcher: interfaces between emulated hosts, good ones and traps."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -8,10 +7,8 @@ import threading
 import time
 
 import pytest
-from launched import clean_env
 
-from stenograd.emulate.hosts import Hosts, why_not
-from stenograd.emulate.namespaces import names
+from stenograd.emulate.hosts import Hosts, names, why_not
 from stenograd.errors import LaunchError
 from stenograd.launch.interfaces import Reach, best, interfaces, time_interfaces
 
@@ -139,10 +136,8 @@ def _traps(host, number):
 
 
 @pytest.mark.skipif(REASON is not None, reason=f"hosts cannot be emulated: {REASON}")
-def test_the_interface_to_export_is_named(monkeypatch):
-    for key in set(os.environ) - set(clean_env()):
-        monkeypatch.delenv(key)
-    monkeypatch.setenv("COLUMNS", "200")  # a line for each row
+def test_the_interface_to_export_is_named(unlaunched):
+    unlaunched.setenv("COLUMNS", "200")  # a line for each row
     with Hosts(2, "100mbit") as hosts:
         for number, name in enumerate(name for name in names(hosts._prefix) if "host" in name):
             _traps(name, number)

@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 from launched import clean_env
+from support.processes import runs
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests' own folders
 
-from stenograd.emulate.hosts import Hosts, HostsError, why_not
-from stenograd.emulate.namespaces import names, remove
+from stenograd.emulate.hosts import Hosts, HostsError, names, remove, why_not
 
 REASON = why_not()
 NO_DELAY = REASON or why_not("1ms")
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"hosts cannot be emulated: {REASON}")
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=f"hosts cannot be emulated: {REASON}"),
+    pytest.mark.usefixtures("unlaunched"),
+]
 with_delay = pytest.mark.skipif(NO_DELAY is not None, reason=f"no delay: {NO_DELAY}")
 
 ALL_REDUCE = """
@@ -31,12 +34,6 @@ sent = int(open("/sys/class/net/eth0/statistics/tx_bytes").read())
 print("sum", x[0].item(), "host", os.environ["GROUP_RANK"], "sent", sent > 1_000_000)
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture(autouse=True)
-def _launched_by_nobody(monkeypatch):
-    for key in set(os.environ) - set(clean_env()):
-        monkeypatch.delenv(key)
 
 
 def of_this_process():
@@ -158,13 +155,6 @@ def test_link_finds_the_rate_and_the_delay(tmp_path):
     assert found["seconds"] < 30
 
 
-def _runs(pid):
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
-
-
 @with_delay
 def test_the_relay_ends_with_the_process_that_started_it():
     code = (
@@ -173,10 +163,10 @@ def test_the_relay_ends_with_the_process_that_started_it():
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         relay = process.stdout.readline().strip()
-        assert _runs(relay)
+        assert runs(relay)
         process.kill()
     deadline = time.monotonic() + 20
-    while _runs(relay):
+    while runs(relay):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     remove(f"stenograd-{process.pid}-")

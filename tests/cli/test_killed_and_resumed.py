@@ -6,7 +6,7 @@ import random
 import pytest
 from rank_processes import train
 
-from stenograd.checkpoint.rank_files import read_manifest, read_rank, saved_steps
+from stenograd.checkpoint.files import read_manifest, read_rank, saved_steps
 from stenograd.checkpoint.reshard import alike, reshard
 from stenograd.testing.methods import by_name
 

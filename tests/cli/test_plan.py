@@ -166,31 +166,6 @@ def test_a_plan_without_matplotlib_says_why_there_is_no_picture(planned, here, t
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["plan.json"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((*PLAN, "--accuracy", "perfect"), "Invalid value for '--accuracy'"),
-        (("plan", "--workers", 2, "--link", "1gbps"), "write 1gbit"),
-        ((*PLAN[:5], "--link", "1gbit", "--workers", 0), "--workers must be"),
-        ((*PLAN, "--cores", 0), "--cores must be above 0"),
-        ((*PLAN, "--ranks-per-host", 0), "--ranks-per-host must be"),
-        ((*PLAN[:-1], "nan"), "--seconds must be above 0 and finite"),
-        ((*PLAN, "--learn-from", "x.pt"), "--learn-from is no more: use stenograd compare"),
-        (("plan",), "give --link 1gbit,0.2ms and --workers"),
-        (("plan", "--learn"), "--learn is no more: use stenograd compare"),
-        (("simulate", "plan.json"), "use stenograd plan --plan PLAN --workers 2,64,1024"),
-        ((*PLAN[:5], "--link", "1gbit", "--workers", "2..8"), "must be numbers separated by commas"),
-        (("plan", "--plan", "nowhere.json"), "cannot be read as a plan"),
-        (("plan", "--trial", "x.py", "--link", "1gbit", "--workers", 2), "must be FILE.py:FUNCTION"),
-        (("link",), "--workers must be at least 2 to measure a link"),
-    ],
-)
-def test_wrong_options_are_refused(here, arguments, message):
-    status, _, err = here(*arguments)
-    assert status == 2
-    assert message in err
-
-
 def _plans_where_rank_0_cannot_write(rank, words):
     def full(plan, path):
         raise OSError(28, "No space left on device")

@@ -57,12 +57,10 @@ def test_mpiexec_gives_the_same_numbers(pool):
 
 
 @pytest.mark.parametrize("option", ["half", "partialUpdate", "sparseTopK", "sparseThreshold"])
-def test_every_mode_trains_alone(option, monkeypatch, capsys):
+def test_every_mode_trains_alone(option, unlaunched, capsys):
     """In this process, a world of one, where nothing is sent."""
-    monkeypatch.setattr(sys, "argv", ["mnist_dist.py", "-d", option, "-s", "0.05", "-m", "2", "-b", "64"])
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STENOGRAD_STORE"):
-        monkeypatch.delenv(name, raising=False)
+    unlaunched.setattr(sys, "argv", ["mnist_dist.py", "-d", option, "-s", "0.05", "-m", "2", "-b", "64"])
+    unlaunched.syspath_prepend(str(EXAMPLES))
     threads = torch.get_num_threads()
     runpy.run_path(str(EXAMPLES / "mnist_dist.py"), run_name="__main__")
     torch.set_num_threads(threads)

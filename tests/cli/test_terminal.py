@@ -229,32 +229,6 @@ def test_every_command_refuses_an_option_that_it_does_not_have(name, here):
     assert f"see stenograd {name} --help" in err
 
 
-NOTHING = {
-    "threads beside a plan": ("plan", "--plan", "p.json", "--threads", 2),
-    "seconds beside a plan": ("plan", "--plan", "p.json", "--seconds", 2),
-    "a task beside a trial": ("plan", "--trial", "x.py:f", "--task", "digits"),
-    "a rate beside a trial": ("plan", "--trial", "x.py:f", "--lr", 0.1),
-    "a timeout of one process": ("plan", "--link", "1gbit", "--workers", 2, "--timeout-s", 9),
-    "a tolerance of nothing": ("plan", "--link", "1gbit", "--workers", 2, "--tolerance", 0.5),
-}
-
-
-@pytest.mark.parametrize("case", NOTHING)
-def test_an_option_that_would_do_nothing_is_refused(case, here):
-    *_, flag, _ = words = NOTHING[case]
-    status, out, err = here(*words)
-    assert (status, out) == (2, "")
-    assert f"{flag} does nothing" in err
-
-
-def test_epochs_are_no_option_of_a_plan(here):
-    assert "No such option: --epochs" in here(*QUICK_PLAN, "--epochs", 3)[2]
-
-
-def test_an_interval_of_no_checkpoints_is_refused(here):
-    assert "--save-every needs --out" in here("train", "--save-every", 2)[2]
-
-
 LATE = {
     "an unknown method": (("--methods", "dense,tpk"), "unknown method 'tpk'"),
     "no such trial": (("--trial", "nowhere.py:build"), "must name a file that exists"),
@@ -288,38 +262,12 @@ def test_a_link_is_not_measured_for_a_file_that_cannot_be_written(out, here):
     assert (status, "--out must be a file" in err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        (("plan", "--workers", 4), "give --link 1gbit,0.2ms and --workers"),
-        (("plan", "--link", "1gbit"), "--link needs --workers"),
-        (("plan", "--workers", 2, "--link", "100mbit/0.2ms"), "write 100mbit,0.2ms"),
-        (("plan", "--workers", 2, "--link", "100"), "write 100mbit"),
-        (("compare", "--methods", "dense", "topk"), "separated by commas: --methods dense,topk"),
-        (("train", "--method", "topk=0.05"), "write topk:ratio=0.05"),
-        (("train", "--method", "topk ratio=0.05"), "write topk:ratio=0.05"),
-        (("train", "--method", "topk:ratio=5%"), "write ratio=0.05"),
-        (("emulate", "--rate", "100", "--", "true"), "write 100mbit"),
-        (("emulate", "--hosts", "0", "--", "true"), "--hosts must be at least 1"),
-    ],
-)
-def test_an_error_shows_the_right_syntax_once(words, advice, here):
-    status, out, err = here(*words)
-    assert (status, out, err.count("\n"), err.count(advice)) == (2, "", 1, 1), err
-
-
 def test_a_measured_link_says_how_many_workers_there_are(here, tmp_path):
     path = tmp_path / "link.json"
     path.write_text(json.dumps(assumed("1mbit", [0, 1, 2]).as_json()))
     status, out, err = here("plan", "--link", path, "--seconds", 1, "--methods", "topk", "--batch-size", 64)
     assert (status, err) == (0, "")
     assert "3 workers on 3 hosts" in " ".join(out.split())
-
-
-def test_numbers_of_workers_fit_the_hosts(here):
-    words = ("--link", "1mbit", "--batch-size", 64, "--workers", "8,12", "--ranks-per-host", 8)
-    status, _, err = here("plan", *words)
-    assert (status, "--ranks-per-host must divide the 12 workers, got 8" in err) == (2, True)
 
 
 def test_the_words_of_choices_are_the_library_s():

@@ -15,7 +15,7 @@ import pytest
 from cli_process import QUICK, execute, stenograd_command
 from launched import JOIN, binary, clean_env
 
-from stenograd.checkpoint.rank_files import read_manifest, read_rank, saved_steps
+from stenograd.checkpoint.files import read_manifest, read_rank, saved_steps
 from stenograd.checkpoint.reshard import alike
 from stenograd.cli import loop
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from rank_processes import MOMENTS, Rank
 
-from stenograd.emulate.hosts import Hosts
-from stenograd.emulate.namespaces import ip
+from stenograd.emulate.hosts import Hosts, ip
 from stenograd.testing.methods import by_name
 
 _METHODS = by_name()

@@ -9,26 +9,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import forked
-
-import stenograd
+from launched import SOURCE, clean_env
 
 HERE = Path(__file__).parent
-SOURCE = str(Path(stenograd.__file__).parents[1])
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "NODE_RANK",
-    "GROUP_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "OMPI_",
-    "PMI",
-    "MPI_",
-    "SLURM_",
-    "STENOGRAD_",
-    "ACCELERATE_",
-)
 
 
 def run_ranks(script, world_size, *, args=(), timeout_s=300, launcher="torchrun"):
@@ -39,11 +22,12 @@ def run_ranks(script, world_size, *, args=(), timeout_s=300, launcher="torchrun"
     process that fails ends all, and what it wrote is in the AssertionError.
     """
     torchrun, port = launcher == "torchrun", _free_port()
+    path = os.pathsep.join(filter(None, [SOURCE, str(HERE), os.environ.get("PYTHONPATH")]))
     command, started, deadline = [str(HERE / script), *map(str, args)], [], time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="stenograd-frameworks-") as folder:
         try:
             for rank in range(world_size if torchrun else 1):
-                env = _clean() | (_torchrun(rank, world_size, port) if torchrun else {})
+                env = clean_env(PYTHONPATH=path) | (_torchrun(rank, world_size, port) if torchrun else {})
                 place = Path(folder, str(rank))
                 place.mkdir()
                 started.append(forked.start(command, HERE, place, env))
@@ -65,12 +49,6 @@ def _torchrun(rank, world_size, port):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0, "ROLE_RANK": rank}
     # By the run's name frameworks tell that they were launched.
     return {name: str(value) for name, value in (here | where | {"TORCHELASTIC_RUN_ID": "test"}).items()}
-
-
-def _clean():
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
-    path = os.pathsep.join(filter(None, [SOURCE, str(HERE), os.environ.get("PYTHONPATH")]))
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def _free_port():

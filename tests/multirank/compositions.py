@@ -11,6 +11,7 @@ import random
 from typing import NamedTuple
 
 import torch
+from support.copies import Copies
 from torch import nn
 
 import stenograd
@@ -55,7 +56,7 @@ REFUSED = {
     ("nodes", "4 to 2"): ("", "load those of rounds between nodes .* on as many ranks"),  # told at loading
 }
 STEPS, CUT, EVERY, BAD, VICTIM_DIES = 13, 6, 4, (1, 5), 5
-OUTER_LR, MOMENTUM, PAIRS_MOMENTUM, MIX = 0.7, 0.9, 0.5, 0.5
+MOMENTUM = 0.5  # of pairs, where more would make ranks part
 _CODECS = {
     "dense": "dense",
     "e3m0": "lowbit:block=64",
@@ -95,13 +96,13 @@ class Row(NamedTuple):
     def text(self):
         """The method."""
         keys = {"local": f"every={EVERY}", "diloco": f"every={EVERY}", "gossip": "", "each step": ""}
-        keys["streaming"] = f"every={EVERY},fragments=2,delay=1,mix={MIX}"
+        keys["streaming"] = f"every={EVERY},fragments=2,delay=1,mix=0.5"
         found = [keys[self.when]]
         if self.when == "gossip":
             found.append(f"graph={'complete' if self.whom == 'all' else self.whom}")
             found += [f"consensus={_CONSENSUS[self.codec]}"] if self.codec != "dense" else []
         found += ["inside=dense", "node_size=2"] if self.whom == "nodes" else []
-        found += ["topology=pairs", f"momentum={PAIRS_MOMENTUM}"] if self.whom == "pairs" else []
+        found += ["topology=pairs", f"momentum={MOMENTUM}"] if self.whom == "pairs" else []
         found += ["lost=drop"] if self.drops else []
         name = {"streaming": "diloco"}.get(self.when, self.when)
         if self.when == "each step":
@@ -151,7 +152,7 @@ class Net(nn.Module):
 
 def built(row):
     """Return a model and its optimizers."""
-    model = Net().to(torch.bfloat16 if row.precision == "bfloat16" else torch.float32)
+    model = Net().to({"bfloat16": torch.bfloat16, "float64": torch.float64}.get(row.precision, torch.float32))
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]
     if row.optimizer == "SGD":
@@ -164,7 +165,10 @@ def built(row):
 def loss_of(model, seed, count=12):
     """Return the loss on a batch whose classes are the largest of the first four inputs."""
     x = torch.randn(count, 12, generator=torch.Generator().manual_seed(seed))
-    return nn.functional.cross_entropy(model(x.to(model.last.weight.dtype)).float(), x[:, :4].argmax(1))
+    out = model(x.to(model.last.weight.dtype))
+    return nn.functional.cross_entropy(
+        out.to(torch.promote_types(out.dtype, torch.float32)), x[:, :4].argmax(1)
+    )
 
 
 @torch.no_grad()
@@ -181,6 +185,31 @@ def batches(row, rank, step):
 def is_bad(row, rank, step):
     """Tell whether this gradient is NaN."""
     return row.event == "one NaN" and (rank, step) == BAD
+
+
+class Together:
+    """Several optimizers of one model as one."""
+
+    def __init__(self, optimizers):
+        self.all, self.param_groups = optimizers, optimizers[0].param_groups
+
+    def step(self):
+        for optimizer in self.all:
+            optimizer.step()
+
+
+def copies(row):
+    """Return separate copies of the model, which train as the row says."""
+
+    def both():
+        model, optimizers = built(row)
+        return model, Together(optimizers)
+
+    def loss(model, rank, step):
+        scale = math.nan if is_bad(row, rank, step) else 1.0
+        return scale * sum(loss_of(model, seed) for seed in batches(row, rank, step))
+
+    return Copies(row.text, row.world, both, loss)
 
 
 class Training:

@@ -149,36 +149,6 @@ def test_parameters_that_an_optimizer_gets_later_are_kept_from_bad_steps_too(poo
     assert pool.run(2, _group_added_late, 2) == [True, True]
 
 
-def _drifting(rank, world_size, face, repair):
-    model, optimizer, sync = _attach(face, "sign", check_every=4, repair=repair)
-    with sync:
-        _steps(model, optimizer, rank, world_size, 0, 2)
-        if rank == 1:
-            with torch.no_grad():
-                next(model.parameters()).view(-1)[0] += 1e-3
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it repairs
-                _steps(model, optimizer, rank, world_size, 2, 3)
-        except stenograd.errors.ReplicaDivergence as error:
-            return str(error), 0, flat(model)
-        return "", sync.repaired, flat(model)
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_a_drifting_replica_is_found_by_both_faces(pool, face):
-    for message, _, _ in pool.run(3, _drifting, 3, face, False):
-        assert "0.weight" in message
-        assert "rank(s) 1" in message
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_a_drifting_replica_is_repaired_by_both_faces(pool, face):
-    ranks = pool.run(3, _drifting, 3, face, True)
-    assert [repaired for _, repaired, _ in ranks] == [1, 1, 1]
-    assert all(torch.equal(parameters, ranks[0][2]) for _, _, parameters in ranks)
-
-
 def _uneven(rank, world_size):
     """Rank 0 runs out of inputs first; checks rest while others go on."""
     model, optimizer, sync = _attach("ddp", "topk:ratio=0.1", check_every=1)

@@ -6,16 +6,15 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launched import JOIN, LAUNCHER_VARIABLES, SOURCE, clean_env
+from launched import JOIN, SOURCE, clean_env
+from support.processes import free_port, runs
 
 from stenograd.errors import ConfigError, LaunchError
 from stenograd.launch import local_workers as workers
 from stenograd.launch import process_group as groups
-from stenograd.launch import subgroups
 from stenograd.launch.process_group import Absent, init, roll_call, run_local, shutdown
 
 PYTHON = sys.executable
@@ -79,21 +78,12 @@ def run(command, **env):
     return subprocess.run(command, env=clean_env(**env), capture_output=True, text=True, timeout=LIMIT_S)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
-def outside(monkeypatch):
+def outside(unlaunched):
     """This process, as if no launcher had started it and it had met nobody yet."""
-    for key in list(os.environ):
-        if key.startswith(LAUNCHER_VARIABLES):
-            monkeypatch.delenv(key)
-    monkeypatch.setattr(groups, "_place", None)
-    monkeypatch.setattr(groups.atexit, "register", lambda call: call)
-    yield monkeypatch
+    unlaunched.setattr(groups, "_place", None)
+    unlaunched.setattr(groups.atexit, "register", lambda call: call)
+    yield unlaunched
     shutdown()
 
 
@@ -195,7 +185,7 @@ def test_a_stopped_worker_does_not_hold_up_the_end_of_a_run(number, tmp_path):
         process.send_signal(number)
         assert process.wait(LIMIT_S) == 128 + number
         assert time.monotonic() - start < 20  # not the time between SIGTERM and SIGKILL
-    assert not _runs(int(pid.read_text()))
+    assert not runs(int(pid.read_text()))
 
 
 def test_run_local_sets_the_variables(capfd, monkeypatch):
@@ -242,17 +232,9 @@ def test_no_orphans(number, status, monkeypatch, tmp_path):
         assert process.wait(LIMIT_S) == status
     pids = [int(file.name) for file in tmp_path.iterdir()]
     assert len(pids) == 2
-    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(runs(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(_runs(pid) for pid in pids)
-
-
-def _runs(pid):
-    """Whether a process exists and is no zombie waiting for whoever inherits it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
+    assert not any(runs(pid) for pid in pids)
 
 
 def test_alone_needs_no_network(outside):
@@ -329,7 +311,6 @@ def test_bad_timeouts(outside, value):
         init(timeout_s=0.0)
 
 
-@linux_only
 def _slowly_in_two_steps(rank, folder, what):
     """Connecting takes rank 0 two of three seconds, and rank 1 fails after it: what is left is one second."""
     if what == "init":
@@ -354,7 +335,7 @@ def _slowly_in_two_steps(rank, folder, what):
         if what == "init":
             init(timeout_s=3)
         else:
-            subgroups.make_group(None, [0, 1], "part", 3.0)
+            groups.make_group(None, [0, 1], "part", 3.0)
     except (OSError, RuntimeError, LaunchError) as error:
         # Otherwise the next init would take the half-made group for a whole one.
         assert what == "part" or not dist.is_initialized()
@@ -373,6 +354,7 @@ def test_connecting_has_one_limit_for_all_its_waits(pool, tmp_path, what):
     assert 2 < seconds < 4
 
 
+@linux_only
 def test_no_thread_of_the_group_outlives_shutdown():
     """One that does may abort the process while Python ends; scripts make optimizers after init."""
     code = (

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from models import ALL_METHODS, SMALL_BUCKETS, flat, mlp, shards, step
+from support.faces import Face, Hook
 from torch import nn
 
 import stenograd
@@ -17,38 +18,37 @@ def _flip(model, name, bit=20):
     dict(model.named_parameters())[name].data.view(torch.int32).view(-1)[3] ^= 1 << bit
 
 
-def _trained(rank, world_size, method, repair):
+def _trained(rank, world_size, face, method, repair):
     """A bit of rank 1 flips after step 5, and one of rank 2 after step 11; checks are due every 4 steps."""
-    model = mlp(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    options = {"check_every": 4, "repair": repair, "bucket_bytes": SMALL_BUCKETS, "timeout_s": 30}
-    sync = stenograd.distribute(model, optimizer, method, **options)
+    sgd = torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}  # weight decay would bring the flip into momenta
+    run = face(rank, world_size, mlp(rank), how=method, optimizer=sgd, check_every=4, repair=repair)
     error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for s in range(16):
-            xs, ys = shards(s, world_size)
             try:
-                step(model, optimizer, xs[rank], ys[rank])
+                run.train([s])
             except stenograd.errors.ReplicaDivergence as raised:
                 error = (str(raised), raised.step, raised.tensors)
                 break
             if (s, rank) in ((5, 1), (11, 2)):
-                _flip(model, "2.weight" if s == 5 else "4.bias")
-    sync.close()
-    return flat(model), error, sync.repaired, [str(w.message) for w in caught]
+                _flip(run.model, "2.weight" if s == 5 else "4.bias")
+    run.close()
+    return run.weights(), error, run.sync.repaired, [str(w.message) for w in caught]
 
 
+@pytest.mark.parametrize("face", [Face, Hook])
 @pytest.mark.parametrize("method", ["dense", "powersgd:rank=2"])
-def test_a_flipped_bit_is_found_at_the_next_check_and_named(pool, method):
-    for _, error, *_ in pool.run(3, _trained, 3, method, False):
+def test_a_flipped_bit_is_found_at_the_next_check_and_named(pool, method, face):
+    for _, error, *_ in pool.run(3, _trained, 3, face, method, False):
         message, at, tensors = error
         assert (at, tensors) == (8, {"2.weight": (1,)})
         assert "replicas differ at step 8 (equal at step 4): 2.weight on rank(s) 1" in message
 
 
-def test_repair_takes_the_majority_s_tensors_and_says_so_once_an_event(pool):
-    ranks = pool.run(3, _trained, 3, "topk:ratio=0.1", True)
+@pytest.mark.parametrize("face", [Face, Hook])
+def test_repair_takes_the_majority_s_tensors_and_says_so_once_an_event(pool, face):
+    ranks = pool.run(3, _trained, 3, face, "topk:ratio=0.1", True)
     for parameters, error, repaired, told in ranks:
         assert error is None
         assert repaired == 2
@@ -59,7 +59,7 @@ def test_repair_takes_the_majority_s_tensors_and_says_so_once_an_event(pool):
 
 
 def test_two_ranks_have_no_majority(pool):
-    for _, error, *_ in pool.run(2, _trained, 2, "dense", True):
+    for _, error, *_ in pool.run(2, _trained, 2, Face, "dense", True):
         assert "2.weight, rank(s) 0 against rank(s) 1 without a majority" in error[0]
         assert error[2] == {"2.weight": ()}
 

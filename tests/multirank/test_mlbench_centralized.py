@@ -1,7 +1,6 @@
 """MLBench's dense optimizers on real gloo ranks, against torch's optimizers on the mean gradient."""
 
 import copy
-import io
 import math
 import pickle
 
@@ -13,23 +12,12 @@ from torch import nn
 from stenograd.errors import ConfigError, MismatchError
 from stenograd.mlbench import (
     AllReduceAggregation,
-    CentralizedAdam,
     CentralizedSGD,
     CustomCentralizedOptimizer,
     GenericCentralizedOptimizer,
-    SignSGD,
 )
 
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
-ADAM = {"lr": 0.01, "weight_decay": 1e-2, "amsgrad": True}
-INNER = {
-    "sgd": (torch.optim.SGD, SGD),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    # eps keeps the rounding of gradients near 0 from becoming whole steps
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "eps": 1e-3}),
-    "signsgd": (SignSGD, {"lr": 0.01, "momentum": 0.5}),
-}
 
 
 def _backward(model, rank, step, world_size=3):
@@ -62,50 +50,6 @@ def _oracle(make, steps, scheduler=None):
         if decay:
             decay.step()
     return flat(model)
-
-
-def _centralized(rank, kind, arguments, by_layer):
-    model = mlp(rank)  # D: rank 0's weights are taken
-    return _train(kind(3, model, **arguments, by_layer=by_layer), model, rank, 8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "torchs"),
-    [(CentralizedSGD, SGD, torch.optim.SGD), (CentralizedAdam, ADAM, torch.optim.Adam)],
-    ids=["sgd", "adam"],
-)
-def test_centralized_equals_torch_on_the_mean_gradient(pool, kind, arguments, torchs):
-    oracle = _oracle(lambda p: torchs(p, **arguments), 8)
-    for by_layer in (False, True):
-        ranks = pool.run(3, _centralized, kind, arguments, by_layer)
-        torch.testing.assert_close(ranks[0], oracle, rtol=1e-5, atol=2e-6)
-        assert all(torch.equal(ranks[0], other) for other in ranks)
-
-
-def _decay(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-
-
-def _custom(rank, divide_before):
-    out = {}
-    for name, (kind, arguments) in INNER.items():
-        model = mlp(0)
-        inner = kind(model.parameters(), **arguments)
-        optimizer = CustomCentralizedOptimizer(
-            model, 3, inner, average_world=True, divide_before=divide_before
-        )
-        out[name] = _train(optimizer, model, rank, 6, scheduler=_decay(optimizer))
-    return out
-
-
-@pytest.mark.parametrize("divide_before", [False, True])
-def test_custom_with_a_scheduler_equals_the_single_process_optimizer(pool, divide_before):
-    ranks = pool.run(3, _custom, divide_before)
-    for name, (kind, arguments) in INNER.items():
-        oracle = _oracle(lambda p, kind=kind, a=arguments: kind(p, **a), 6, _decay)
-        # signsgd as well: one sign that differs moves an element by 0.005 or more.
-        torch.testing.assert_close(ranks[0][name], oracle, rtol=1e-4, atol=2e-5, msg=name)
-        assert all(torch.equal(ranks[0][name], other[name]) for other in ranks)
 
 
 def _weights(rank, by_layer):
@@ -239,51 +183,6 @@ def test_divide_before_keeps_half_precision_sums_finite(pool):
     )
 
 
-class Odd(nn.Module):
-    """Tied, frozen, unused, half-used, scalar, empty and bfloat16 parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(3, 3)
-        self.b = nn.Linear(3, 3)
-        self.b.weight = self.a.weight
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(2))
-        self.sometimes = nn.Parameter(torch.ones(2))
-        self.scalar = nn.Parameter(torch.tensor(1.0))
-        self.empty = nn.Parameter(torch.ones(0, 3))
-        self.low = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-
-    def forward(self, x, rank):
-        y = self.b(self.a(x)).sum() * self.scalar + self.empty.sum()
-        return y + (self.low.float().sum() + self.sometimes.sum() if rank == 0 else self.low.float().mean())
-
-
-def _odd(rank, by_layer, agg_grad):
-    torch.manual_seed(rank)
-    model = Odd()
-    optimizer = CentralizedSGD(
-        3, model, lr=0.1, weight_decay=0.1, momentum=0.9, by_layer=by_layer, agg_grad=agg_grad
-    )
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.full((2, 3), float(rank)), rank).backward()
-        optimizer.step()
-    assert model.a.weight is model.b.weight
-    return {n: p.detach().clone() for n, p in model.named_parameters()}, model.unused.grad
-
-
-@pytest.mark.parametrize("agg_grad", [True, False])
-@pytest.mark.parametrize("by_layer", [True, False])
-def test_any_parameters(pool, by_layer, agg_grad):
-    ranks = pool.run(3, _odd, by_layer, agg_grad)
-    for parameters, unused in ranks:
-        assert unused is None
-        assert torch.equal(parameters["unused"], torch.ones(2))  # no decay without a gradient
-        for name, value in parameters.items():
-            assert torch.equal(value, ranks[0][0][name]), name
-
-
 def _collectives(rank, by_layer):
     model = mlp(0)
     optimizer = CentralizedSGD(2, model, lr=0.1, by_layer=by_layer)
@@ -296,53 +195,6 @@ def test_by_layer_is_a_collective_a_parameter(pool):
     assert pool.run(2, _collectives, False)[0][0] == 1
     count, parameters = pool.run(2, _collectives, True)[0]
     assert count == parameters
-
-
-class Log:
-    def __init__(self):
-        self.marks = []
-
-    def record_batch_agg(self):
-        self.marks.append("agg")
-
-    def record_batch_opt_step(self):
-        self.marks.append("opt_step")
-
-
-def _copies(rank):
-    """6 + 4 steps in one go, from a checkpoint, from a deep copy, and from a pickle."""
-    model = mlp(0)
-    inner = torch.optim.Adam([{"params": [p]} for p in model.parameters()], lr=0.01)
-    optimizer = CustomCentralizedOptimizer(model, 2, inner, average_world=True, grad_clip=0.5)
-    scheduler = _decay(optimizer)
-    _train(optimizer, model, rank, 3, scheduler=scheduler, world_size=2)
-    twin = copy.deepcopy(optimizer)
-    pickled = pickle.loads(pickle.dumps(optimizer))
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
-    third = mlp(5)
-    loaded = CustomCentralizedOptimizer(
-        third,
-        2,
-        torch.optim.Adam([{"params": [p]} for p in third.parameters()]),
-        average_world=True,
-        grad_clip=0.5,
-    )
-    third.load_state_dict(weights)
-    loaded.load_state_dict(state)
-    others = [_train(o, o.model, rank, 2, first=3, world_size=2) for o in (twin, pickled, loaded)]
-    mine = _train(optimizer, model, rank, 2, first=3, world_size=2)
-    log = Log()
-    optimizer.step(tracker=log)
-    return mine, others, log.marks
-
-
-def test_deepcopy_pickle_and_state_dict_continue_alike_d_m7(pool):
-    for mine, others, marks in pool.run(2, _copies):
-        assert all(torch.equal(mine, other) for other in others)
-        assert marks == ["agg", "opt_step"]
 
 
 def _pickled_elsewhere(rank):

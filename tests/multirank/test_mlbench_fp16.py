@@ -1,9 +1,5 @@
 """MLBench's FP16Optimizer on real gloo ranks."""
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 from models import flat, mlp, shards
@@ -181,24 +177,3 @@ def test_frozen_unused_tied_and_mixed_parameters_and_closures_d_m6(pool):
     ranks = pool.run(2, _odd)
     assert torch.equal(ranks[0][0], ranks[1][0])
     assert all(applied and kind == torch.float32 for _, _, applied, kind in ranks)
-
-
-def _continued(rank):
-    fp = _wrapped(mlp(0).bfloat16(), 2, scale_window=3)
-    scheduler = torch.optim.lr_scheduler.StepLR(fp, 2, 0.5)
-    _train(fp, rank, 0, 4)
-    scheduler.step()
-    twin, pickled = copy.deepcopy(fp), pickle.loads(pickle.dumps(fp))
-    file = io.BytesIO()
-    torch.save(fp.state_dict(), file)
-    file.seek(0)
-    fresh = _wrapped(mlp(9).bfloat16(), 2, scale_window=3)
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    others = [(_train(o, rank, 4, 4), o.loss_scaler.loss_scale) for o in (twin, pickled, fresh)]
-    return (_train(fp, rank, 4, 4), fp.loss_scaler.loss_scale), others
-
-
-def test_saved_copied_and_pickled_optimizers_continue_alike(pool):
-    for (mine, scale), others in pool.run(2, _continued):
-        assert scale > 1024
-        assert all(torch.equal(mine, other) and scale == its for other, its in others)

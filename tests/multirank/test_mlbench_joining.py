@@ -1,9 +1,8 @@
 """MLBench's classes and functions join the ranks of a launch by themselves."""
 
-import socket
-
 import pytest
 import torch
+from support.processes import free_port
 from torch import nn
 
 from stenograd import shutdown
@@ -74,10 +73,7 @@ def test_ranks_are_joined_by_whoever_is_first(call, tmp_path):
 
 def test_blanks_between_hosts_do_not_count():
     """Two ranks of one host."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    assert sorted(_on_two(_hosts, port)) == [(2, 0), (2, 1)]
+    assert sorted(_on_two(_hosts, free_port())) == [(2, 0), (2, 1)]
 
 
 def _logs(rank, folder):

@@ -1,19 +1,16 @@
 """MLBench's PowerSGD on real gloo ranks."""
 
 import copy
-import io
-import itertools
 import os
-import pickle
 
 import pytest
 import torch
 from models import flat, mlp, shards
 from torch import nn
 
-from stenograd.errors import CheckpointError, ConfigError, MismatchError
+from stenograd.errors import CheckpointError, MismatchError
 from stenograd.heat.daso import DASO
-from stenograd.mlbench import DecentralizedSGD, PowerAggregation, PowerSGD
+from stenograd.mlbench import DecentralizedSGD, PowerSGD
 
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
 
@@ -43,19 +40,6 @@ def test_full_rank_is_the_mean(pool, by_layer):
     mean = sum(_gradient((5, 6), r) for r in range(3)) / 3
     for update in pool.run(3, _full_rank, by_layer):
         torch.testing.assert_close(update, mean, rtol=1e-6, atol=1e-6)
-
-
-def _rank_one(rank):
-    model = Tensors((20, 30))
-    optimizer = PowerSGD(model, lr=1.0, world_size=3, rank=1)
-    model.p[0].grad = torch.outer(_gradient((20,), rank), torch.arange(1.0, 31.0))
-    optimizer.step()
-    return -model.p[0].detach()
-
-
-def test_rank_one_gradients_with_a_common_right_vector_are_exact(pool):
-    mean = sum(torch.outer(_gradient((20,), r), torch.arange(1.0, 31.0)) for r in range(3)) / 3
-    torch.testing.assert_close(pool.run(3, _rank_one)[1], mean, rtol=1e-4, atol=1e-4)
 
 
 SHAPES = [(20, 30), (9,), (8, 4, 3, 3), (), (1, 1), (40, 2)]
@@ -101,29 +85,6 @@ def test_error_feedback_d_m5(pool, shapes, by_layer, reuse_query):
         assert not any(bool(e.any()) for e in one_d.values())
 
 
-def _fixed_matrix(rank):
-    """Warm start on one matrix with the memory held at 0."""
-    layer = Tensors((20, 30))
-    aggregation = PowerAggregation(layer, reuse_query=True, world_size=2, rank=2)
-    m = _gradient((20, 30), 0)
-    errors = []
-    for _ in range(60):
-        layer.p[0].grad = m.clone()
-        state = aggregation.state_dict()
-        state["parameters"]["p.0"]["residual"].zero_()
-        aggregation.load_state_dict(state)
-        aggregation.agg_grad()(layer, "avg_world")
-        errors.append(float((layer.p[0].grad - m).norm()))
-    return errors
-
-
-def test_a_warm_started_query_tends_to_the_best_approximation(pool):
-    errors = pool.run(2, _fixed_matrix)[0]
-    best = float(torch.linalg.svdvals(_gradient((20, 30), 0))[2:].norm())
-    assert all(b <= a + 1e-4 for a, b in itertools.pairwise(errors))
-    assert errors[-1] == pytest.approx(best, rel=1e-3)
-
-
 def _train(optimizer, model, rank, first, steps, world_size=2):
     for s in range(first, first + steps):
         optimizer.zero_grad()
@@ -133,36 +94,26 @@ def _train(optimizer, model, rank, first, steps, world_size=2):
     return flat(model)
 
 
-def _continued(rank, reuse_query):
-    def make(model):
-        return PowerSGD(model, **SGD, reuse_query=reuse_query, world_size=2, rank=2)
-
+def _older(rank):
+    """A state as it was once written, and one of another rank."""
     model = mlp(0)
-    optimizer = make(model)
+    optimizer = PowerSGD(model, **SGD, reuse_query=True, world_size=2, rank=2)
     _train(optimizer, model, rank, 0, 4)
-    twin, pickled = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
-    kind = f"PowerSGD(rank=2, warm_start={reuse_query}, seed=0, alternate=False, values='float32')"
-    state["aggregation"]["method"] = f"ErrorFeedback(inner={kind}, decay=1.0)"  # as once written, still loads
-    fresh = make(mlp(7))
-    fresh.model.load_state_dict(weights)
-    fresh.load_state_dict(state)
-    others = [_train(o, o.model, rank, 4, 3) for o in (twin, pickled, fresh)]
-    state["aggregation"]["rank"] = 5
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    kind = "PowerSGD(rank=2, warm_start=True, seed=0, alternate=False, values='float32')"
+    saved[1]["aggregation"]["method"] = f"ErrorFeedback(inner={kind}, decay=1.0)"
+    fresh = PowerSGD(mlp(7), **SGD, reuse_query=True, world_size=2, rank=2)
+    fresh.model.load_state_dict(saved[0])
+    fresh.load_state_dict(saved[1])
+    saved[1]["aggregation"]["rank"] = 5
+    ends = [_train(o, o.model, rank, 4, 3) for o in (optimizer, fresh)]
     with pytest.raises(CheckpointError, match="the checkpoint's rank must be"):
-        fresh.load_state_dict(state)
-    return _train(optimizer, model, rank, 4, 3), others
+        fresh.load_state_dict(saved[1])
+    return torch.equal(*ends)
 
 
-@pytest.mark.parametrize("reuse_query", [False, True])
-def test_saved_copied_and_pickled_optimizers_continue_alike(pool, reuse_query):
-    ranks = pool.run(2, _continued, reuse_query)
-    for mine, others in ranks:
-        assert all(torch.equal(mine, other) for other in others)
-        assert torch.equal(mine, ranks[0][0])
+def test_older_states_still_load_and_those_of_another_rank_are_refused(pool):
+    assert pool.run(2, _older) == [True, True]
 
 
 def _alone(rank):
@@ -174,30 +125,6 @@ def _alone(rank):
 
 def test_alone_it_is_sgd(pool):
     assert pool.run(1, _alone) == [True]
-
-
-def _bad_batch(rank):
-    model = Tensors((20, 30), (3,), dtype=torch.bfloat16)
-    optimizer = PowerSGD(model, lr=0.1, momentum=0.9, reuse_query=True, world_size=2, rank=1)
-    moved = []
-    for step in range(3):
-        old = flat(model)
-        for p in model.p:
-            p.grad = _gradient(p.shape, rank, step).bfloat16()
-        if step == 1 and rank == 1:
-            model.p[1].grad[0] = float("inf")
-        optimizer.step()
-        moved.append(not torch.equal(old, flat(model)))
-    with pytest.raises(ConfigError, match="world_size must be 2"):
-        PowerSGD(model, lr=0.1)
-    return moved, optimizer.aggregation.skipped, flat(model)
-
-
-def test_a_bad_batch_on_one_rank_changes_nothing_on_any(pool):
-    ranks = pool.run(2, _bad_batch)
-    for moved, skipped, parameters in ranks:
-        assert (moved, skipped) == ([True, False, True], 1)
-        assert torch.equal(parameters, ranks[0][2])
 
 
 def _other_kernels(rank):

@@ -1,12 +1,8 @@
 """MLBench's sparsified SGD with memory on real gloo ranks."""
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
-from models import flat, mlp, shards
+from models import mlp, shards
 from torch import nn
 
 from stenograd.errors import ConfigError, MismatchError
@@ -74,61 +70,6 @@ def _backward(model, rank, step):
     loss = nn.functional.mse_loss(model(xs[rank]), ys[rank])
     loss.backward()
     return loss
-
-
-def _train(optimizer, model, rank, first, steps):
-    for s in range(first, first + steps):
-        optimizer.zero_grad()
-        _backward(model, rank, s)
-        optimizer.step()
-        optimizer.update_estimated_weights(s, 10)
-    return torch.cat([flat(model), *(w.reshape(-1) for w in optimizer.get_estimated_weights())])
-
-
-def _sparse(model):
-    groups = [{"params": [p], "lr": 0.05 + 0.01 * i} for i, p in enumerate(model.parameters())]
-    return CentralizedSparsifiedSGD(groups, lr=0.1, weight_decay=1e-3, random_sparse=True, world_size=2)
-
-
-def _continued(rank):
-    model = mlp(0)
-    optimizer = _sparse(model)
-    _train(optimizer, model, rank, 0, 4)
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    pickled_model, pickled = pickle.loads(pickle.dumps((model, optimizer)))
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    fresh_model = mlp(7)
-    fresh = _sparse(fresh_model)
-    fresh_model.load_state_dict(saved[0])
-    fresh.load_state_dict(saved[1])
-    pairs = [(twin, twin_model), (pickled, pickled_model), (fresh, fresh_model)]
-    others = [_train(o, m, rank, 4, 3) for o, m in pairs]
-    return _train(optimizer, model, rank, 4, 3), others
-
-
-def test_saved_copied_and_pickled_optimizers_continue_alike(pool):
-    for mine, others in pool.run(2, _continued):
-        assert all(torch.equal(mine, other) for other in others)
-
-
-def _bad_batch(rank):
-    w, unused = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(3))
-    optimizer = CentralizedSparsifiedSGD([w, unused], lr=1.0, weight_decay=0.1, world_size=2)
-    kept = []
-    for step in range(3):
-        w.grad = torch.full((20,), float("nan") if step == 1 and rank == 1 else 1.0)
-        before = w.detach().clone(), optimizer.state[w]["memory"].clone()
-        optimizer.step()
-        kept.append(torch.equal(before[0], w) and torch.equal(before[1], optimizer.state[w]["memory"]))
-    return kept, optimizer.skipped, unused.tolist()
-
-
-def test_a_bad_batch_on_one_rank_changes_nothing_on_any(pool):
-    for kept, skipped, unused in pool.run(2, _bad_batch):
-        assert (kept, skipped, unused) == ([False, True, False], 1, [1.0] * 3)
 
 
 def _payload(rank):

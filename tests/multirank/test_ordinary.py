@@ -1,7 +1,6 @@
 """What else ordinary programs do beside the engine: unused layers, hooks, wrappers, bad steps, mistakes."""
 
 import gc
-import os
 import warnings
 
 import pytest
@@ -11,8 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
-from stenograd.testing.methods import by_name
-from stenograd.testing.pool import RanksFailed
 
 
 def _double(rank):
@@ -40,48 +37,6 @@ def _double(rank):
 
 def test_averaging_twice_is_refused_in_both_orders(pool):
     pool.run(2, _double)
-
-
-BAD = {4: float("nan"), 6: float("inf")}
-
-
-def _bad_steps(rank, face, method):
-    return [_bad_step(rank, face, method, broken) for broken in (True, False)]
-
-
-def _bad_step(rank, face, method, broken):
-    """AdamW steps after each backward pass; in two steps rank 1 has a bad gradient, or they are left out."""
-    model = mlp(0)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001) if face == "hook" else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if face == "hook":
-        sync = stenograd.ddp.register(wrapped, method, timeout_s=30)
-    else:
-        sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=30)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for s in range(9):
-            if s in BAD and not broken:
-                continue
-            xs, ys = shards(s, 2)
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(wrapped(xs[rank]), ys[rank])
-            (loss * (BAD.get(s, 1.0) if rank == 1 else 1.0)).backward()
-            optimizer.step()
-    told = [w for w in caught if "not finite on some rank" in str(w.message)]
-    assert len(told) == broken
-    assert sync.skipped == len(BAD) * broken
-    sync.close()
-    steps = {float(state["step"]) for state in optimizer.state.values()}
-    return flat(model), steps
-
-
-@pytest.mark.parametrize("method", by_name())
-@pytest.mark.parametrize("face", ["distribute", "hook"])
-def test_a_plain_loop_loses_the_bad_steps_and_nothing_else(pool, face, method):
-    for (got, steps), (wanted, _) in pool.run(2, _bad_steps, face, method):
-        assert torch.equal(got, wanted)
-        assert steps == {9.0 - len(BAD)}
 
 
 def _torchs_way(rank):
@@ -177,24 +132,6 @@ def test_gradients_with_a_graph_are_averaged_as_ddp_does(pool):
     plain, dense, topk = (pool.run(2, _second_derivatives, how) for how in (None, "dense", "topk:ratio=0.5"))
     assert torch.equal(plain[0], dense[0])
     assert torch.equal(topk[0], topk[1])
-
-
-def _hook_dies(rank):
-    model = DistributedDataParallel(mlp(0), bucket_cap_mb=0.001)
-    stenograd.ddp.register(model, "topk", timeout_s=20)
-    for _ in range(2):  # DDP itself talks in the second forward pass, when it makes new buckets
-        model(torch.ones(1, 10)).sum().backward()
-    loss = model(torch.ones(1, 10)).sum()
-    if rank == 1:
-        os._exit(9)
-    with pytest.raises(stenograd.PeerLost) as caught:
-        loss.backward()
-    raise RuntimeError(f"lost {caught.value.ranks}")
-
-
-def test_the_ddp_hook_names_a_dead_rank_in_a_peer_lost(pool):
-    with pytest.raises(RanksFailed, match=r"lost \(1,\)"):
-        pool.run(2, _hook_dies, timeout_s=60)
 
 
 def _breaks_off(rank, face):

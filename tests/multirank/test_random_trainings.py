@@ -107,7 +107,7 @@ def _train(rank, plan):
 def test_replicas_are_equal_and_exactly_the_bad_steps_are_skipped(pool):
     """150 trainings of 40 steps each: 6,000 steps. The survivors of a killed rank name it."""
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
     @given(plan=PLANS)
     def check(plan):
         if plan.killed is not None:

@@ -61,6 +61,20 @@ TEXTS = {text: message for text, message in REFUSED.values() if text} | {
     "noloco:eager=true": "leave out eager",
     "noloco:inside=dense": "leave out inside",
     "noloco:states=average": "leave out states",
+    # Words and numbers out of their range.
+    "gossip:graph=line": "graph must be one of onepeer, exponential, ring, torus, star, complete, got",
+    "gossip:every=0": "every must be at least 1",
+    "gossip:consensus=1.5": r"consensus must be in \(0, 1\], got 1.5",
+    "gossip:consensus=nan": "consensus must be in",
+    "gossip:order=both": "order must be one of combine-then-adapt, adapt-then-combine",
+    "gossip:lost=ignore": "lost must be one of raise, drop",
+    "gossip:pushsum=maybe": "pushsum must be one of auto, on, off",
+    "gossip:graph=ring,consensus=1/threshold": "use topk, sign, qsgd, bf16 or fp16",
+    "diloco:delay=30": "delay must be below every / fragments = 30",
+    "diloco:momentum=1": "momentum must be in",
+    "diloco:outer_lr=0": "outer_lr must be positive",
+    "diloco:topology=ring": "topology must be one of all, pairs",
+    "diloco:eager=true,fragments=2": "eager needs delay=0 and fragments=1",
     # One schedule and one compressor.
     "diloco/local": "leave out the second",
     "diloco/topk/sign": "leave out the second",
@@ -116,10 +130,17 @@ def test_the_hook_refuses_adam_at_its_first_step(pool):
     pool.run(2, _hooked)
 
 
-@pytest.mark.parametrize("text", ["gossip", "noloco", "diloco:every=4,fragments=2", "diloco:eager=true"])
+@pytest.mark.parametrize(
+    "text", ["gossip", "noloco", "diloco:every=4,fragments=2", "diloco:eager=true", "local:every=2/topk"]
+)
 def test_replicas_that_differ_by_design_are_not_compared(text):
-    with pytest.raises(ConfigError, match="replicas differ by design"):
+    with pytest.raises(ConfigError, match=r"check_every must be 0 with .*replicas differ by design"):
         stenograd.distribute(*_program(), text, check_every=1)
+
+
+def test_there_are_no_more_fragments_than_tensors():
+    with pytest.raises(ConfigError, match="fragments must be at most the number of parameter tensors"):
+        stenograd.distribute(*_program(), "diloco:every=10,fragments=5")
 
 
 @pytest.mark.parametrize("text", ["local", "diloco", "noloco", "gossip"])

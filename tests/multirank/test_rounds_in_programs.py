@@ -159,7 +159,7 @@ def test_more_ranks_in_a_node_than_tensors():
     assert all(torch.equal(found[0][1], weight) for _, weight in found)
 
 
-@pytest.mark.parametrize("text", SCHEDULES)
+@pytest.mark.parametrize("text", ["dense", "topk", *SCHEDULES])
 def test_a_layer_that_was_unfrozen_without_a_refresh_is_refused(text):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import stenograd
-from stenograd.checkpoint.rank_files import Manifest, write_manifest, write_rank
+from stenograd.checkpoint.files import Manifest, write_manifest, write_rank
 from stenograd.errors import StenogradError
 
 
@@ -156,6 +156,30 @@ def test_more_and_fewer_ranks_and_damage(pool, tmp_path):
         for states in (own, random):
             assert not any(torch.equal(a, b) for i, a in enumerate(states) for b in states[:i])
     _damage(pool, tmp_path)
+
+
+SAVED_BEFORE = Path(__file__).with_name("saved_before")  # by two ranks, with earlier code
+
+
+def _loaded_before(rank):
+    run = Run(rank, "topk:ratio=0.2")
+    loaded = run.load(SAVED_BEFORE)
+    run.sync.close()
+    numbers = [state.tolist() for state in run.model.state_dict().values()]
+    return loaded.step, loaded.extra, numbers, run.residual(), run.sampler.seen
+
+
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_a_checkpoint_of_an_earlier_version_is_loaded(pool, world_size):
+    """What torch itself reads from its files; one rank alone has rank 0's model, and the residuals' sum."""
+    files = [torch.load(file, weights_only=True)["content"] for file in _files(SAVED_BEFORE, 3)]
+    states = [content["sync"]["parameters"].values() for content in files]
+    owed = [torch.cat([state["residual"].view(-1) for state in parameters]) for parameters in states]
+    owed = owed if world_size == 2 else [sum(owed)]
+    for rank, (step, extra, numbers, residual, seen) in enumerate(pool.run(world_size, _loaded_before)):
+        assert (step, extra, seen) == (3, {"note": rank}, 24)
+        assert numbers == [value.tolist() for value in files[rank]["model"].values()]
+        assert torch.equal(torch.tensor(residual), owed[rank])
 
 
 def _damage(pool, folder):

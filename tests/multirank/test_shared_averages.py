@@ -110,8 +110,9 @@ def _check_against_simulation(pool, world_size, steps):
             assert moved <= ranks[rank][i][2] <= moved + padding, text
 
 
-def test_four_ranks_give_what_simulate_gives(pool):
-    _check_against_simulation(pool, 4, 3)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_real_ranks_give_what_simulate_gives(pool, world_size):
+    _check_against_simulation(pool, world_size, 3)
 
 
 def test_eight_ranks_give_what_simulate_gives():

@@ -26,10 +26,9 @@ def _child(nccl_id, local_rank, world_size, answers):
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_children_meet_through_the_token(method, monkeypatch):
+@pytest.mark.usefixtures("unlaunched")
+def test_children_meet_through_the_token(method):
     """The guide's mnist_multiprocess.py: ranks 0 and 1, and the mean of 1 and 2."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STENOGRAD_STORE"):
-        monkeypatch.delenv(name, raising=False)
     if method == "fork" and torch.distributed.is_initialized():
         from stenograd import shutdown
 

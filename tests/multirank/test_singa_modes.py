@@ -2,69 +2,11 @@
 
 import pytest
 import torch
-from models import flat, mlp, shards
 from singa_helpers import leaf, moved, push, spied, unit_sgd
-from torch import nn
 
-from stenograd.errors import ConfigError, MismatchError, StenogradError
+from stenograd.errors import ConfigError, StenogradError
 from stenograd.singa import SGD, DistOpt, Optimizer
 from stenograd.tasks.models import mnist_cnn
-
-HARD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
-
-
-def _losses(model, rank, world_size, steps):
-    for s in range(steps):
-        xs, ys = shards(s, world_size)
-        yield nn.functional.mse_loss(model(xs[rank]), ys[rank])
-
-
-def _train(rank, world_size, kind):
-    return [_with_threshold(rank, world_size, threshold, kind) for threshold in (0, 1, 100, 2**21)]
-
-
-def _with_threshold(rank, world_size, threshold, kind):
-    model = mlp(rank)
-    inner = SGD(**HARD) if kind == "singa" else torch.optim.SGD(model.parameters(), **HARD)
-    opt = DistOpt(inner, timeout_s=30)
-    opt.synchronize(model)
-    for loss in _losses(model, rank, world_size, 10):
-        opt.backward_and_update(loss, threshold)
-    opt.close()
-    return flat(model)
-
-
-def _alone(world_size):
-    """The same 10 steps in one process on the full batch."""
-    model = mlp(0)
-    optimizer = torch.optim.SGD(model.parameters(), **HARD)
-    for s in range(10):
-        xs, ys = shards(s, world_size)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(torch.cat(xs)), torch.cat(ys)).backward()
-        optimizer.step()
-    return flat(model)
-
-
-@pytest.mark.parametrize("kind", ["singa", "torch"])
-def test_ranks_on_shards_equal_one_on_the_batch_whatever_the_threshold(pool, kind):
-    for world_size in (2, 3):
-        wanted = _alone(world_size)
-        for ranks in zip(*pool.run(world_size, _train, world_size, kind), strict=True):
-            assert all(torch.equal(r, ranks[0]) for r in ranks)
-            torch.testing.assert_close(ranks[0], wanted, rtol=1e-5, atol=1e-6)
-
-
-def _means(rank):
-    """g_r = r+1: the update is lr (N+1) / 2."""
-    w, opt = leaf(0.0, 0.0), unit_sgd()
-    opt(push([w], [rank + 1.0]))
-    return moved(w)
-
-
-def test_update_is_the_mean(pool):
-    for world_size in (1, 2, 4):
-        assert pool.run(world_size, _means) == [[(world_size + 1) / 2] * 2] * world_size
 
 
 def _collectives(rank):
@@ -277,32 +219,6 @@ def _large(rank):
 def test_tensors_beyond_the_buffer_size_work(pool):
     """300,000 elements with buffSize 1,000, and a sparse density of 100 %."""
     assert pool.run(2, _large) == [(-4.0, -4.0)] * 2
-
-
-def _bad_batch(rank, call):
-    w, opt = leaf(0.0, 0.0), unit_sgd()
-    for step in range(3):
-        bad = float("inf") if step == 1 and rank == 1 else 1.0
-        getattr(opt, call)(push([w], [bad]))
-    return moved(w), opt.skipped
-
-
-@pytest.mark.parametrize(
-    "call", ["backward_and_update", "backward_and_update_half", "backward_and_sparse_update"]
-)
-def test_a_bad_batch_on_one_rank_costs_one_step_on_all(pool, call):
-    assert pool.run(2, _bad_batch, call) == [([2.0, 2.0], 1)] * 2
-
-
-def _mismatch(rank):
-    w = torch.zeros(3 + rank, requires_grad=True)
-    unit_sgd().backward_and_update(push([w], [1.0]))
-
-
-def test_ranks_with_different_models_are_told(pool):
-    with pytest.raises(Exception, match=MismatchError.__name__) as caught:
-        pool.run(2, _mismatch)
-    assert "ranks differ in parameter 0: rank 0 has (3,)" in str(caught.value)
 
 
 CALLS = {

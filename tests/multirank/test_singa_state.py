@@ -32,35 +32,6 @@ def _run(opt, model, mode, rank, first, last):
         MODES[mode](opt, nn.functional.mse_loss(model(xs[rank]), ys[rank]))
 
 
-def _resumed(rank, folder, mode, kind):
-    """Twelve steps, and twelve with a save at five, into a used and a new instance."""
-    whole = mlp(0)
-    opt = _optimizer(kind, whole)
-    _run(opt, whole, mode, rank, 0, 5)
-    file = folder / f"{mode}-{kind}-{rank}.pt"
-    opt.save(file)
-    weights = {name: t.clone() for name, t in whole.state_dict().items()}
-    _run(opt, whole, mode, rank, 5, 12)
-    ends, partial = [flat(whole)], opt.partial
-    for used in (True, False):
-        model = whole if used else mlp(3)
-        opt = opt if used else _optimizer(kind, model)
-        model.load_state_dict(weights)
-        opt.load(file)
-        _run(opt, model, mode, rank, 5, 12)
-        ends.append(flat(model))
-    return ends, partial == opt.partial
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adam", "torch"])
-def test_states_continue_bit_for_bit(pool, tmp_path, kind):
-    for mode in MODES if kind == "sgd" else ["partial", "top-k"]:
-        for (whole, used, fresh), same_counter in pool.run(2, _resumed, tmp_path, mode, kind):
-            assert torch.equal(whole, used), mode
-            assert torch.equal(whole, fresh), mode
-            assert same_counter
-
-
 def _changing(rank):
     """Rank-equal gradients of 1 or 0; an element is sent where v is among the largest."""
     a, b, opt = leaf(0.0, 0.0), leaf(0.0, 0.0), unit_sgd()

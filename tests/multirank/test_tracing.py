@@ -10,9 +10,8 @@ from torch import nn
 
 import stenograd
 from stenograd.comm.driver import Driver
-from stenograd.comm.trace_events import Tracer, as_json
 from stenograd.errors import ConfigError
-from stenograd.tracing import clock_offsets
+from stenograd.tracing import Tracer, as_json, clock_offsets
 
 STEPS = 3
 SPANS = {"forward", "backward", "wait", "encode", "collective", "decode", "step"}

@@ -67,58 +67,27 @@ def test_grad_scaler_skips_the_same_step_on_all_ranks(pool, method):
     assert first[2] == second[2] == 1
 
 
-def _closure(rank):
-    model = mlp(0)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    xs, ys = shards(0, 2)
-    with stenograd.distribute(model, optimizer, "dense", bucket_bytes=SMALL_BUCKETS, timeout_s=30):
-        for _ in range(3):
-
-            def closure():
-                optimizer.zero_grad()
-                loss = nn.functional.mse_loss(model(xs[rank]), ys[rank])
-                loss.backward()
-                return loss.detach() * 0 + sum(p.grad.square().sum() for p in model.parameters())
-
-            optimizer.step(closure)
-    return flat(model)
-
-
-def test_closures_get_averaged_gradients(pool):
-    first, second = pool.run(2, _closure)
-    assert torch.equal(first, second)
-
-
 class _Checkpointed(nn.Module):
-    def __init__(self, reentrant):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.body, self.head = nn.Linear(10, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.reentrant = reentrant
 
     def forward(self, x):
-        x = torch.tanh(self.first(x))
-        return self.head(checkpoint(self.body, x, use_reentrant=self.reentrant))
+        return self.head(checkpoint(self.body, torch.tanh(self.first(x)), use_reentrant=False))
 
 
-def _checkpointed(rank, reentrant):
-    model = _Checkpointed(reentrant)
+def _checkpointed(rank):
+    model = _Checkpointed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = stenograd.distribute(model, optimizer, "dense", bucket_bytes=100, timeout_s=10)
-    xs, _ = shards(0, 2)
-    if reentrant:
-        with pytest.raises(stenograd.StenogradError, match="use_reentrant=True"):
-            model(xs[rank]).sum().backward()
-        return None
-    model(xs[rank]).sum().backward()
-    sync.close()
+    with stenograd.distribute(model, optimizer, "dense", bucket_bytes=100, timeout_s=10):
+        model(shards(0, 2)[0][rank]).sum().backward()
     return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
 
 def test_activation_checkpointing_works_without_reentrance(pool):
-    first, second = pool.run(2, _checkpointed, False)
+    first, second = pool.run(2, _checkpointed)
     assert torch.equal(first, second)
-    assert pool.run(2, _checkpointed, True) == [None, None]
 
 
 def _interrupted(rank):

@@ -1,6 +1,7 @@
 """What all ranks must share is compared, travels, or is refused by name; nothing of it differs silently."""
 
 import copy
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -70,12 +71,15 @@ def _neighbours(rank):
     return DecentralizedAggregation(rank, [1 - rank], timeout_s=30)
 
 
-def _faces_in_another_order(rank):
-    """Every face that takes a model compares the order of what it holds."""
+def _faces(rank, other):
+    """Every face that takes a model compares the order and the shapes of what it holds."""
     stenograd.init()
 
     def pair():
-        return _Pair("parameter", flip=bool(rank))
+        model = _Pair("parameter", flip=other == "order" and bool(rank))
+        if other == "shape" and rank:
+            model.a = nn.Linear(3, 2, bias=False)
+        return model
 
     def delayed():
         model = pair()
@@ -93,17 +97,26 @@ def _faces_in_another_order(rank):
         "mlbench": lambda: CentralizedSGD(2, pair(), lr=0.1),
         "mlbench's weights": lambda: AllReduceAggregation(2).agg_model()(pair(), "avg_world"),
         "mlbench's gradients": lambda: AllReduceAggregation(2).agg_grad()(pair(), "avg_world"),
-        "buffers in mlbench": lambda: CentralizedSGD(2, _Pair("buffer", flip=bool(rank)), lr=0.1),
+        "distribute": lambda: stenograd.distribute(model := pair(), _sgd(model), timeout_s=30),
         "neighbours in mlbench": lambda: DecentralizedSGD(rank, [1 - rank], pair(), lr=0.1),
         "neighbours' weights": lambda: _neighbours(rank).agg_model()(pair(), "avg_world"),
         "neighbours' gradients": lambda: _neighbours(rank).agg_grad()(pair(), "avg_world"),
     }
+    if other == "shape":
+        del faces["DDP"]  # torch refuses it by itself
     for face, attach in faces.items():
         with pytest.raises(MismatchError) as caught:
             attach()
-        assert "order" in str(caught.value), face
-        assert "a" in str(caught.value), face
-    model = pair()
+        assert other == "shape" or "order" in str(caught.value), face
+        assert re.search(r"\ba\b|parameter 0", str(caught.value)), face
+        assert "rank 1" in str(caught.value), face
+    if other == "order":
+        with pytest.raises(MismatchError, match="order"):
+            CentralizedSGD(2, _Pair("buffer", flip=bool(rank)), lr=0.1)
+        _guarded(rank, pair())
+
+
+def _guarded(rank, model):
     for name, p in model.named_parameters():  # the same by name, whatever the order
         nn.init.constant_(p, float(len(name)))
     guard = stenograd.sync.replica_guard.ReplicaGuard(model)
@@ -115,8 +128,9 @@ def _faces_in_another_order(rank):
     assert list(found.value.tensors) == ["a.weight"]
 
 
-def test_every_face_compares_the_order_and_the_replica_guard_goes_by_name(pool):
-    pool.run(2, _faces_in_another_order)
+@pytest.mark.parametrize("other", ["order", "shape"])
+def test_every_face_compares_what_ranks_hold_and_the_replica_guard_goes_by_name(pool, other):
+    pool.run(2, _faces, other)
 
 
 def test_a_checkpoint_does_not_give_one_parameter_the_state_of_another(tmp_path):

@@ -97,11 +97,3 @@ def test_bad_options(options, error, says):
     model = nn.Linear(2, 2)
     with pytest.raises(error, match=says):
         stenograd.distribute(model, _sgd(*model.parameters()), **options)
-
-
-def test_integers_cannot_be_compressed():
-    from stenograd.simulate import exchange
-
-    compressor = stenograd.method("topk").compressor
-    with pytest.raises(TensorTypeError, match="floating-point"):
-        exchange(compressor, [torch.ones(3, dtype=torch.int64)])

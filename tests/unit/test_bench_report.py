@@ -16,7 +16,7 @@ import harness
 import pictures
 import time_to_accuracy
 
-from stenograd.emulate import namespaces
+from stenograd.emulate import hosts as emulated
 from stenograd.emulate.hosts import Hosts, HostsError, parse_delay, parse_rate
 
 
@@ -86,14 +86,14 @@ def test_the_package_is_named(monkeypatch):
 
 
 def test_elsewhere_than_linux(monkeypatch):
-    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
+    monkeypatch.setattr(emulated.sys, "platform", "darwin")
     with pytest.raises(HostsError, match="need Linux's network namespaces, this is darwin"):
-        namespaces.require_rights()
+        emulated.require_rights()
 
 
 def test_what_fails_is_told():
     with pytest.raises(HostsError, match=r"`ls /nowhere` failed: .*which some containers forbid"):
-        namespaces.command("ls", "/nowhere")
+        emulated.command("ls", "/nowhere")
 
 
 def test_slow_rivals_take_few_steps():

@@ -21,7 +21,7 @@ def _named(spec):
     return {f"p{i}": torch.zeros(shape, dtype=dtype) for i, (shape, dtype) in enumerate(spec)}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(_TENSORS, st.integers(1, 400))
 def test_every_tensor_is_in_one_bucket_of_its_dtype_and_size(spec, bucket_bytes):
     tensors = _named(spec)
@@ -33,7 +33,7 @@ def test_every_tensor_is_in_one_bucket_of_its_dtype_and_size(spec, bucket_bytes)
         assert nbytes <= bucket_bytes or len([n for n in b.names if tensors[n].numel()]) == 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(_TENSORS, st.integers(1, 400), st.integers(1, 400))
 def test_state_survives_another_bucketing(spec, first_bytes, second_bytes):
     """Flat state and per-tensor state, cut by name, put into other buckets and cut again, is the same."""

@@ -110,7 +110,7 @@ def four_bins(values):
     return code, np.array([v[code == b].mean() for b in code])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-50, 50, width=16), min_size=1, max_size=40), st.integers(0, 40))
 def test_two_bits_are_the_means_of_four_bins_per_tensor(values, cut):
     cut = min(cut, len(values))

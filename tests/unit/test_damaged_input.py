@@ -301,7 +301,7 @@ CASES = {
     "roll call": roll_call,
 }
 seeds = given(seed=st.integers(0, 2**63))
-long = settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
+long = settings(max_examples=10_000, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.filterwarnings("ignore")

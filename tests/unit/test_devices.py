@@ -21,7 +21,6 @@ from stenograd import devices
 from stenograd.catalog.method import method
 from stenograd.comm.agreement import agree, everyone, sum_over_ranks
 from stenograd.comm.driver import Driver
-from stenograd.comm.trace_events import Tracer
 from stenograd.compression.contract import Site
 from stenograd.compression.ef21 import EF21
 from stenograd.compressors.sign import Sign
@@ -33,7 +32,7 @@ from stenograd.sync import mixing
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.mixing import Estimates, codec_of
 from stenograd.sync.replica_guard import ReplicaGuard
-from stenograd.tracing import clock_offsets
+from stenograd.tracing import Tracer, clock_offsets
 
 PACKAGE = Path(stenograd.__file__).parent
 META = torch.device("meta")

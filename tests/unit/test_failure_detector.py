@@ -19,8 +19,7 @@ from stenograd.comm.driver import Driver
 from stenograd.errors import LaunchError
 from stenograd.launch import failure_detector as presence
 from stenograd.launch import network
-from stenograd.launch.failure_detector import Absent, Presence
-from stenograd.launch.line_server import LineServer
+from stenograd.launch.failure_detector import Absent, LineServer, Presence
 
 GRACE_S = 10.0  # drivers give each other 2 s or more, which busy machines take for less
 

@@ -9,7 +9,6 @@ import stenograd
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.data import finite as judge
 from stenograd.simulate import ranks
-from stenograd.testing.methods import wrapped
 
 
 @pytest.mark.parametrize("n", [0, 1, 1023, 1024, 5000])
@@ -23,55 +22,6 @@ def test_one_infinite_element_is_found_anywhere(n):
             y[at] = bad
             assert (judge.is_finite(y), float(judge.not_bounded(y))) == (False, 1.0)
             assert int(judge.finite_of([x, y])) == judge.Finite.NO
-
-
-def _cases(dtype, rank):
-    """What a rank gives, by what is special about it: (name, tensors, whether some rank's are not finite)."""
-    top = 0.97 * torch.finfo(dtype).max
-    generator = torch.Generator().manual_seed(rank)
-    plain = torch.randn(24, 10, generator=generator, dtype=torch.float64)
-    changes = {
-        "moderate": lambda w: None,
-        "one rank has nearly the largest": lambda w: w.view(-1).__setitem__(34, 0.0 if rank else top),
-        "all have nearly the largest": lambda w: w.view(-1).__setitem__(34, top),
-        "of other signs": lambda w: w.view(-1).__setitem__(34, -top if rank % 2 else top),
-        "everywhere": lambda w: w.clamp_(-1, 1).mul_(top),
-        "infinity": lambda w: w.view(-1).__setitem__(34, math.inf if rank == 1 else 0.0),
-        "NaN": lambda w: w.view(-1).__setitem__(34, math.nan if rank == 1 else 0.0),
-    }
-    for name, change in changes.items():
-        w = plain.clone()
-        change(w)
-        yield name, {"w": w.to(dtype), "b": plain[0].to(dtype)}, name in ("infinity", "NaN")
-
-
-def _judged(driver, how, dtype):
-    exchange, found = TensorExchange(how, driver, waits=True, bucket_bytes=300), []
-    for name, given, bad in _cases(dtype, driver.rank):
-        before = exchange.state_dict()
-        averages = {key: t.clone() for key, t in exchange.average(given).items()}
-        after = exchange.state_dict()
-        found.append((name, bad, exchange.finite, averages, before["parameters"], after["parameters"]))
-    exchange.close()
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:.*an average overflowed")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("how", [*stenograd.methods(), *wrapped()])
-def test_a_step_is_finite_everywhere_or_changes_nothing_anywhere(how, dtype):
-    """Four ranks, up to 0.97 of the type's largest number: averages and states are finite, or kept."""
-    for found in zip(*ranks(4, _judged, how, dtype), strict=True):
-        name, bad, finite, averages, *_ = found[0]
-        assert {rank[2] for rank in found} == {finite}, name
-        assert not (bad and finite), name
-        assert finite or name != "moderate"
-        for _, _, _, mine, before, after in found:
-            states = [(before[key][kind], after[key][kind]) for key in before for kind in before[key]]
-            assert finite or all(torch.equal(old, new) for old, new in states), name
-            assert all(new.isfinite().all() for _, new in states if new.is_floating_point()), name
-            assert not finite or all(t.isfinite().all() for t in mine.values()), name
-            assert not finite or all(torch.equal(t, averages[key]) for key, t in mine.items()), name
 
 
 @pytest.mark.filterwarnings("ignore:natural.*an average overflowed")

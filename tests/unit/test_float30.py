@@ -44,7 +44,7 @@ def test_places_come_back(n, k):
         assert torch.equal(unpack_places(packed, n, places.numel()).long(), places)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(n=st.integers(1, 3000), share=st.floats(0, 1), seed=st.integers(0, 99))
 def test_places_take_less_than_two_bits_more_than_their_low_bits(n, share, seed):
     """l k low bits and at most k + n / 2**l marks, n / 2**l < 2 k; each part is rounded up to bytes."""
@@ -55,7 +55,7 @@ def test_places_take_less_than_two_bits_more_than_their_low_bits(n, share, seed)
     assert 8 * places_bytes(n, k) <= k * (low + 3) + 8 * (low // 8 + 2)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(values=st.lists(st.floats(width=32, allow_nan=False), max_size=30))
 def test_numbers_within_62_binades_of_the_largest_are_exact(values):
     x = torch.tensor(values, dtype=torch.float32)

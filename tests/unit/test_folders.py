@@ -12,8 +12,7 @@ ALLOWED = {
     "comm/groups.py",
     "lightning/trainer.py",
     "launch/process_group.py",
-    "launch/stores.py",
-    "launch/subgroups.py",
+    "launch/rendezvous.py",
     "sync/gradients.py",
 }
 

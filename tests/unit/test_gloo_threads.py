@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stenograd.launch.gloo_threads import waiting_loops
+from stenograd.launch.process_group import waiting_loops
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no such policy")
 

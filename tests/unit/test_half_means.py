@@ -17,7 +17,7 @@ def ranks_of(world, numel, size=1.0):
     return [torch.randn(numel, generator=generator) * size for _ in range(world)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     world=st.integers(1, 9),
     numel=st.integers(0, 40),

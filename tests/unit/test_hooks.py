@@ -22,14 +22,10 @@ from stenograd.mlbench import CentralizedSGD, DecentralizedSGD
 from stenograd.singa import DistOpt
 from stenograd.sync import attached, gradients, steps
 
-
-@pytest.fixture
-def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STENOGRAD_STORE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("unlaunched")
 
 
-def test_threads_of_several_devices_submit_each_bucket_once(alone, monkeypatch):
+def test_threads_of_several_devices_submit_each_bucket_once(monkeypatch):
     """Two threads report one pass's gradients, as for a model on two GPUs, while submitting takes long."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,7 +75,7 @@ def test_clipping_and_warm_up_let_averages_take_the_residuals_memory(text):
     assert plain.transport(site).frees_residual
 
 
-def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model(alone):
+def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model():
     import copy
     import io
 
@@ -98,7 +94,7 @@ def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model(alone):
             assert torch.equal(other.weight, model.weight)
 
 
-def test_an_engine_goes_with_its_model(alone):
+def test_an_engine_goes_with_its_model():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight = model.weight
@@ -114,7 +110,7 @@ def test_an_engine_goes_with_its_model(alone):
 
 
 @pytest.mark.parametrize("text", ["topk", "local:every=2", "diloco:every=2", "gossip"])
-def test_a_backward_pass_that_fails_keeps_nothing_alive(alone, text):
+def test_a_backward_pass_that_fails_keeps_nothing_alive(text):
     """What waits for its end belongs to the pass, which is gone."""
 
     class Fails(torch.autograd.Function):
@@ -236,7 +232,7 @@ def _trained(face):
 
 
 @pytest.mark.parametrize("face", ATTACH)
-def test_attaching_that_fails_at_any_point_leaves_the_model_as_it_was(alone, face):
+def test_attaching_that_fails_at_any_point_leaves_the_model_as_it_was(face):
     """An error is injected into the first call from every line of the library that is run while it attaches.
 
     Then no hook is left, the model trains as if nothing had been, and can be attached.

@@ -16,7 +16,7 @@ def numpy_packed(values: np.ndarray, bits: int) -> np.ndarray:
     return np.packbits(planes.reshape(-1), bitorder="little")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(bits=st.integers(1, 8), count=st.integers(0, 70), seed=st.integers(0, 999), offset=st.integers(0, 9))
 def test_packing_is_numpys_and_unpacking_undoes_it(bits, count, seed, offset):
     """Slices of larger buffers may start at any byte."""

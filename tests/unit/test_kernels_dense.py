@@ -53,7 +53,7 @@ def same(a, b):
         assert s.contiguous().view(torch.uint8).tolist() == t.contiguous().view(torch.uint8).tolist()
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     numels=LAYOUTS,
     block=st.sampled_from([1, 3, 32, 64, 100, 1024]),
@@ -71,7 +71,7 @@ def test_signs_and_scales_are_the_references(numels, block, kind, feedback, seed
         same((mine,), (theirs,))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(numels=LAYOUTS, block=st.sampled_from([1, 7, 64, 100]), ranks=st.integers(1, 5), at=st.integers(0, 9))
 def test_the_mean_of_signs_is_the_references(numels, block, ranks, at):
     """The packed bits of a received buffer may start at any byte."""
@@ -95,7 +95,7 @@ def test_what_signs_lose_stays_in_the_residual():
     torch.testing.assert_close(payload[1], torch.stack(means), rtol=1e-6, atol=0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     numels=LAYOUTS,
     block=st.sampled_from([1, 3, 32, 64, 100, 512]),
@@ -113,7 +113,7 @@ def test_levels_are_the_references(numels, block, bits, kind, feedback, seed):
         same((mine,), (theirs,))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     numels=LAYOUTS,
     block=st.sampled_from([1, 7, 64, 100]),
@@ -217,7 +217,7 @@ def test_payloads_of_another_size_are_refused():
             module.qsgd_encode_feedback(torch.ones(20), None, 9, 8, [20], 0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(count=st.integers(0, 600), kind=st.sampled_from(KINDS), seed=st.integers(0, 99))
 def test_values_in_few_bits_are_the_references(count, kind, seed):
     x, _ = data(count, kind, seed)

@@ -38,7 +38,7 @@ def equal(a, b):
     assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) if a.is_floating_point() else torch.equal(a, b)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     numels=LAYOUTS,
     name=st.sampled_from(FORMATS),

@@ -26,7 +26,7 @@ def _tensors(place, rank, seed):
     return x, addend, *thin
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(_cases(), st.booleans())
 def test_projections_agree(case, adds):
     place, rank, seed = case
@@ -42,7 +42,7 @@ def test_projections_agree(case, adds):
     )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(_cases(), st.sampled_from(["expand", "take_out"]))
 def test_expansions_agree(case, name):
     place, rank, seed = case
@@ -58,7 +58,7 @@ def test_expansions_agree(case, name):
     assert torch.equal(ours[~inside], x[~inside])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 40), st.integers(0, 99), st.booleans())
 def test_orthonormal_rows_agree(count, rank, more, seed, depends):
     g = torch.Generator().manual_seed(seed)

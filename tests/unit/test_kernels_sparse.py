@@ -53,7 +53,7 @@ def one_nan(x):
     return x.masked_fill(x.isnan(), float("nan"))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     n=st.integers(0, 300) | st.sampled_from([1024, 4097]),
     share=st.floats(0, 1),
@@ -98,7 +98,7 @@ def test_what_is_taken_and_what_stays_add_up(halves):
     assert values.abs().min() >= r.abs().max()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     n=st.integers(1, 300) | st.just(20_000),
     ranks=st.integers(1, 5),
@@ -158,7 +158,7 @@ def test_places_outside_are_refused_before_anything_is_written(function, places)
         function([(torch.tensor([1]), torch.ones(2))], 5)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(n=st.integers(1, 3000) | st.just(2**31), share=st.floats(0, 1), seed=st.integers(0, 99))
 def test_places_have_the_compact_format(n, share, seed):
     rng = np.random.default_rng(seed)
@@ -173,7 +173,7 @@ def test_places_have_the_compact_format(n, share, seed):
         assert torch.equal(unpack(received, n, places.numel()), places.int())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(n=st.integers(0, 2000), share=st.floats(0, 1), flips=st.integers(0, 3), seed=st.integers(0, 999))
 def test_damaged_places_are_refused_or_in_range(n, share, flips, seed):
     """Random bytes, or a true payload with a few bytes changed: both versions agree on what they say."""

@@ -40,7 +40,7 @@ def test_all_16_codes_of_e3m0():
 
 
 @pytest.mark.parametrize("name", LEVELS)
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(values=vectors, block=st.integers(1, 50))
 def test_every_element_goes_to_the_nearest_level(name, values, block):
     """No level of the block is nearer than the one that was sent, up to a rounding of float32."""
@@ -55,7 +55,7 @@ def test_every_element_goes_to_the_nearest_level(name, values, block):
 
 
 @pytest.mark.parametrize("name", LEVELS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(values=vectors, block=st.integers(1, 50))
 def test_what_is_sent_twice_is_sent_unchanged(name, values, block):
     codec = LowBit(format=name, block=block)

@@ -128,6 +128,13 @@ def test_feedback_is_on_for_the_biased_ones_and_can_be_turned_off():
             assert not isinstance(off, stenograd.compression.ErrorFeedback)
 
 
+def test_pseudo_gradients_need_feedback_less_often():
+    """4-bit values lose nothing that matters there; 2-bit values and what is left out do."""
+    fed = {t: "ErrorFeedback" in repr(stenograd.method(t).compressor) for t in ("diloco/lowbit", "lowbit")}
+    assert fed == {"diloco/lowbit": False, "lowbit": True}
+    assert "ErrorFeedback" in repr(stenograd.method("sparseloco").compressor)
+
+
 def _objects():
     """Every method's compressor and every example, as an object and as the text that makes it."""
     for name, entry in entries().items():

@@ -24,6 +24,7 @@ from stenograd.mlbench import (
     SparsifiedSGD,
     get_optimizer,
 )
+from stenograd.mlbench.tracker import Tracker
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -215,6 +216,14 @@ def test_schedulers_groups_and_attributes_reach_the_inner_optimizer():
         _ = optimizer.nothing_like_it
     with pytest.raises(ConfigError, match="optimizer must hold the model's parameters, got 1 of"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_a_step_tells_a_tracker_of_its_parts():
+    model, tracker = nn.Linear(2, 1), Tracker([], 0, 0)
+    optimizer = CustomCentralizedOptimizer(model, 1, _sgd(model), average_world=True)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step(tracker=tracker)
+    assert [name for name, _ in tracker.batch_times] == ["agg", "opt_step"]
 
 
 def test_get_optimizer():

@@ -68,7 +68,7 @@ import importlib, json, sys
 from pathlib import Path
 found = {}
 for path in sorted(Path(sys.argv[1]).glob("*.py")):
-    sys.path.insert(0, str(path.parent))
+    sys.path[:0] = [str(path.parent), str(path.parent.parent)]
     text = path.read_text()
     for name in ("ALL_METHODS", "METHODS", "RIVALS", "CASES"):
         if f"\\n{name} = " in text or f"\\n{name}: " in text or "import" in text and f" {name}" in text:

@@ -54,7 +54,7 @@ def test_columns_are_orthonormal(p):
     assert deviation(q) < 1e-5
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(n=st.integers(1, 30), r=st.integers(1, 8), rank=st.integers(0, 8), seed=st.integers(0, 99))
 def test_the_span_of_p_is_kept(n, r, rank, seed):
     """Q Q^T P = P for every rank of P."""

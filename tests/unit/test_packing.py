@@ -24,7 +24,7 @@ def _same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(_SPECS, st.integers(1, 5))
 def test_rows_are_packed_as_each_alone(specs, rows):
     """Row i of every tensor, as `pack` writes it; and back."""

@@ -15,7 +15,7 @@ from stenograd.simulate import exchange
 vectors = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=40)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(values=vectors, bits=st.integers(2, 8), block=st.integers(1, 50), seed=st.integers(0, 9))
 def test_every_element_goes_to_a_neighbouring_level(values, bits, block, seed):
     """Levels are multiples of max|x| / s of the block, and no element moves by a whole level."""

@@ -37,7 +37,7 @@ def test_gathered_tensors_come_in_rank_order():
         assert [(a.item(), b.item()) for a, b in received] == [(0, 0), (1, 0.5), (2, 1)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5))
 def test_ragged_tensors_keep_their_lengths(lengths):
     """4 bytes for the length, then everyone pads to the longest: 12 bytes an entry here."""

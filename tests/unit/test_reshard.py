@@ -56,7 +56,7 @@ def sums(states):
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     text=st.sampled_from(METHODS),
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),

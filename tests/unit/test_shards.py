@@ -11,7 +11,7 @@ from stenograd.tasks import batches, eval_batches, shard, steps_per_epoch
 worlds = st.integers(1, 7)
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**40)
-common = settings(max_examples=150, deadline=None)
+common = settings(max_examples=150)
 
 
 @common

@@ -21,7 +21,7 @@ def decoded(x: np.ndarray, block: int) -> np.ndarray:
     return np.concatenate([signs[i : i + block] * np.abs(x[i : i + block]).mean() for i in starts])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(values=vectors, block=st.integers(1, 50))
 def test_what_is_sent_is_numpys(values, block):
     x = np.array(values, dtype=np.float64).astype(np.float32)
@@ -63,7 +63,7 @@ def test_bytes(n, block):
     assert [(r.op, r.nbytes) for r in requests] == [(Op.GATHER, -(-n // 8) + 4 * -(-n // block))]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(values=vectors, block=st.integers(1, 50))
 def test_the_error_is_what_the_docstring_says(values, block):
     """||e||^2 = sum over blocks of ||x||_2^2 - ||x||_1^2 / d <= (1 - 1/block) ||x||_2^2."""

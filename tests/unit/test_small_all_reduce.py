@@ -20,7 +20,7 @@ def ranks_of(world, shapes, dtype=torch.float32):
     return [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(world)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     world=st.integers(1, 9),
     shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=4),

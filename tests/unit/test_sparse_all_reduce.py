@@ -59,7 +59,6 @@ def test_counts_keep_to_the_budget(k, world):
         assert sum(regions.quota(rank) for rank in range(world)) > k / 2
 
 
-@settings(deadline=None)
 @given(numel=st.integers(1, 3000), world=st.integers(2, 64), step=st.integers(0, 10**12))
 def test_every_place_has_one_owner(numel, world, step):
     regions, places = Regions(numel, 1, world, step), torch.arange(numel)
@@ -85,7 +84,7 @@ def test_what_does_not_divide_goes_round():
         assert totals == [kept] * 8
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(numel=st.integers(1, 9000), world=st.integers(2, 20))
 def test_a_region_is_taken_out_and_put_back(numel, world):
     """What is taken is at the region's local places, zeros stay behind, and all regions make up x."""
@@ -103,7 +102,7 @@ def test_a_region_is_taken_out_and_put_back(numel, world):
     assert not rest.any()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     n=st.integers(0, 120),
     ratio=st.floats(0.01, 1),

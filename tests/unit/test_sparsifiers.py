@@ -25,7 +25,7 @@ def ranks_of(world: int, n: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.from_numpy(rng.standard_normal(n)).float() for _ in range(world)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(values=floats, ratio=st.floats(0.01, 1))
 def test_topk_sends_the_largest_and_keeps_the_rest(values, ratio):
     x = np.array(values, dtype=np.float32)
@@ -37,7 +37,7 @@ def test_topk_sends_the_largest_and_keeps_the_rest(values, ratio):
     assert np.sort(np.abs(sent))[-k:].tolist() == np.sort(np.abs(x))[-k:].tolist()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(values=floats, ratio=st.floats(0.01, 1))
 def test_topk_rounds_what_it_sends_and_keeps_what_that_loses(values, ratio):
     """bfloat16 is the upper half of float32: of 8 bits of mantissa, rounded to even."""
@@ -56,7 +56,7 @@ def test_topk_rounds_what_it_sends_and_keeps_what_that_loses(values, ratio):
     assert (np.abs(x[left]) <= largest[k - 1]).all()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(values=floats, value=st.floats(0.01, 5))
 def test_threshold_sends_what_is_large_enough(values, value):
     x = np.array(values, dtype=np.float32)
@@ -94,7 +94,7 @@ def test_topk_takes_the_whole_bucket():
 
 
 @pytest.mark.parametrize("method", [RandomK, RandomBlock])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(n=st.integers(1, 60), ratio=st.floats(0.01, 1), world=st.integers(1, 3), step=st.integers(0, 9))
 def test_random_sparsifiers_send_k_of_the_mean(method, n, ratio, world, step):
     """All ranks send the same k places, so what arrives is the mean there and 0 elsewhere."""

@@ -163,53 +163,6 @@ def test_feedback_and_averages_add_up(name, world):
             np.testing.assert_allclose(applied, wanted, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", stenograd.methods())
-def test_one_bad_step_changes_no_state(name):
-    """A run with one NaN on one rank equals a run without that step, bit for bit."""
-
-    def mine(bad):
-        def tensors(rank, step):
-            generator = torch.Generator().manual_seed(100 * (step - (step > 1 and bad)) + rank)
-            made = {n: torch.randn(s, generator=generator) for n, s in (("w", (40, 30)), ("b", (9,)))}
-            if bad and step == 1 and rank == 1:
-                made["w"][3, 4] = math.nan
-            return made
-
-        return tensors
-
-    clean = averages(name, mine(False), steps=3, bucket_bytes=2048)(3)
-    hurt = averages(name, mine(True), steps=4, bucket_bytes=2048)(3)
-    for (found, exchange), (wanted, plain) in zip(hurt, clean, strict=True):
-        assert not found[1]["w"].isfinite().all()
-        del found[1]
-        for a, b in zip(found, wanted, strict=True):
-            assert all(torch.equal(a[n], b[n]) for n in a)
-        assert (exchange.skipped, exchange.step, plain.step) == (1, 3, 3)
-
-
-@pytest.mark.parametrize("name", ["topk:ratio=0.1", "powersgd:rank=2", "sign", "qsgd", "dense"])
-def test_saved_and_continued_equals_uninterrupted(name):
-    def mine(rank, step):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        return {n: torch.randn(s, generator=generator) for n, s in (("w", (20, 30)), ("b", (9,)))}
-
-    def rank_of(driver, parts):
-        found, state = [], None
-        for start, stop in parts:
-            exchange = TensorExchange(name, driver.private())
-            if state is not None:
-                exchange.load_state_dict(state)
-            for step in range(start, stop):
-                found.append({n: t.clone() for n, t in exchange.average(mine(driver.rank, step)).items()})
-            state = exchange.state_dict()
-            exchange.close()
-        return found
-
-    whole, cut = (ranks(2, rank_of, parts) for parts in ([(0, 6)], [(0, 3), (3, 6)]))
-    for a, b in zip(whole[0], cut[0], strict=True):
-        assert all(torch.equal(a[n], b[n]) for n in a)
-
-
 def test_a_rank_that_stays_away_or_fails_is_named():
     def absent(driver):
         if driver.rank == 0:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.processes import runs
 
 from stenograd.testing.pool import RanksFailed
 
@@ -45,15 +46,7 @@ def test_a_test_that_takes_too_long_fails_alone_and_leaves_no_process(tmp_path):
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     pids = {int(file.read_text()) for file in tmp_path.glob("base/*/*") if file.is_file()}
     assert len(pids) == 2
-    assert not any(_runs(pid) for pid in pids)
-
-
-def _runs(pid):
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
+    assert not any(runs(pid) for pid in pids)
 
 
 def _told(rank, seconds, folder):
@@ -79,7 +72,7 @@ def test_ranks_that_a_test_was_waiting_for_end_with_it_and_others_take_their_pla
     finally:
         signal.signal(signal.SIGALRM, before[0])
         signal.setitimer(signal.ITIMER_REAL, *before[1])
-    assert not any(_runs(int(file.read_text())) for file in tmp_path.iterdir())
+    assert not any(runs(int(file.read_text())) for file in tmp_path.iterdir())
     assert pool.run(2, _told, 0.0, str(tmp_path)) == [0, 1]
 
 

@@ -48,7 +48,7 @@ def test_bytes_moved_do_not_grow_with_the_ranks(codec, bits, block, world):
         assert [r.op for r in found] == ([Op.GATHER] if world < 4 else [Op.SCATTER, Op.GATHER])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     numels=st.lists(st.integers(0, 300), min_size=1, max_size=12),
     world=st.integers(4, 70),
@@ -74,7 +74,7 @@ def test_chunks_are_alike_and_cover_everything(numels, world, bits, block):
     assert 4 * chunks.row_words <= coded / world + crowd + 12
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     numels=st.lists(st.integers(0, 200), min_size=1, max_size=6),
     world=st.integers(4, 9),

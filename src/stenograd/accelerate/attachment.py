@@ -17,7 +17,7 @@ from torch import nn
 from stenograd.adapters import Attached
 from stenograd.catalog.method import Method
 from stenograd.catalog.method import method as parse
-from stenograd.checkpoint.beside import MissingState
+from stenograd.checkpoint.api import MissingState
 from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, StenogradError, bad_value
 from stenograd.sync.handshake import as_optimizers, unwrapped

@@ -22,11 +22,11 @@ from stenograd.comm.driver import Driver
 from stenograd.data.requests import mean
 from stenograd.devices import name_all
 from stenograd.errors import StenogradError, first_line
-from stenograd.launch.barrier import gather_ranks, tell_all
 from stenograd.launch.interfaces import Reach, best, time_interfaces
 from stenograd.launch.local_workers import python, usable_cores
 from stenograd.launch.network import GLOO_INTERFACE
 from stenograd.launch.process_group import backends, detect, init, meet, shutdown
+from stenograd.launch.rendezvous import gather_ranks, tell_all
 
 __all__ = ["run", "try_all_reduce"]
 

@@ -15,8 +15,15 @@ import torch
 
 import stenograd
 from stenograd.checkpoint.api import Loaded, load_checkpoint, save_checkpoint
-from stenograd.checkpoint.files import read_json, strict_json, write_atomically, write_json
-from stenograd.checkpoint.rank_files import check_identity, manifest_path, saved_steps
+from stenograd.checkpoint.files import (
+    check_identity,
+    manifest_path,
+    read_json,
+    saved_steps,
+    strict_json,
+    write_atomically,
+    write_json,
+)
 from stenograd.cli.loop import Row, Trainer
 from stenograd.errors import CheckpointError, ConfigError
 

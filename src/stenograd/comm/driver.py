@@ -13,20 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stenograd.comm.drivers import AnyDriver
+from stenograd.comm.drivers import AnyDriver, Observer
 from stenograd.comm.gloo import Route, route, spreads, swaps
 from stenograd.comm.groups import as_group, ranks_of
 from stenograd.comm.messages import Arrival, Pending, Queued, Several, messages, swap, trade
 from stenograd.comm.packing import as_bytes, flattened, pack, pack_rows
 from stenograd.comm.pipeline import Pipeline
-from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged
 from stenograd.devices import Carriers
 from stenograd.errors import ConfigError, PeerLost, StenogradError, WireError, bad_value, first_line
 from stenograd.launch.failure_detector import Presence
-from stenograd.launch.process_group import came, go_on_without, roll_call
-from stenograd.launch.subgroups import leave, make_group
+from stenograd.launch.process_group import came, go_on_without, leave, make_group, roll_call
 
 __all__ = ["Driver", "Pending", "Pipeline"]
 
@@ -66,7 +64,7 @@ class Driver:
         # Kept, because a group that was left knows its ranks no more, and a state may be saved after that.
         self._ranks = None if group is None else dist.get_process_group_ranks(group)
         self.traffic = Traffic(self.rank)
-        self.tracer: Tracer | None = None
+        self.tracer: Observer | None = None
         self.presence: Presence | None = None
         self._leave: weakref.finalize[[Any], Driver] | None = None
         self._name = "world" if group is None else str(group.group_name)

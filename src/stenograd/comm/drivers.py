@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import Label, Tally, Traffic
 from stenograd.data.requests import Reply, Request, Rounds
 
-__all__ = ["AnyDriver", "AnyPending"]
+__all__ = ["AnyDriver", "AnyPending", "Observer"]
 
 T = TypeVar("T")
+
+
+class Observer(Protocol):
+    """Whoever watches a driver: a trace, or a recorder of programs."""
+
+    def add(self, kind: str, start: float, end: float, /, **about: Any) -> None:
+        """Hear that something lasted from `start` to `end`, by `time.perf_counter`."""
+
+    def ready(self, bucket: int, parameter: Tensor) -> None:
+        """Hear that a parameter's gradient is complete; it goes to a bucket, or to none, which is -1."""
+
+    def full(self, bucket: int) -> None:
+        """Hear that a bucket has all its gradients, and that its turn has come."""
+
+    def hand_over(self, thread: Executor, job: Callable[..., T], *args: Any) -> Future[T]:
+        """Let a thread do a job, and see so what waits for what."""
 
 
 class AnyPending(Protocol):
@@ -40,14 +56,14 @@ class AnyDriver(Protocol):
         world_size: number of ranks in it.
         timeout_s: seconds after which a collective counts as lost.
         traffic: what was sent.
-        tracer: where events go while a trace runs.
+        tracer: who is told what happens, while somebody watches.
     """
 
     rank: int
     world_size: int
     timeout_s: float
     traffic: Traffic
-    tracer: Tracer | None
+    tracer: Observer | None
 
     def start(self, request: Request, label: Label = ...) -> AnyPending:
         """Issue a request without waiting for it; it is counted under the label."""

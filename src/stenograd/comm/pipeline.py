@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Generic, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from stenograd.checks import Doubt, doubts_kept_in, refuse
-from stenograd.comm.trace_events import span
 from stenograd.comm.traffic import PLAIN, Label
 from stenograd.data.finite import Finite, read
 from stenograd.data.requests import Op, Reply, Request, Rounds
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline"]
 
 T = TypeVar("T")
+_NOTHING = nullcontext()
 
 
 class Pipeline(Generic[T]):
@@ -93,7 +95,7 @@ class Pipeline(Generic[T]):
         self.committed = sound and bool(self._finite)
         for index in sorted(self._waiting):
             rounds, last, label = self._waiting.pop(index)
-            with span("decode"):
+            with _span("decode"):
                 self._send(index, rounds, last, label, self.committed)
         if self._running and self.committed:
             raise WireError("a coroutine asked for a collective after Op.COMMIT, which ends communication")
@@ -107,7 +109,7 @@ class Pipeline(Generic[T]):
         tensors = [t for _, (*_, request) in waiting for t in request.tensors]
         numbers = iter(read(tensors, torch.int64))
         for index, (rounds, last, label, request) in waiting:
-            with span("decode"):
+            with _span("decode"):
                 self._send(index, rounds, last, label, [next(numbers) for _ in request.tensors])
 
     def _look(self) -> None:
@@ -119,9 +121,9 @@ class Pipeline(Generic[T]):
         self._step(index, rounds, pending, label)
 
     def _step(self, index: int, rounds: Rounds[T], last: AnyPending | None, label: Label) -> None:
-        with span("wait", last is not None):
+        with _span("wait", last is not None):
             reply = None if last is None else last.wait()
-        with span("encode" if last is None else "decode"):
+        with _span("encode" if last is None else "decode"):
             self._send(index, rounds, last, label, reply)
 
     def _send(
@@ -147,3 +149,14 @@ class Pipeline(Generic[T]):
         pending = self._driver.start(request, label)
         self._driver.spent("encode", pending.tally, start, label, pending.start)
         self._running[index] = (rounds, pending, label)
+
+
+def _span(kind: str, needed: bool = True) -> AbstractContextManager[Any]:
+    """Return a context that shows as "stenograd::KIND" in a running `torch.profiler`, and costs nothing else.
+
+    The profiler records the threads of training and of autograd. Methods of several rounds run on a thread of
+    their own, which it records only if told to (`profile_all_threads` in its experimental settings).
+    """
+    if not (needed and profiler._is_profiler_enabled):
+        return _NOTHING
+    return profiler.record_function(f"stenograd::{kind}")

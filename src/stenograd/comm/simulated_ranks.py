@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from stenograd.comm.drivers import Observer
 from stenograd.comm.pipeline import Pipeline
 from stenograd.comm.simulate import answers
-from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 from stenograd.data.requests import Op, Reply, Request, Rounds, gather, gather_ragged
 from stenograd.devices import settle
@@ -150,7 +150,7 @@ class SimulatedDriver:
     ) -> None:
         self.hub, self.rank, self.world_size, self.timeout_s = hub, rank, hub.size, timeout_s
         self.traffic = Traffic(rank)
-        self.tracer: Tracer | None = None
+        self.tracer: Observer | None = None
         self._names = list(range(hub.size)) if names is None else list(names)
         self._asked = self._splits = 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -22,7 +22,6 @@ from stenograd.checks import Doubt, refuse
 from stenograd.comm.bucket_states import BucketState, BucketStates, Lane, check_state, same_memory
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.pipeline import Pipeline
-from stenograd.comm.trace_events import hand_over
 from stenograd.comm.traffic import CONTROL, Label
 from stenograd.compression.contract import Exchange, State
 from stenograd.data.buckets import Bucket, assign
@@ -442,7 +441,7 @@ class TensorExchange:
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
         if not self._waits:
-            return hand_over(self.driver.tracer, self._thread, self._collect, jobs, held, end, extra)
+            return self._hand_over(self._collect, jobs, held, end, extra)
         done: Future[Outcome] = Future()
         done.set_result(self._collect(jobs, held, end, extra))
         return done
@@ -511,12 +510,18 @@ class TensorExchange:
             self._pipeline = Pipeline(self.driver, patient=self._inline)
         return self._pipeline
 
+    def _hand_over(self, job: Callable[..., T], *args: Any) -> Future[T]:
+        """Let the thread do a job, in the way of whoever watches."""
+        if self.driver.tracer is None:
+            return self._thread.submit(job, *args)
+        return self.driver.tracer.hand_over(self._thread, job, *args)
+
     def _send_held(self) -> None:
         self._running()
         if self._held is not None and self._inline:
             self._launch(*self._held)
         elif self._held is not None:
-            self._jobs.append(hand_over(self.driver.tracer, self._thread, self._launch, *self._held))
+            self._jobs.append(self._hand_over(self._launch, *self._held))
         self._held = None
 
     @torch.no_grad()

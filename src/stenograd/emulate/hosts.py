@@ -8,8 +8,10 @@ network is not touched, and whoever runs this twice at once gets two networks th
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,17 +26,22 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from stenograd.emulate import relay
-from stenograd.emulate.namespaces import (
-    HostsError,
-    command,
-    ip,
-    names,
-    remove,
-    require_rights,
-    sent_bytes,
-)
+from stenograd.launch.local_workers import Workers
 
-__all__ = ["MAX_HOSTS", "Hosts", "HostsError", "parse_delay", "parse_rate", "why_not"]
+__all__ = [
+    "MAX_HOSTS",
+    "Hosts",
+    "HostsError",
+    "command",
+    "ip",
+    "names",
+    "parse_delay",
+    "parse_rate",
+    "remove",
+    "require_rights",
+    "sent_bytes",
+    "why_not",
+]
 
 # Namespaces are called stenograd-PID-NUMBER-switch and stenograd-PID-NUMBER-host0, ...
 _PREFIX = "stenograd-"
@@ -49,6 +56,10 @@ _FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobo
 _PACKET_BYTES, _SEGMENT_BYTES = 1514, 1448  # of Ethernet, with headers and without
 _MOST_BYTES = 65_536  # in one piece, for the kernel
 _LEFT_OUT = ("TORCHELASTIC_", "STENOGRAD_STORE", "OMPI_", "PMI", "SLURM_")  # an outer launcher's variables
+
+
+class HostsError(RuntimeError):
+    """Hosts cannot be emulated here, or a rank on them failed."""
 
 
 def parse_rate(text: str) -> float | None:
@@ -185,19 +196,46 @@ class Hosts:
         self._runs += 1
         base = {key: value for key, value in os.environ.items() if not key.startswith(_LEFT_OUT)}
         shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | base | dict(env or {})
-        with _Ranks(timeout_s, echo, self._relay) as ranks:
-            for host, cores in enumerate(self._cores):
-                for local in range(ranks_per_host):
-                    inside = ["ip", "netns", "exec", self._host(host), *command]
-                    ranks.start(inside, shared | self._variables(host, local, ranks_per_host), cores)
-            return ranks.wait()
+        with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
+            ranks = Workers(Path(folder), grouped=True)
+            try:
+                for host, cores in enumerate(self._cores):
+                    for local in range(ranks_per_host):
+                        inside = ["ip", "netns", "exec", self._host(host), *command]
+                        variables = self._variables(host, local, ranks_per_host)
+                        ranks.start(inside, shared | variables, "all", cores)
+                self._wait(ranks, timeout_s, echo)
+                return [ranks.text(rank) for rank in range(len(ranks.processes))]
+            finally:
+                ranks.stop(term_s=0.0)
 
     def sent_bytes(self) -> list[int]:
         """Return the bytes that each host's interface has sent so far, packet headers included.
 
-        A rank reads its own host's by `namespaces.sent_bytes()`.
+        A rank reads its own host's by the function of this name.
         """
         return [sent_bytes("-n", self._host(index)) for index in range(self.count)]
+
+    def _wait(self, ranks: Workers, timeout_s: float, echo: bool) -> None:
+        """Wait until all ranks have succeeded, and show meanwhile what rank 0 writes, if wanted."""
+        deadline = time.monotonic() + timeout_s
+        with ranks.log(0).open("rb") as log:
+            while True:
+                running, failed = ranks.running(), ranks.failed()  # in this order: all may end in between
+                if echo:
+                    sys.stdout.write(log.read().decode(errors="replace"))
+                    sys.stdout.flush()
+                if failed is not None:
+                    status = ranks.processes[failed].returncode
+                    raise _failed(ranks, failed, f"ended with status {status}", echo)
+                if not running:
+                    return
+                if self._relay is not None and self._relay.poll() is not None:
+                    what = f"the process that holds packets back ended with status {self._relay.returncode}"
+                    raise HostsError(f"{what}; its last lines:\n{self._relay.communicate()[0].strip()}")
+                if time.monotonic() > deadline:
+                    raise _failed(ranks, running[0], f"did not end within {timeout_s:g} s", echo)
+                time.sleep(_POLL_S)
 
     def _host(self, index: int) -> str:
         return f"{self._prefix}host{index}"
@@ -262,96 +300,78 @@ class Hosts:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Ranks:
-    """Processes in rank order; leaving the `with` block kills those that still run, with their children.
+def require_rights() -> None:
+    """Check what can be checked before anything is made.
+
+    Raises:
+        HostsError: this is not Linux, a command is missing, or this process is not root.
+    """
+    if sys.platform != "linux":
+        raise HostsError(f"emulated hosts need Linux's network namespaces, this is {sys.platform}")
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            raise HostsError(
+                f"emulated hosts need the command {program!r}: install Debian's package iproute2"
+            )
+    if os.geteuid() != 0:
+        raise HostsError("emulated hosts need root to make network namespaces: run this as root (sudo)")
+
+
+def names(prefix: str) -> list[str]:
+    """Return the namespaces whose names start so."""
+    return [line.split()[0] for line in ip("netns", "list").splitlines() if line.startswith(prefix)]
+
+
+def remove(prefix: str) -> None:
+    """Remove the namespaces whose names start so, and kill the processes in them."""
+    for name in names(prefix):
+        for pid in ip("netns", "pids", name).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        ip("netns", "del", name)  # its interfaces and queues go with it
+
+
+def sent_bytes(*where: str) -> int:
+    """Return the bytes that eth0 has sent, packet headers included.
+
+    An interface counts a piece of several packets with a single header, a token bucket with all of them.
 
     Args:
-        timeout_s: seconds that `wait` gives them.
-        echo: show rank 0's output while it comes.
-        relay: the process without which they cannot reach each other, if there is one.
+        where: `-n` and a namespace; this process's own if there is nothing.
     """
+    buckets = json.loads(command("tc", *where, "-s", "-j", "qdisc", "show", "dev", "eth0", "root"))
+    if buckets and buckets[0]["kind"] == "tbf":
+        return int(buckets[0]["bytes"])
+    told = json.loads(ip(*where, "-s", "-j", "link", "show", "dev", "eth0"))
+    return int(told[0]["stats64"]["tx"]["bytes"])
 
-    def __init__(self, timeout_s: float, echo: bool, relay: subprocess.Popen[str] | None) -> None:
-        self._timeout_s, self._echo, self._relay = timeout_s, echo, relay
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._shown_bytes = 0
 
-    def __enter__(self) -> _Ranks:
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
-        return self
+def ip(*arguments: str) -> str:
+    """Run `ip` and return its output."""
+    return command("ip", *arguments)
 
-    def __exit__(self, *exc: object) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        self._folder.cleanup()
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], cores: Sequence[int]) -> None:
-        """Start the next rank, on these cores, or where there are none on any."""
-        before = os.sched_getaffinity(0) if cores else set()
-        try:
-            if cores:
-                os.sched_setaffinity(0, cores)  # of this thread, and so of what it starts
-            with self._log(len(self._processes)).open("wb") as log:
-                process = subprocess.Popen(
-                    command,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a group of its own, so that its children can be killed with it
-                )
-        finally:
-            if before:
-                os.sched_setaffinity(0, before)
-        self._processes.append(process)
+def command(*words: str) -> str:
+    """Run a command and return its output.
 
-    def wait(self) -> list[str]:
-        """Return every rank's output when all have succeeded.
+    Raises:
+        HostsError: it failed.
+    """
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HostsError(
+            f"`{' '.join(words)}` failed: {done.stderr.strip()}: emulated hosts need network namespaces, "
+            "bridges and token buckets, which some containers forbid"
+        )
+    return done.stdout
 
-        Raises:
-            HostsError: one failed, the time is over, or the relay has ended.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            codes = [process.poll() for process in self._processes]
-            self._show()
-            failed = [rank for rank, code in enumerate(codes) if code]
-            if failed:
-                raise self._failed(failed[0], f"ended with status {codes[failed[0]]}")
-            if None not in codes:
-                return [self._text(rank) for rank in range(len(codes))]
-            if self._relay is not None and self._relay.poll() is not None:
-                what = f"the process that holds packets back ended with status {self._relay.returncode}"
-                raise HostsError(f"{what}; its last lines:\n{self._relay.communicate()[0].strip()}")
-            if time.monotonic() > deadline:
-                raise self._failed(codes.index(None), f"did not end within {self._timeout_s:g} s")
-            time.sleep(_POLL_S)
 
-    def _show(self) -> None:
-        if not self._echo:
-            return
-        with self._log(0).open("rb") as log:
-            log.seek(self._shown_bytes)
-            new = log.read()
-        self._shown_bytes += len(new)
-        sys.stdout.write(new.decode(errors="replace"))
-        sys.stdout.flush()
-
-    def _failed(self, rank: int, what: str) -> HostsError:
-        """Return an error with what a rank wrote last, unless that was shown already."""
-        if self._echo and rank == 0:
-            return HostsError(f"rank 0 {what}, see above")
-        tail = "\n".join(self._text(rank).rstrip().splitlines()[-_TAIL_LINES:])
-        return HostsError(f"rank {rank} {what}; its last lines:\n{tail}")
-
-    def _text(self, rank: int) -> str:
-        return self._log(rank).read_text(errors="replace")
-
-    def _log(self, rank: int) -> Path:
-        return Path(self._folder.name) / f"rank{rank}"
+def _failed(ranks: Workers, rank: int, what: str, echo: bool) -> HostsError:
+    """Return an error with what a rank wrote last, unless that was shown already."""
+    if echo and rank == 0:
+        return HostsError(f"rank 0 {what}, see above")
+    tail = "\n".join(ranks.text(rank).rstrip().splitlines()[-_TAIL_LINES:])
+    return HostsError(f"rank {rank} {what}; its last lines:\n{tail}")
 
 
 def _shared_out(count: int, each: int) -> list[list[int]]:

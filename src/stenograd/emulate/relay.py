@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-__all__ = ["READY", "main"]
+__all__ = ["READY", "enter", "main"]
 
 READY = "ready"
 
@@ -57,10 +57,10 @@ def main(arguments: Sequence[str]) -> None:
     _run_before_others()
     outer = []
     for host in hosts:
-        _enter(host)
+        enter(host)
         _enlarge_buffers()
         outer.append(_open_tap("eth0"))
-    _enter(switch)
+    enter(switch)
     ports = [_open_tap(f"port{index}") for index in range(len(hosts))]
     print(READY, flush=True)
     _forward(delay_s, dict(zip(outer, ports, strict=True)), dict(zip(ports, outer, strict=True)))
@@ -76,7 +76,8 @@ def _run_before_others() -> None:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
-def _enter(namespace: str) -> None:
+def enter(namespace: str) -> None:
+    """Move this process to a network namespace."""
     # os.setns is there from Python 3.12 on.
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}", "rb") as file:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stenograd.launch.barrier import Store, tell_all
 from stenograd.launch.detect import World
+from stenograd.launch.rendezvous import Store, tell_all
 
 __all__ = ["Reach", "best", "interfaces", "time_interfaces"]
 

@@ -1,7 +1,8 @@
-"""Start several copies of a command on this machine as the ranks of one world."""
+"""Ranks as processes of this machine: started, watched, and ended together, however this process ends."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -12,14 +13,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any, Literal
 
 from stenograd.errors import LaunchError, bad_value
 from stenograd.launch.detect import STORE_VARIABLE
 
-__all__ = ["SECRET_VARIABLE", "TIMEOUT_VARIABLE", "environment", "python", "run_local", "usable_cores"]
+__all__ = [
+    "SECRET_VARIABLE",
+    "TIMEOUT_VARIABLE",
+    "Workers",
+    "environment",
+    "python",
+    "run_local",
+    "usable_cores",
+]
 
 TIMEOUT_VARIABLE = "STENOGRAD_TIMEOUT_S"  # how long `init` waits for the others unless told otherwise
 
@@ -87,9 +96,106 @@ def run_local(
     if shutil.which(argv[0], path=base.get("PATH")) is None:
         raise LaunchError(f"there is no command {argv[0]!r}: give a program on the PATH or a path to one")
     with tempfile.TemporaryDirectory(prefix="stenograd-", ignore_cleanup_errors=True) as directory:
-        run = _Run(argv, _variables(base, workers, timeout_s, directory), workers, Path(directory))
+        shared = _variables(base, workers, timeout_s, directory)
         with _sigterm_interrupts():
-            return run.until_all_ended()
+            return _run(argv, shared, workers, Path(directory))
+
+
+class Workers:
+    """Processes that are ranks, in rank order; whoever starts some calls `stop` at the end.
+
+    Args:
+        folder: for their logs.
+        grouped: whether the processes that a worker starts are killed with it. Ctrl-C on the terminal does
+            not reach such workers.
+
+    Attributes:
+        processes: those that were started.
+    """
+
+    def __init__(self, folder: Path, *, grouped: bool = False) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._folder, self._grouped = folder, grouped
+
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Literal["nothing", "errors", "all"],
+        cores: Sequence[int] = (),
+    ) -> None:
+        """Start the next rank.
+
+        Args:
+            command: program and arguments.
+            env: its whole environment.
+            log: what is kept of what it prints; for "nothing" it has the terminal instead.
+            cores: those that it may use; none for all.
+        """
+        streams: dict[str, Any] = {}
+        before = os.sched_getaffinity(0) if cores else set()
+        try:
+            if cores:
+                os.sched_setaffinity(0, cores)  # of this thread, and so of what it starts
+            with self.log(len(self.processes)).open("wb") as file:
+                if log != "nothing":
+                    out = file if log == "all" else subprocess.DEVNULL
+                    streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": file}
+                process = subprocess.Popen(command, env=env, start_new_session=self._grouped, **streams)
+        finally:
+            if before:
+                os.sched_setaffinity(0, before)
+        self.processes.append(process)
+
+    def log(self, rank: int) -> Path:
+        """Return the file that holds what a rank printed."""
+        return self._folder / f"rank{rank}.log"
+
+    def text(self, rank: int) -> str:
+        """Return what a rank printed, as far as it is kept."""
+        return self.log(rank).read_text(errors="replace")
+
+    def failed(self) -> int | None:
+        """Return a rank that has failed, if there is one.
+
+        Of several, one that a signal has ended comes first: that is never caused by another's failure.
+        """
+        codes = [process.poll() for process in self.processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        return min(failed, key=lambda rank: ((codes[rank] or 0) > 0, rank), default=None)
+
+    def running(self) -> list[int]:
+        """Return the ranks that have not ended."""
+        return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until all have ended, but no longer than the limit, nor for those that SIGSTOP has stopped.
+
+        A stopped worker can neither report a failure nor act on SIGTERM, so waiting for it would always cost
+        the whole limit.
+        """
+        deadline = time.monotonic() + limit_s
+        while any(not _is_stopped(self.processes[rank]) for rank in self.running()):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
+
+    def stop(self, term_s: float) -> None:
+        """End all that still run, by SIGTERM, and those that do not heed it within `term_s` by SIGKILL."""
+        try:
+            if term_s > 0:
+                for process in self.processes:
+                    process.terminate()  # does nothing to one that has ended
+                self.wait(term_s)
+        finally:  # also at a second Ctrl-C
+            for rank in self.running():
+                with contextlib.suppress(ProcessLookupError):
+                    if self._grouped:
+                        os.killpg(self.processes[rank].pid, signal.SIGKILL)
+                    else:
+                        self.processes[rank].kill()
+            for process in self.processes:
+                process.wait()
 
 
 def python(code: str) -> list[str]:
@@ -108,7 +214,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", start + code]
 
 
-@contextmanager
+@contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables of this process for the length of a block.
 
@@ -135,7 +241,7 @@ class _Terminated(BaseException):
     """SIGTERM arrived: not an Exception, so that only `_Run` catches it."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may change handlers
@@ -172,98 +278,45 @@ def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: 
     return given | kept | own
 
 
-class _Run:
-    """The workers of one run: starts, watches, stops and reports on them."""
-
-    def __init__(self, argv: Sequence[str], env: dict[str, str], workers: int, directory: Path) -> None:
-        self.argv, self.env, self.workers, self.directory = list(argv), env, workers, directory
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def until_all_ended(self) -> int:
-        try:
-            for rank in range(self.workers):
-                self._start(rank)
-            failed = self._watch()
-            if failed is None:
-                return 0
-            self._wait(_GRACE_S)
-            rank_0_failed_itself = bool(self.processes[0].poll())  # then its error is on the terminal
-            self._stop()
-            self._report(failed, rank_0_failed_itself)
-            code = self.processes[failed].returncode
-            return code if code >= 0 else 128 - code
-        except KeyboardInterrupt:
-            self._wait(_TERM_S)  # the terminal sent it to the workers too
-            return 128 + signal.SIGINT
-        except _Terminated:
-            return 128 + signal.SIGTERM
-        finally:
-            self._stop()
-
-    def _start(self, rank: int) -> None:
-        tie = [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid())]
-        command = (tie if sys.platform == "linux" else []) + self.argv
-        env = self.env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if rank == 0:
-            self.processes.append(subprocess.Popen(command, env=env))
-            return
-        null = subprocess.DEVNULL
-        with self._errors(rank).open("wb") as errors:
-            self.processes.append(subprocess.Popen(command, env=env, stdin=null, stdout=null, stderr=errors))
-
-    def _watch(self) -> int | None:
-        """Wait for the first failure and return its rank, or None if all succeed.
-
-        Of failures seen at once a death by signal comes first, since it is never caused by another worker's.
-        """
-        while True:
-            codes = [process.poll() for process in self.processes]
-            failed = [rank for rank, code in enumerate(codes) if code]
-            if failed:
-                return min(failed, key=lambda rank: ((codes[rank] or 0) > 0, rank))
-            if None not in codes:
-                return None
+def _run(argv: Sequence[str], shared: dict[str, str], count: int, folder: Path) -> int:
+    """Run a command on so many workers, and return its status."""
+    tie = [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid())]
+    command, workers = [*(tie if sys.platform == "linux" else []), *argv], Workers(folder)
+    try:
+        for rank in range(count):
+            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            workers.start(command, env, "nothing" if rank == 0 else "errors")
+        while workers.failed() is None and workers.running():
             time.sleep(_POLL_S)
+        failed = workers.failed()
+        if failed is None:
+            return 0
+        workers.wait(_GRACE_S)
+        rank_0_failed_itself = bool(workers.processes[0].poll())  # then its error is on the terminal
+        workers.stop(_TERM_S)
+        code = workers.processes[failed].returncode
+        _report(failed, code, workers.text(failed).strip().splitlines(), rank_0_failed_itself)
+        return code if code >= 0 else 128 - code
+    except KeyboardInterrupt:
+        workers.wait(_TERM_S)  # the terminal sent it to the workers too
+        return 128 + signal.SIGINT
+    except _Terminated:
+        return 128 + signal.SIGTERM
+    finally:
+        workers.stop(_TERM_S)
 
-    def _wait(self, limit_s: float) -> None:
-        """Wait until all have ended, but no longer than the limit, nor for those that SIGSTOP has stopped.
 
-        A stopped worker can neither report a failure nor act on SIGTERM, so waiting for it would always cost
-        both limits, 8 s.
-        """
-        deadline = time.monotonic() + limit_s
-        while any(process.poll() is None and not _is_stopped(process) for process in self.processes):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_POLL_S)
-
-    def _stop(self) -> None:
-        try:
-            for process in self.processes:
-                process.terminate()  # does nothing to one that has ended
-            self._wait(_TERM_S)
-        finally:  # also at a second Ctrl-C
-            for process in self.processes:
-                process.kill()
-            for process in self.processes:
-                process.wait()
-
-    def _report(self, rank: int, rank_0_failed_itself: bool) -> None:
-        """Print which worker failed, and the end of its errors unless rank 0 has printed its own."""
-        code = self.processes[rank].returncode
-        tail = [] if rank == 0 else self._errors(rank).read_text(errors="replace").strip().splitlines()
-        line = f"stenograd: worker {rank} "
-        if code < 0:
-            line += f"was killed by {_signal_name(-code)}"
-        else:
-            line += f"exited with status {code}" + (f": {tail[-1].strip()}" if tail else "")
-        print(line, file=sys.stderr)
-        if not rank_0_failed_itself and len(tail) > 1:
-            print(*(f"  {text}" for text in tail[-_TAIL_LINES:]), sep="\n", file=sys.stderr)
-        sys.stderr.flush()
-
-    def _errors(self, rank: int) -> Path:
-        return self.directory / f"stderr-{rank}"
+def _report(rank: int, code: int, errors: Sequence[str], rank_0_failed_itself: bool) -> None:
+    """Print which worker failed, and the end of its errors unless rank 0 has printed its own."""
+    line = f"stenograd: worker {rank} "
+    if code < 0:
+        line += f"was killed by {_signal_name(-code)}"
+    else:
+        line += f"exited with status {code}" + (f": {errors[-1].strip()}" if errors else "")
+    print(line, file=sys.stderr)
+    if not rank_0_failed_itself and len(errors) > 1:
+        print(*(f"  {text}" for text in errors[-_TAIL_LINES:]), sep="\n", file=sys.stderr)
+    sys.stderr.flush()
 
 
 def _is_stopped(process: subprocess.Popen[bytes]) -> bool:

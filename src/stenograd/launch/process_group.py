@@ -1,4 +1,9 @@
-"""Join the ranks of a launch into one process group, and leave it; the same under every launcher."""
+"""Process groups: join the ranks of a launch, the same under every launcher, and make groups of our own.
+
+Our collectives never share a group with anybody else's. Two users of one group pair their messages in the
+order of issue, which may differ from rank to rank: with two models reached by one backward pass it does, and
+gloo then aborts the process.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,20 @@ import contextlib
 import importlib
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    FileStore,
-    HashStore,
-    PrefixStore,
-    Store,
-)
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from stenograd import devices
 from stenograd.errors import LaunchError, bad_value, first_line
-from stenograd.launch.barrier import gather_ranks, introduce, store_errors, unmarked_ranks
 from stenograd.launch.detect import World, bad_variable, detect
 from stenograd.launch.failure_detector import Absent, Presence, attend
 from stenograd.launch.local_workers import TIMEOUT_VARIABLE, run_local
@@ -35,12 +37,19 @@ from stenograd.launch.network import (
     unshared,
     use_loopback,
 )
-from stenograd.launch.rendezvous import Meeting, meeting_point
-from stenograd.launch.restarts import agree_on_start
-from stenograd.launch.stores import agent_has_store, store_through_mpi, tcp_store
+from stenograd.launch.rendezvous import (
+    Meeting,
+    agree_on_start,
+    gather_ranks,
+    meeting_point,
+    open_store,
+    store_errors,
+    unmarked_ranks,
+)
 
 __all__ = [
     "Absent",
+    "Ranks",
     "World",
     "attends",
     "backends",
@@ -49,14 +58,24 @@ __all__ = [
     "go_on_without",
     "init",
     "join",
+    "leave",
+    "make_group",
     "meet",
     "roll_call",
     "run_local",
     "shutdown",
+    "waiting_loops",
 ]
+
+Ranks = Sequence[int]
 
 _DEFAULT_TIMEOUT_S = 300.0
 _MARKS_S = 2.0  # for marks in the store of a group that others made
+_LOOP = "gloo_tcp_loop"  # what gloo calls the thread that moves a process group's messages
+_TASKS = Path("/proc/self/task")
+# How many groups were made from each group. All its ranks make them in the same order, so the number is equal
+# on all of them and can stand in the new group's name without any communication.
+_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -130,7 +149,8 @@ def init(
         detector = _start_detector(store, world, place.rendezvous)
     try:
         gather_ranks(store, world, "came", limit_s, deadline)  # first: a get() of a missing key names nobody
-        introduce(detector, store, world)
+        if detector is not None:
+            _introduce(detector, store, world)
         chose_interface = world.one_host and use_loopback()
         deadline = time.monotonic() + limit_s  # all are here; connecting has a limit of its own, and only one
         _make_group(backend, store, world, limit_s, device_id)
@@ -180,10 +200,8 @@ def shutdown() -> None:
     session, _session = _own_session(), None
     if session is None:
         return
-    if (
-        session.detector is not None
-    ):  # first: this rank joins no further collectives, so it must not look alive
-        session.detector.close()
+    if session.detector is not None:
+        session.detector.close()  # first: this rank joins no further collectives, so it must not look alive
     if dist.is_initialized():
         dist.destroy_process_group()
     if session.chose_interface:
@@ -226,16 +244,14 @@ def attends() -> bool:
 
 def came(group: str) -> None:
     """Count a collective that this rank came to; `roll_call` compares the counts to find late ranks."""
-    session = _own_session()
-    if session is not None and session.detector is not None:
-        session.detector.came[group] += 1
+    if (detector := _detector()) is not None:
+        detector.came[group] += 1
 
 
 def go_on_without(lost: Sequence[int]) -> None:
     """Forget lost ranks that training goes on without, so that `roll_call` reports only new losses."""
-    session = _own_session()
-    if session is not None and session.detector is not None:
-        session.detector.go_on_without(lost)
+    if (detector := _detector()) is not None:
+        detector.go_on_without(lost)
 
 
 def backends() -> dict[str, bool]:
@@ -247,6 +263,63 @@ def backends() -> dict[str, bool]:
     """
     built = dist.is_available()
     return {"gloo": built and dist.is_gloo_available(), "nccl": built and dist.is_nccl_available()}
+
+
+def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
+    """Make a process group of some of a group's ranks; every rank of the parent calls it, in the same order.
+
+    `torch.distributed.new_group` cannot do this for a part of the world. Its names count the groups that a
+    rank is in, so ranks that are in different numbers of groups would wait for each other under two names,
+    and a group that is made again would find the addresses of the old one. Here the name holds the parent's
+    name and a count of the groups made from that parent.
+
+    Args:
+        parent: the group that holds the ranks; None for the whole world.
+        ranks: the members, as numbered in the world.
+        what: what the group is for; part of its name.
+        timeout_s: seconds after which a collective of the group fails, and so does making it.
+
+    Returns:
+        The group; None where this rank is not a member.
+    """
+    whole = parent if parent is not None else dist.distributed_c10d._get_default_group()
+    counts = _made.setdefault(whole, Counter())
+    counts[what] += 1
+    if dist.get_rank() not in ranks:
+        return None
+    return _connect(whole, sorted(ranks), f"stenograd/{whole.group_name}/{what}/{counts[what]}", timeout_s)
+
+
+def leave(group: Any) -> None:
+    """Destroy a group on this rank; nothing happens if it is gone already."""
+    # The program may destroy the world at the same time, and this may run while Python collects garbage.
+    with contextlib.suppress(ValueError, KeyError, AttributeError, RuntimeError):
+        if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def waiting_loops() -> Iterator[None]:
+    """Let the threads that gloo starts inside wait for a core, rather than interrupt whoever computes on it.
+
+    Such a thread wakes when a message comes, and may interrupt the very thread that is sending on the same
+    connection. That one holds the connection's lock, which gloo's thread then tries in vain, and asks the
+    kernel for messages again and again, until it has used up its time slice: 3 to 5 ms of nothing. Ranks
+    that send at the same time, as in training, meet this in most steps. Linux lets a thread of `SCHED_BATCH`
+    interrupt nobody; it gets its share of the time as before, and a free core at once.
+
+    Only groups of our own are made in here: the program's stay as they are. Where the system has no such
+    policy or does not allow it, nothing changes.
+
+    Example:
+        >>> with waiting_loops():
+        ...     pass  # make a process group
+    """
+    before = _loops()
+    yield
+    for thread in _loops() - before:
+        with contextlib.suppress(OSError):  # not allowed, or gone
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _start_detector(store: Store, world: World, where: Meeting) -> Presence | None:
@@ -265,9 +338,21 @@ def _start_detector(store: Store, world: World, where: Meeting) -> Presence | No
     return detector
 
 
+def _introduce(detector: Presence, store: Store, world: World) -> None:
+    """Give a rank's failure detector the addresses that all ranks left in the store."""
+    with store_errors():
+        cards = {rank: store.get(f"detector/{rank}").decode() for rank in range(world.world_size)}
+    detector.meet({rank: card for rank, card in cards.items() if card})
+
+
 def _own_session() -> _Session | None:
     """Return the session if this process made it, and not its parent before a fork."""
     return _session if _session is not None and _session.place.pid == os.getpid() else None
+
+
+def _detector() -> Presence | None:
+    session = _own_session()
+    return None if session is None else session.detector
 
 
 def _joined_world() -> World:
@@ -300,7 +385,7 @@ def _open(limit_s: float, deadline: float) -> tuple[_Place, Store]:
     world = detect(os.environ)
     place = _open_store(meeting_point(world, os.environ), world, deadline)
     if place.start is None:  # torchrun's agents keep one store over restarts, so keys must differ
-        place.start = agree_on_start(place.store, world, limit_s, deadline) if agent_has_store() else "0"
+        place.start = agree_on_start(place.store, world, limit_s, deadline)
     store = PrefixStore(f"stenograd/{place.start}/{place.inits}", place.store)
     place.inits += 1
     return place, store
@@ -311,15 +396,7 @@ def _open_store(where: Meeting, world: World, deadline: float) -> _Place:
     global _place
     if _place is not None and (_place.rendezvous, _place.world, _place.pid) == (where, world, os.getpid()):
         return _place
-    store: Store
-    if where.kind == "alone":
-        store = HashStore()
-    elif where.kind == "file":
-        store = FileStore(where.path, -1)  # -1: the store does not remove its file; rank 0 does, at exit
-    elif where.kind == "mpi":
-        store = store_through_mpi(world, deadline)
-    else:
-        store = tcp_store(where.host, where.port, world, deadline)
+    store = open_store(where, world, deadline)
     if _place is None:
         atexit.register(_at_exit)
     _place = _Place(where, world, store)
@@ -355,6 +432,57 @@ def _make_group(
             f"rank {world.rank} of {world.world_size} found the others but could not connect to them: "
             f"{first_line(error)}; check the network, or name an interface in {GLOO_INTERFACE}"
         ) from error
+
+
+@contextlib.contextmanager
+def _unbound(world: Any) -> Iterator[None]:
+    """Let torch connect a new group afresh, where it would split the communicator of the default group.
+
+    It splits where that is bound to a device (`init_process_group(device_id=...)`). NCCL then waits for every
+    rank of the world, members or not; ours are called by members alone, and by survivors of a lost rank.
+    """
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
+    """Do what `new_group` does for members, under a name of our choice, with the parent's backend."""
+    c10d: Any = dist.distributed_c10d
+    store = c10d._get_default_store()
+    number, deadline = ranks.index(dist.get_rank()), time.monotonic() + timeout_s
+    backend, timeout = dist.get_backend(parent), timedelta(seconds=timeout_s)
+    with waiting_loops(), unshared(), _unbound(c10d._get_default_group()):
+        group, _ = c10d._new_process_group_helper(
+            len(ranks), number, ranks, backend, store, name, timeout=timeout
+        )
+        c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+        # A rank that left the group at once would break the connections that others are still making.
+        connected, everyone = f"{name}/connected", f"{name}/everyone"
+        if store.add(connected, 1) == len(ranks):
+            store.set(everyone, "1")
+        # One limit for both waits; stores take 0 for none at all.
+        store.wait([everyone], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    return group
+
+
+def _loops() -> set[int]:
+    """Return the numbers of this process's threads that have gloo's name; none where that is not told."""
+    found: set[int] = set()
+    if not hasattr(os, "SCHED_BATCH"):
+        return found
+    with contextlib.suppress(OSError):
+        for task in _TASKS.iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                if (task / "comm").read_text().strip() == _LOOP:
+                    found.add(int(task.name))
+    return found
 
 
 def _at_exit() -> None:

@@ -22,7 +22,6 @@ from stenograd.catalog.method import Method, method
 from stenograd.comm.driver import Driver
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
-from stenograd.comm.trace_events import Tracer
 from stenograd.comm.traffic import ATTACH, Label
 from stenograd.data.requests import Op, Request, gather
 from stenograd.errors import check_count
@@ -59,8 +58,8 @@ class _Joined(Future[T]):
         return super().result(timeout)
 
 
-class Recorder(Tracer):
-    """Notes what each thread does, with the processor time in between; stands in for a `Tracer`.
+class Recorder:
+    """Notes what each thread does, with the processor time in between; an `Observer` of drivers.
 
     Processor time leaves out what a thread waits, and what other programs take. Nothing is ever waited for
     here, so a job for another thread is done at once, in the thread that hands it over, and only noted as
@@ -72,7 +71,6 @@ class Recorder(Tracer):
     """
 
     def __init__(self) -> None:
-        super().__init__(max_events=1)
         self.on = False
         self.lanes: list[list[Event]] = [[]]
         self._lane, self._of_thread = 0, dict[int, int]()

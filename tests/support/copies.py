@@ -75,6 +75,7 @@ class Copies:
         self.nodes = [list(range(first, first + size)) for first in range(0, world, size)]
         self.lossless, self.common = how.lossless, True
         self.step = self.rounds = self.mixings = 0  # mixings: of pairs, where each fragment is one
+        self.skipped = [0] * world
         self.codec = None if how.lossless else how.compressor
         if not isinstance(self.rule, DiLoCo) and isinstance(self.codec, ErrorFeedback):
             self.codec = self.codec.inner  # differences carry what a message leaves out
@@ -143,8 +144,10 @@ class Copies:
                 all(p.grad.isfinite().all() for p in m.parameters() if p.grad is not None)
                 for m in self.models
             ]
-            for optimizer in (o for o, fine in zip(self.optimizers, fit, strict=True) if fine):
-                optimizer.step()
+            for rank in range(self.world):
+                if fit[rank]:
+                    self.optimizers[rank].step()
+                self.skipped[rank] += not fit[rank]
             self.rounds += not isinstance(self.rule, (Gossip, Local, DiLoCo)) and all(fit)
             if mixes and self.rule.order == "adapt-then-combine":
                 self.mix()
@@ -346,6 +349,24 @@ class Copies:
                     rows = [held[i] for held in self.buffers()]
                     b.copy_(carried(rows, [1 / self.world] * self.world, rows[0]))
         return [m.state_dict() for m in found]
+
+    @torch.no_grad()
+    def ended(self):
+        """Return where all start who end the round under way: the mean, or the outer step towards it."""
+        means = {n: mean_of([self.named(r)[n].detach() for r in range(self.world)]) for n in self.names}
+        if not isinstance(self.rule, DiLoCo):
+            return means
+        (phi, *others), (outer, *_) = self.phi, [sgds[0] for sgds in self.outer]
+        for n, mean in means.items():
+            momenta = [
+                sgds[0].state[own[n]]["momentum_buffer"]
+                for own, sgds in zip(self.phi, self.outer, strict=True)
+            ]
+            momenta[0].copy_(mean_of(momenta))
+            phi[n].copy_(mean_of([own[n] for own in (phi, *others)]))
+            phi[n].grad = phi[n] - mean
+        outer.step()
+        return phi
 
 
 def flat(tensors, names):
