@@ -103,6 +103,7 @@ class Attached:
     def save(self, folder: Path, name: str) -> None:
         """Save what this rank keeps for itself; all ranks call it."""
         consensus = None if self._own is None else self._values()
+        # A rank saves its own parameters, which evaluation has replaced by the consensus for a while.
         if self._own is not None:
             self._put(self._own)
         try:

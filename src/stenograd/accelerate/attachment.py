@@ -145,7 +145,7 @@ class Attachment:
         What was counted can still be read, and what each rank keeps can be saved. A model that is prepared
         again goes on from there. May be called twice.
         """
-        self._closed = list(self._attached)
+        self._closed = list(self._attached)  # kept, as a model prepared again takes its state from there
         for one in self._attached:
             one.sync.close()
 
@@ -251,6 +251,7 @@ class Attachment:
         backward, no_sync = accelerator.backward, accelerator.no_sync
 
         def without_ddp(model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+            # only for training does Accelerate wrap a model in DDP
             ready = prepare_model(model, device_placement=device_placement, evaluation_mode=True)
             if not evaluation_mode and any(p.requires_grad for p in ready.parameters()):
                 self._waiting.append(unwrapped(ready))

@@ -174,7 +174,7 @@ def default_methods() -> list[str]:
         (True, True)
     """
     chosen = [method(f"{name}:{_KEYS.get(name, '')}") for name in methods()]
-    return [how.text for how in chosen if not how.compressor.own_momentum]
+    return [how.text for how in chosen if not how.own_momentum]
 
 
 def split_methods(texts: Sequence[str]) -> list[str]:
@@ -206,7 +206,7 @@ def chosen_methods(texts: Sequence[str]) -> list[str]:
 
 def _warm_up(setup: Setup, how: Method, driver: Driver) -> None:
     """Train a copy for a moment: kernels that load then would be charged to whichever method comes first."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # what the copy draws must not change what the method draws
         trainer = Trainer(setup, how, driver)
         try:
             trainer.warm_up(max(_WARM_UP, getattr(how.schedule, "every", 1)))

@@ -78,7 +78,7 @@ def _run_launched() -> int:
     found = time_interfaces(store, world, _LIMIT_S)
     chosen = best(found)
     if chosen is not None:
-        os.environ.setdefault(GLOO_INTERFACE, chosen.name)
+        os.environ.setdefault(GLOO_INTERFACE, chosen.name)  # what the user has set is what must be tried
     try:
         try_all_reduce()
         problem = None

@@ -77,7 +77,7 @@ class RunFolder:
             before, line = file.tell(), _line(asdict(row)).encode()
             try:
                 while line:
-                    line = line[file.write(line) :]
+                    line = line[file.write(line) :]  # without a buffer one write may take a part only
             except OSError:
                 file.truncate(before)
                 raise

@@ -119,6 +119,7 @@ class StepTimes:
     def step(self, seconds: float) -> None:
         """End a step that took so long in all."""
         now, self._now = self._now, {}
+        # waiting happens in hooks within backward; each second counts once
         now["backward"] = now.get("backward", 0.0) - now.get("wait", 0.0)
         for part, kept in self.kept.items():
             kept.append(seconds if part == "step" else now.get(part, 0.0))
@@ -318,6 +319,7 @@ class Trainer:
             self._phases.close()
         start = time.perf_counter()
         trained = self._score([now.loss, now.correct, now.count])
+        # What is evaluated and compared is the model to use: between rounds the ranks' own models differ.
         with self.sync.consensus():
             evaluated = self.evaluate()
             self.check_equal()
@@ -399,6 +401,7 @@ class Trainer:
             self.progress.loss, self.progress.correct, self.progress.count = sums
         before, scheduler = loaded.extra["total_steps"], self.scheduler
         if scheduler is not None and before != self._total_steps and scheduler.last_epoch > 0:
+            # step() adds 1
             scheduler.last_epoch = round(scheduler.last_epoch / before * self._total_steps) - 1
             scheduler.step()  # sets the rates that belong to the place
 

@@ -114,7 +114,7 @@ def _about(name: str, entry: Entry, size: int, workers: int) -> dict[str, Any]:
     """Return what a method costs, its own keys, and whether it has error feedback unless told otherwise."""
     return {
         **_cost(method(name), size, workers),
-        "feedback": entry.compressor(**entry.preset).feedback.value == "on",
+        "feedback": entry.compressor(**entry.preset).feedback.biased,
         "keys": {f.name: f.default for f in fields(entry.compressor) if f.name not in entry.preset},
         "what_it_sends": entry.compressor.summary,
     }

@@ -240,7 +240,8 @@ def _measured(asked: PlanOptions, given: str | Link | None, job: _Job, driver: D
     found = agree(driver, lambda: _made(asked, job, link, driver))
     found = with_ranks(found, job.trial, driver, asked.seconds * _TOGETHER)
     tell = partial(_told, asked, found, job.run, []) if driver.rank == 0 else lambda: 0
-    status = agree(driver, tell)
+    status = agree(driver, tell)  # a report that rank 0 cannot write must fail everywhere
+    # all ranks exit with the same status: a launcher takes another for a failure
     return max(int(text) for text in everyone(driver, str(status)))
 
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _MOST_WORKERS = 4096  # processes on one machine, some 200 MB each
 _MOST_THREADS = 1024  # PyTorch crashed with 100,000
-_LONGEST_S = 31_536_000
+_LONGEST_S = 31_536_000  # a year
 _RECIPE_KEYS = ("batch_size", "lr", "momentum", "weight_decay")
 
 
@@ -126,7 +126,7 @@ def check_options(options: Options) -> None:
         raise bad_value("--timeout-s", rule, options.timeout_s, "leave it at 300")
     if options.device == "cuda" and not devices.count():
         raise ConfigError("--device cuda needs a CUDA device, and this PyTorch sees none: use --device cpu")
-    assign({}, options.bucket_bytes)
+    assign({}, options.bucket_bytes)  # for its check of the size alone, before any rank starts
 
 
 def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, Driver], int]) -> int:
@@ -148,7 +148,7 @@ def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, D
     world = detect(os.environ)
     if world.launcher == "alone" and options.workers is not None and options.workers > 1:
         check_option("--workers", options.workers, _MOST_WORKERS)
-        prepare(options.workers)
+        prepare(options.workers)  # here too, so an error is told once and starts no processes
         argv = [*python("from stenograd.cli import main; sys.exit(main())"), *sys.argv[1:]]
         return run_local(argv, options.workers, timeout_s=options.timeout_s)
     if options.workers not in (None, world.world_size):
@@ -162,6 +162,7 @@ def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, D
         return body(ready, Driver(timeout_s=options.timeout_s))
     _join(world, options)
     driver = Driver(timeout_s=options.timeout_s)
+    # one rank's error (its disk, its device) ends all
     return body(agree(driver, lambda: prepare(world.world_size)), driver)
 
 

@@ -56,6 +56,7 @@ def _prepare(job: TrainOptions, world_size: int) -> _Ready:
     folder = RunFolder(job.out, setup.identity(how)) if job.out is not None else None
     resume = job.resume
     if folder is not None:
+        # torchrun starts a run anew with the same arguments
         resume = resume or (_restarts() and folder.holds_run())
         folder.check(resume)
         make_folder(folder.path)
@@ -96,7 +97,7 @@ def _body(ready: _Ready, driver: Driver) -> int:
     display = Display(driver.rank)
     try:
         display.line(trainer.headline)
-        rows = _resumed(ready, trainer, display)
+        rows = _resumed(ready, trainer, display)  # before the trace, which is of training
         trace = ready.job.trace
         with trainer.sync.trace(str(trace)) if trace is not None else nullcontext():
             rows = _train(ready, trainer, rows, display)
@@ -156,6 +157,7 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
         if ready.folder is None:
             continue
         _on_rank_0(trainer, partial(ready.folder.append, row))
+        # the last always: --resume with more epochs starts from it
         if epoch % (ready.job.save_every or 1) == 0 or epoch == epochs:
             ready.folder.save(trainer, rows)
     return rows

@@ -49,7 +49,7 @@ _NUMBERS = count()
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself
-MAX_HOSTS = 254
+MAX_HOSTS = 254  # what 10.77.0.0/24 has addresses for
 _POLL_S = 0.1
 _TAIL_LINES = 15
 _FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobody else listens
@@ -153,7 +153,7 @@ class Hosts:
             self._handlers = {number: signal.signal(number, _end) for number in _ENDINGS}
         try:
             self._build()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: what is made by then would stay
             self._tear_down()
             raise
         return self
@@ -260,7 +260,7 @@ class Hosts:
         hosts = [self._host(index) for index in range(self.count)]
         for host in hosts:
             ip("netns", "add", host)
-        if self._delay_s > 0:
+        if self._delay_s > 0:  # 0: | Before the links: they are devices of the relay's.
             self._relay = _start_relay(self._delay_s, switch, hosts)
         for index, host in enumerate(hosts):
             port = f"port{index}"
@@ -287,6 +287,7 @@ class Hosts:
         command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape, "latency", "100ms")
 
     def _tear_down(self) -> None:
+        # Whoever asks again to end must not leave half of this undone.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDINGS, signal.SIGINT))
         try:
             remove(self._prefix)
@@ -295,6 +296,7 @@ class Hosts:
                 self._relay.kill()
                 self._relay.communicate()
                 self._relay = None
+            # Before signals are let through: one that came meanwhile is the program's.
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
         enter(host)
         _enlarge_buffers()
         outer.append(_open_tap("eth0"))
-    enter(switch)
+    enter(switch)  # last: here the process stays
     ports = [_open_tap(f"port{index}") for index in range(len(hosts))]
     print(READY, flush=True)
     _forward(delay_s, dict(zip(outer, ports, strict=True)), dict(zip(ports, outer, strict=True)))

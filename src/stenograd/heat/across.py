@@ -153,7 +153,7 @@ class AcrossNodes:
 
     def close(self) -> None:
         """Stop the threads and leave the groups."""
-        for averager in self._averagers.values():
+        for averager in self._averagers.values():  # threads before the groups by which they send
             averager.close()
             averager.driver.close()
         self.node_driver.close()
@@ -207,7 +207,7 @@ class ParameterAverager:
         self.method = difference_method(how)
         self.weight = weight
         self._parameters, self._chunk = parameters, chunk
-        self._lossless = self.method.compressor.lossless
+        self._lossless = self.method.lossless
         self._flat = FlatExchange(
             parameters, self.driver, self.method, chunk=chunk, want_errors=not self._lossless
         )
@@ -265,9 +265,9 @@ class ParameterAverager:
         if arrived:
             for stream, target in zip(self._flat.streams, self._sent, strict=True):
                 if stream.holds(target):
-                    stream.approach(target, share)
+                    stream.approach(target, share)  # p + share (H + (p_sent - h) - p)
             for mine, mean_ in zip(self._mine, self._mean, strict=True):
-                mine.lerp_(mean_, share)
+                mine.lerp_(mean_, share)  # h + share (H - h)
         return arrived
 
     def discard(self) -> None:
@@ -337,9 +337,10 @@ class ParameterAverager:
             if self._lossless:
                 sent.copy_(mean_)
                 continue
+            # what was sent was multiplied by it
             lost = torch.zeros_like(sent) if lost is None else lost / self.weight
-            torch.sub(sent, lost, out=self._mine[at][part])
-            torch.add(self._mean[at][part].add_(mean_), lost, out=sent)
+            torch.sub(sent, lost, out=self._mine[at][part])  # h + q = p_sent - lost
+            torch.add(self._mean[at][part].add_(mean_), lost, out=sent)  # H + mean(q), and p_sent - h
         self._arrived = True
 
 

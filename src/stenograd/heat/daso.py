@@ -298,6 +298,7 @@ class DASO:
             "sending_chunk_size": self.split_val,
         }
         settings |= describe_optimizers(model, [self.local_optimizer], alike=False)
+        # Before anything is given up: where ranks differ, all keep what they had.
         compare(self._driver, settings, parameters, model=model)
         self.close()
         _take_over(model, self.local_optimizer)
@@ -466,7 +467,7 @@ class DASO:
     def close(self) -> None:
         """Detach from the model, stop the threads and leave the groups; a second call does nothing."""
         if self._model is not None:
-            self._sync.close()
+            self._sync.close()  # first: it sends by a group of the other's
             self._across.close()
             self._model = None
 
@@ -548,7 +549,7 @@ class DASO:
         """Make all ranks equal: merge the exchange in flight, then average exactly."""
         if not self._across.one_node:
             self._across.replace()
-            self._across.anchor()
+            self._across.anchor()  # differences count from what is equal everywhere
         if self.average_buffers and self._model is not None:
             average_buffers(self._model, self._driver)
         self.epoch, self.current_batch = self.epoch + 1, 0

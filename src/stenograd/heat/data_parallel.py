@@ -195,7 +195,7 @@ class Updates:
             self._queue_zeroing()
             if self._sync is not None:
                 self._sync.wait()
-            calls, self._calls = self._calls, []
+            calls, self._calls = self._calls, []  # one that fails is not run again
             for call in calls:
                 call()
 

@@ -79,7 +79,7 @@ class Exchanging(_DDPStrategy):
                 f"{given[0]} cannot stand beside a method: a DDP model takes one communication hook, which "
                 f"is {self._method}; leave it out, or use Lightning's DDPStrategy"
             )
-        super().__init__(**ddp_options)
+        super().__init__(**ddp_options)  # which gathers the options of DDP
         if self._in_rounds and self._ddp_kwargs:
             raise ConfigError(
                 f"options of DistributedDataParallel have no effect with {self._method}, which trains the "
@@ -90,6 +90,7 @@ class Exchanging(_DDPStrategy):
         """Leave the process groups, and take threads and hooks away; what was attached still tells."""
         try:
             super().teardown()
+        # Exchanges end even where Lightning's own teardown fails: others' processes wait for them.
         finally:
             self._close()
 

@@ -177,6 +177,7 @@ class FP16Optimizer(Wrapper):
     def fp16_to_fp32_flat_grad(fp32_params: Tensor, fp16_model: nn.Module) -> None:
         """Make the model's gradients, flat and in float32, the gradient of the master weights."""
         parameters = _fitting(fp16_model, fp32_params)
+        # in float32 before they are unscaled: small ones would vanish
         fp32_params.grad = torch.cat([gradient(p, torch.float32).reshape(-1) for p in parameters])
 
     @staticmethod
@@ -189,7 +190,7 @@ class FP16Optimizer(Wrapper):
 
     def backward_loss(self, loss: Tensor) -> None:
         """Compute the gradients of `scale * loss`; the loss itself is not changed."""
-        (loss.float() * self.loss_scaler.loss_scale).backward()
+        (loss.float() * self.loss_scaler.loss_scale).backward()  # float16 ends at 65,504
 
     def step(
         self,

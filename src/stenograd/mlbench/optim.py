@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from stenograd.arguments import number, whole
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.data.finite import is_finite
 from stenograd.data.requests import Rounds, mean
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
@@ -51,21 +51,24 @@ class _Coordinates(Compressor):
     def __post_init__(self) -> None:
         whole("sparse_grad_size", self.count, "10 is the default")
 
-    @property
-    def feedback(self) -> Feedback:
-        """What is not drawn is lost."""
-        return Feedback.ON
+    feedback = Feedback.ON  # what is not drawn is lost
 
-    def transport(self, site: Site) -> Transport:
-        """Average the drawn elements; what was not drawn may hide NaN."""
-        return _DrawnAlike()
+    def facts(self, site: Site) -> Facts:
+        """One all-reduce of what all ranks drew alike; what was not drawn may hide NaN."""
+        return Facts()
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Cut, average, put back."""
+        share = self.cut(x if residual is None else x.add_(residual), site)
+        average = yield from mean(share.values)
+        return Exchange(share.spread(average), state, share.memory if site.error else None)
 
     def cut(self, x: Tensor, site: Site) -> _Share:
         """Take elements out of flat x, which becomes the memory; all ranks draw from (step, key) alike."""
-        generator = site.generator(0, shared=True)
+        generator = site.generator(0, shared=True)  # alike on all ranks: no places travel
         starts = accumulate(site.numels, initial=0)
         drawn = [self._draw(n, generator) + start for n, start in zip(site.numels, starts, strict=False)]
-        places = torch.cat(drawn).to(x.device)
+        places = torch.cat(drawn).to(x.device)  # drawn on the CPU, so alike for every kind of device
         values = x[places]
         return _Share(places, values, x.index_fill_(0, places, 0))
 
@@ -83,19 +86,6 @@ class _Coordinates(Compressor):
         while found.numel() < k:
             found = torch.cat([found, torch.randint(n, (2 * k,), generator=generator, device="cpu")]).unique()
         return found[torch.randperm(found.numel(), generator=generator, device="cpu")[:k]].sort().values
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DrawnAlike(Transport):
-    """One all-reduce of the elements that all ranks drew alike."""
-
-    def run(
-        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Cut, average, put back; see `Transport.run`."""
-        share = codec.cut(x if residual is None else x.add_(residual), site)
-        average = yield from mean(share.values)
-        return Exchange(share.spread(average), state, share.memory if want_error else None)
 
 
 class SparsifiedSGD(torch.optim.Optimizer):
@@ -219,6 +209,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         super().load_state_dict(dict(state_dict))
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         for key, (_, p) in zip(numbers, self._all(), strict=True):
+            # torch's own load has made it the parameter's type; the saved one is whole.
             self.state[p]["memory"] = state_dict["state"][key]["memory"].clone().to(p.device)
 
     @torch.no_grad()
@@ -230,6 +221,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         for group, p, share, average in exchanged:
             self._remember(p, share)
             update = share.spread(average).view(p.shape)
+            # p - u - lr weight_decay p, with lr in u already
             p.sub_(update.add_(p, alpha=group["lr"] * group["weight_decay"]).to(p.dtype))
         if tracker is not None:
             tracker.record_batch_opt_step()
@@ -263,7 +255,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
 
     def _share(self, at: int, group: dict[str, Any], p: Tensor) -> _Share:
         state = self.state[p]
-        x = torch.add(state["memory"], gradient(p, _wide(p)), alpha=group["lr"]).reshape(-1)
+        x = torch.add(state["memory"], gradient(p, _wide(p)), alpha=group["lr"]).reshape(-1)  # m + lr g
         drawn = _Coordinates(count=group["sparse_grad_size"], scattered=group["random_sparse"])
         return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"], key=at))
 
@@ -438,8 +430,8 @@ class SignSGD(torch.optim.Optimizer):
         if buffer is None:
             buffer = self.state[p]["momentum_buffer"] = d.clone()
         else:
-            buffer.mul_(mu).add_(d, alpha=1 - group["dampening"])
-        return d.add_(buffer, alpha=mu) if group["nesterov"] else buffer.clone()
+            buffer.mul_(mu).add_(d, alpha=1 - group["dampening"])  # b <- mu b + (1 - dampening) d
+        return d.add_(buffer, alpha=mu) if group["nesterov"] else buffer.clone()  # Nesterov: d + mu b
 
 
 def _share_of_newest(t: int, tau: float) -> float:
@@ -447,8 +439,9 @@ def _share_of_newest(t: int, tau: float) -> float:
 
     So `mean <- (1 - rho) mean + rho p` is the average with weights `(i + tau)^2`: Stich et al., theorem 2.4.
     """
+    # sum over i = 0..t of tau^2 + 2 tau i + i^2
     total = (1 + t) * (6 * tau * tau + t + 6 * tau * t + 2 * t * t) / 6
-    return (t + tau) ** 2 / total if total else 1.0
+    return (t + tau) ** 2 / total if total else 1.0  # t = tau = 0: all weights are 0
 
 
 def _wide(p: Tensor) -> torch.dtype:

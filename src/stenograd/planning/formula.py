@@ -88,7 +88,7 @@ class Network:
         rate, a = (_INSIDE_BPS, _INSIDE_HOP_S) if inside else (self.bps / max(sharing, 1.0), self.hop_s)
         sending_s = 8 * sent / rate
         w = sending_s / in_a_row
-        latency_s = max(a, in_a_row * (a - w / 2) + w / 2)
+        latency_s = max(a, in_a_row * (a - w / 2) + w / 2)  # the longer of the two, less the n w of sending
         return Transfer(sending_s, latency_s, count * _MESSAGE_S + sent * _BYTE_S)
 
 
@@ -163,6 +163,7 @@ def step_s(program: Program, network: Network, floor_s: float, *, slower: float 
             raise StenogradError(
                 f"{program.method}: its recording waits for what never comes: please report this"
             )
+        # whichever is behind: what it does may hold up the others
         number = min(able, key=lambda number: clock[number])
         event = lanes[number][at[number]]
         at[number] += 1

@@ -123,7 +123,7 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-_FORMAT = 5
+_FORMAT = 5  # of as_json(); a reader refuses others
 # How often a message's latency counts: gloo sends no data before the receiver has offered room for it, and in
 # a collective the offer leaves when the data could. Links of 5 and 20 ms show it.
 _WAYS = 2

@@ -42,7 +42,7 @@ from stenograd.version import __version__
 
 __all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_ranks"]
 
-_FORMAT = 3
+_FORMAT = 3  # of as_json(); a reader refuses others
 VALIDATED = 8  # workers, see docs/planning.md
 _FIRST = 0.8  # of the time: methods as they were asked for; the rest is for the values that were chosen
 
@@ -127,7 +127,7 @@ class Plan:
                 f"use {workers // self.ranks_per_host * self.ranks_per_host or self.ranks_per_host}"
             )
         programs = {text: at_size(program, workers) for text, program in self.programs.items()}
-        profile = replace(self.profile, together_s=())
+        profile = replace(self.profile, together_s=())  # of how many others a step waits for was not measured
         return predicted(replace(self, world_size=workers, programs=programs, profile=profile))
 
     def as_json(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class Recorder:
         # Another thread than before, such as autograd's for a GPU, has a clock of its own.
         compute_s = now - self._since.get(threading.get_ident(), now)
         self.lanes[self._lane].append(Event(kind, number, max(compute_s, 0.0), collective))
-        self.skip()
+        self.skip()  # noting is no time of the program's
 
     def skip(self) -> None:
         """Leave out what this thread did since its last event."""
@@ -185,7 +185,7 @@ class RehearsalDriver(Driver):
             handed.mul_(self.world_size)  # it was divided before
         elif op is Op.MEAN:
             received.copy_(handed)
-        self._recorder.skip()
+        self._recorder.skip()  # what stands for the network takes no time
         return number
 
     def _transmit_to(self, peers: Sequence[int], sources: Sequence[int], mine: Tensor, theirs: Tensor) -> int:

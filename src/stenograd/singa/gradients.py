@@ -13,7 +13,7 @@ from stenograd.arguments import whole
 from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
 from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.data.buckets import Bucket
 from stenograd.errors import CheckpointError, ConfigError, StenogradError, TensorTypeError, bad_value
 from stenograd.singa.graph import Walker, backward, parameters_of
@@ -163,9 +163,9 @@ class Gradients:
         backward(loss, on_gradient, self._walker)
         for group in fusion.rest():
             submit(group)
-        exchange.end_at(len(groups))
+        exchange.end_at(len(groups))  # this graph may have fewer groups than the last step's
         outcome = exchange.finish().result()
-        exchange.join_streams()
+        exchange.join_streams()  # before the averages are read below
         self._under_way = False
         for bucket, flat in zip(exchange.buckets, outcome.averages, strict=True):
             for name, average in zip(bucket.names, bucket.views(flat), strict=True):
@@ -257,6 +257,7 @@ class Gradients:
     def _residuals(self) -> _States:
         """Return copies of all residuals by parameter name."""
         running = self._exchange.state_dict()["parameters"] if self._exchange is not None else {}
+        # what runs is newer than what rested
         kept = {**self._resting, **{name: state for name, state in running.items() if state}}
         return {name: {key: t.clone() for key, t in state.items()} for name, state in kept.items()}
 

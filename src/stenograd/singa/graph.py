@@ -48,13 +48,14 @@ def parameters_of(loss: Tensor) -> list[Tensor]:
         )
     if loss.grad_fn is None:
         return [loss]
+    # AccumulateGrad nodes have `variable`, which torch's stubs do not say.
     return [leaf.variable for leaf in _leaves(loss.grad_fn)]  # type: ignore[attr-defined]
 
 
 def _leaves(root: Node) -> list[Node]:
     leaves: dict[Node, None] = {}
     seen = {root}
-    heap = [(-root._sequence_nr(), 0, root)]
+    heap = [(-root._sequence_nr(), 0, root)]  # the 0 is a running number: nodes do not compare
     while heap:
         for child, _ in heapq.heappop(heap)[2].next_functions:
             if child is None:
@@ -132,6 +133,7 @@ def backward(loss: Tensor, on_gradient: Callable[[Tensor], object], walker: Walk
     try:
         loss.backward()
     finally:
+        # Also after an error: a hook left on a parameter would run in the next backward pass too.
         for handle in handles:
             handle.remove()
     queue.flush()

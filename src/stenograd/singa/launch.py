@@ -99,6 +99,7 @@ def join(
 
 
 def _join_with_token(token: NcclIdHolder, rank: int, size: int, timeout_s: float) -> World:
+    # First: of two processes with one rank the second is told so here, instead of waiting for the group.
     token.claim(rank)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with environment({STORE_VARIABLE: token.path} | {key: str(value) for key, value in place.items()}):

@@ -62,6 +62,7 @@ class Text(Task):
         cut = len(codes) * 9 // 10
         self._train, evaluation = codes[:cut], codes[cut:]
         self._eval_inputs = _windows(evaluation[:-1], self.context, fill=0)
+        # the padding must not count in the loss
         self._eval_targets = _windows(evaluation[1:], self.context, fill=IGNORE)
         self.train_size = len(self._train) - self.context
         self.eval_size = len(self._eval_inputs)
@@ -87,6 +88,7 @@ def _windows(codes: Tensor, length: int, fill: int) -> Tensor:
 
 def _encode(text: str) -> tuple[str, Tensor]:
     """Return the sorted characters of a text, and the text as int32 indices of them."""
+    # one number a character, whatever the script
     points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     vocabulary, codes = np.unique(points, return_inverse=True)
     return "".join(map(chr, vocabulary)), torch.from_numpy(codes.astype(np.int32))
