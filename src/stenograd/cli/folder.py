@@ -68,7 +68,7 @@ class RunFolder:
     def begin(self, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
         """Write run.json, and metrics.jsonl with the epochs that a checkpoint holds; on rank 0."""
         write_json(self._file("run"), {"identity": self.identity, **about, "versions": versions()})
-        lines = "".join(_line(row) for row in rows)
+        lines = "".join(_line(row) for row in rows)  # later epochs are trained again
         write_atomically(self.path / "metrics.jsonl", lines.encode())
 
     def append(self, row: Row) -> None:
@@ -117,6 +117,7 @@ class RunFolder:
         return self.path / f"{name}.json"
 
     def _comparable(self) -> Mapping[str, Any]:
+        # as a file gives it back: tuples are lists
         identity: Mapping[str, Any] = json.loads(json.dumps(self.identity))
         return identity
 
