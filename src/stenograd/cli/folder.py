@@ -99,7 +99,7 @@ class RunFolder:
             CheckpointError: none is whole, or it is of another run.
         """
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "going on from step")  # the caller prints why
+            warnings.filterwarnings("ignore", "continuing from step")  # the caller prints why
             loaded = load_checkpoint(self.path, **trainer.parts())
         if loaded is None:
             return None
