@@ -129,6 +129,7 @@ class Attachment:
         if not self.in_rounds or self._own is not None:
             return
         try:
+            # Copied out of the block, since `hide()` comes in a later call.
             with self.sync.consensus():
                 shown = self._values()
         except StenogradError as cause:
