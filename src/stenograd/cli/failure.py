@@ -21,7 +21,7 @@ _LAST_LINES = "; its last lines:"  # of a program, in an error of emulated hosts
 
 DEBUG_VARIABLE = "STENOGRAD_DEBUG"  # 1 shows tracebacks
 
-_BAD_INPUT = (ConfigError, DataError, CheckpointError, TensorTypeError)
+_BAD_INPUT = (ConfigError, DataError, CheckpointError, TensorTypeError)  # what the user gave: status 2
 # Raised on every rank alike, so one rank's line is enough.
 _EVERYWHERE = (*_BAD_INPUT, MismatchError)
 

@@ -41,7 +41,7 @@ __all__ = [
 
 # How float32 values may travel.
 VALUES = ("float32", "bfloat16", "int8", "int2")
-_LEVELS = 4
+_LEVELS = 4  # bins, whose numbers take two bits
 _WIDTH = 1.5  # standard deviations per bin, so that four bins cover six
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 

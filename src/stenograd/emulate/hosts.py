@@ -329,7 +329,7 @@ def remove(prefix: str) -> None:
     """Remove the namespaces whose names start so, and kill the processes in them."""
     for name in names(prefix):
         for pid in ip("netns", "pids", name).split():
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):  # it has just ended
                 os.kill(int(pid), signal.SIGKILL)
         ip("netns", "del", name)  # its interfaces and queues go with it
 

@@ -24,6 +24,7 @@ from stenograd.lightning.packages import pytorch
 
 __all__ = ["StenogradStrategy"]
 
+# Refused: they register a hook, and a DDP model has one, which is the method's.
 _OTHERS_HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
