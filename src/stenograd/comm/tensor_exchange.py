@@ -606,7 +606,7 @@ class TensorExchange:
         # Before anything is committed, because an average may then take the memory of the old residual.
         kept = self._slots.kept(found.used) if sound and not all(found.used) else {}
         done = pipeline.finish(sound and bounded and all(fine.values()))
-        extra = done.pop() if end.elsewhere else None
+        extra = done.pop() if end.elsewhere else None  # it was added last
         exchanges: list[Exchange] = [exchange for exchange in done if isinstance(exchange, Exchange)]
         late = {i: e for i, e in enumerate(exchanges) if i not in fine}
         if pipeline.committed:
