@@ -630,7 +630,7 @@ class TensorExchange:
         overflowed = False
         for i, exchange in enumerate(exchanges):
             lane, bad = self._lane(i), entered.get(i, False)
-            if bad or (not fine[i] and not lane.facts.linear):
+            if bad or (not fine[i] and not lane.facts.linear):  # a sum is not finite by itself
                 exchange.average.fill_(torch.nan)
             reported = exchange.finite is not None and int(exchange.finite) != Finite.NO
             overflowed |= not fine[i] and not bad and (lane.guarded or reported)
