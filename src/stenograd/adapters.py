@@ -68,6 +68,7 @@ class Attached:
         if not self.in_rounds or self._own is not None:
             return
         try:
+            # Copied out of the block, since `hide()` comes in a later call.
             shown = self._common()
         except StenogradError as cause:
             if not self._closed:

@@ -86,7 +86,7 @@ def replacing(path: Path, mark: str = "") -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:  # Ctrl-C, too
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)
         raise
     # The new name is on the disk only when its folder is. Not every system lets a folder be opened.
@@ -385,7 +385,7 @@ def drop_others(folder: Path, step: int, rank: int, keep: int) -> None:
     """
     kept: list[Manifest] = []
     for number in reversed(saved_steps(folder)):
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError):  # a damaged one counts as none
             manifest = read_manifest(folder, number)
             if number <= step and len(kept) < keep and _complete(folder, manifest, rank):
                 kept.append(manifest)

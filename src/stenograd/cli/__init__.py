@@ -27,7 +27,7 @@ __all__ = ["main"]
 
 _DEBUG_VARIABLE = "STENOGRAD_DEBUG"  # 1 shows tracebacks
 _LAST_LINES = "; its last lines:"  # of a program, in an error of emulated hosts
-_BAD_INPUT = (ConfigError, DataError, CheckpointError, TensorTypeError)
+_BAD_INPUT = (ConfigError, DataError, CheckpointError, TensorTypeError)  # what the user gave: status 2
 _EVERYWHERE = (*_BAD_INPUT, MismatchError)  # raised on every rank alike, so one rank's line is enough
 
 # What earlier versions had, and what to use instead.

@@ -68,7 +68,7 @@ class RunFolder:
     def begin(self, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
         """Write run.json, and metrics.jsonl with the epochs that a checkpoint holds; on rank 0."""
         write_json(self._file("run"), {"identity": self.identity, **about, "versions": versions()})
-        lines = "".join(_line(row) for row in rows)
+        lines = "".join(_line(row) for row in rows)  # later epochs are trained again
         write_atomically(self.path / "metrics.jsonl", lines.encode())
 
     def append(self, row: Row) -> None:
@@ -99,7 +99,7 @@ class RunFolder:
             CheckpointError: none is whole, or it is of another run.
         """
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "going on from step")  # the caller prints why
+            warnings.filterwarnings("ignore", "continuing from step")  # the caller prints why
             loaded = load_checkpoint(self.path, **trainer.parts())
         if loaded is None:
             return None

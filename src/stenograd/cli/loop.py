@@ -227,6 +227,7 @@ def _pool(setup: Setup, epoch: int, legs: Sequence[Sequence[int]]) -> Tensor:
             for batch in islice(_cut(setup, pool, epoch, steps, rank, world_size), taken):
                 seen[batch] = True
         left, before = pool[~seen[pool]], before + taken
+        # a given number of steps must be taken
         again = setup.recipe.steps_per_epoch is not None and len(left) < legs[-1][0]
         pool = pool if again else left
     return pool

@@ -238,6 +238,7 @@ def taking(
     """
     shared = {f.name for f in fields(Options)}
     left_out = {*without, *(shared - {*only} if only else ()), "given"}
+    # `options` is a dataclass, which type[T] does not say; the other ignore below is for the same.
     chosen = [f for f in fields(options) if f.name not in left_out]  # type: ignore[arg-type]
     kinds = get_type_hints(options, include_extras=True)
     only_by_name = inspect.Parameter.KEYWORD_ONLY

@@ -44,6 +44,7 @@ __all__ = ["Run", "read_run", "run"]
 # Shares of the time: for the link, and for training together on all ranks; methods are rehearsed in the rest.
 _LINK, _TOGETHER = 1 / 3, 0.1
 _LEAST_S = 2.0  # to measure a link
+# Options of a training, which a trial brings itself and a plan has settled.
 _OF_A_TASK = ("task", "data", "batch_size", "lr", "momentum", "weight_decay", "seed", "device")
 _MOST_WORKERS = 1 << 20
 _MOST_RECORDED = 64  # workers: a gather among them takes their messages' memory; beyond it is arithmetic

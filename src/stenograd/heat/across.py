@@ -241,13 +241,13 @@ class ParameterAverager:
     @torch.no_grad()
     def send(self) -> None:
         """Send what `pack` read; returns at once. What was sent before must have been merged."""
-        self._packed, self._sent = self._sent, self._packed
+        self._packed, self._sent = self._sent, self._packed  # what was sent is merged, so its memory is free
 
         def fill(at: int, part: slice, out: Tensor) -> None:
             if self._lossless:
                 out.copy_(self._sent[at][part])
             else:
-                torch.sub(self._sent[at][part], self._mine[at][part], out=out)
+                torch.sub(self._sent[at][part], self._mine[at][part], out=out)  # p - h
 
         self._flat.send(fill, self.weight)
 
@@ -360,7 +360,7 @@ def spread(parameters: Mapping[str, Tensor], driver: AnyDriver, source: int, fin
     verdict = torch.full(
         (1,), float(finite), dtype=torch.float32, device=next(iter(parameters.values())).device
     )
-    driver.broadcast(verdict, source, counted=True)
+    driver.broadcast(verdict, source, counted=True)  # first, so that all raise instead of taking NaN
     if not verdict.item():
         raise not_finite("parameters")
     if driver.world_size == 1:

@@ -107,6 +107,7 @@ class Plan:
         if skips.global_skip > 1:
             fewer = max(1, skips.global_skip // self.skip_reduction_factor)
             local = max(1, skips.local_skip // self.skip_reduction_factor)
+            # merged when the next is sent at the latest
             return Skips(fewer, local, min(fewer, max(1, skips.batches_to_wait - 1)))
         again = max(1, self.max_global_skips // self.local_skip_factor)
         return Skips(self.max_global_skips, again, again)

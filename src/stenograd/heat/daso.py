@@ -322,7 +322,7 @@ class DASO:
             for thing in (model, self.local_optimizer):
                 _held[thing] = weakref.ref(self), weakref.ref(sync)
             self._set_local(True)
-        except BaseException:
+        except BaseException:  # CTRL-C, too: threads and groups must not stay
             self._model = None
             if sync is not None:
                 sync.close()
@@ -369,6 +369,7 @@ class DASO:
             self._end_epoch()
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if not loss_globally_averaged:
+            # all ranks must choose the same skips
             value = sum_over_ranks(self._driver, [value])[0] / self._driver.world_size
         before = self._skips
         self._skips = self._plan.after_epoch(

@@ -256,7 +256,9 @@ class DataParallelOptimizer:
         self.update_next = False
         self.params_ref: list[torch.Tensor] = torch_optimizer.param_groups[0]["params"]
         self._updates = Updates()
+        # a step that waits belongs to what is saved
         torch_optimizer.register_state_dict_pre_hook(lambda *_: self.flush())
+        # and not to what is loaded
         torch_optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush())
 
     @property

@@ -189,7 +189,7 @@ class Workers:
                 self.wait(term_s)
         finally:  # also at a second Ctrl-C
             for rank in self.running():
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                     if self._grouped:
                         os.killpg(self.processes[rank].pid, signal.SIGKILL)
                     else:

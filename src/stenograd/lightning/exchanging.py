@@ -22,6 +22,7 @@ from stenograd.errors import CheckpointError, ConfigError
 __all__ = ["Exchanging", "copied", "drop_others", "fabric", "folder_of", "pytorch", "register_names"]
 
 _MARK = "stenograd"  # the key in Lightning's checkpoint under which the names of our folders stand
+# Refused: they register a hook, and a DDP model has one, which is the method's.
 _OTHERS_HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 

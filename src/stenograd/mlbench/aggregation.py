@@ -312,6 +312,7 @@ class AllReduceAggregation(Aggregation):
         if self.world_size > 1:
             means = self.average(values, unused, by_layer=by_layer)
         else:
+            # they are multiplied in place below
             means = {name: x.clone() for name, x in values.items() if name not in unused}
         for mean in means.values():
             if not self.divide_before and mean.element_size() < 4:

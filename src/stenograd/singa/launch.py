@@ -48,7 +48,7 @@ class NcclIdHolder:
         """
         mark = Path(f"{self.path}-rank-{rank}")
         try:
-            with suppress(FileExistsError), mark.open("x") as file:
+            with suppress(FileExistsError), mark.open("x") as file:  # claimed: read below by whom
                 file.write(str(os.getpid()))
             owner = mark.read_text()
         except OSError as cause:
