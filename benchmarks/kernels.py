@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from harness import command_line, main, number, publish, table
 
-from stenograd.data.finite import not_bounded
 from stenograd.kernels import lowrank
 from stenograd.kernels.indices import pack_places, unpack_places
 from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
@@ -26,6 +25,7 @@ from stenograd.kernels.scatter import scatter_mean
 from stenograd.kernels.select import select, select_feedback
 from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
 from stenograd.kernels.values import pack_values, unpack_values
+from stenograd.wire.finite import not_bounded
 
 GOALS = {
     "top-k 1 %: encode with feedback": 1.8,

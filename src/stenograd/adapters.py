@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from stenograd.catalog.method import Method
 from stenograd.checkpoint.api import load_state, save_state
-from stenograd.data.carried import in_memory
 from stenograd.errors import StenogradError
 from stenograd.sync.ddp import register
 from stenograd.sync.distribute import distribute
 from stenograd.sync.handshake import unwrapped
+from stenograd.wire.carried import in_memory
 
 __all__ = ["Attached"]
 

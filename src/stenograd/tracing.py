@@ -1,6 +1,6 @@
 """Traces a training on all ranks: one file for Perfetto or chrome://tracing, on one clock.
 
-`torch.profiler` shows the spans of `comm/pipeline.py`, but cannot stand in for this. It has no event for a
+`torch.profiler` shows the spans of `wire/pipeline.py`, but cannot stand in for this. It has no event for a
 collective that is under way or has arrived while something else is computed, for a gradient that is ready or
 for a bucket that is full; it leaves out the thread of methods of several rounds unless it is told not to; a
 program can run only one; and its files are of one rank each, by that rank's clock.
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from stenograd.arguments import whole
 from stenograd.checkpoint.files import write_atomically
-from stenograd.comm.agreement import agree
-from stenograd.comm.drivers import AnyDriver
 from stenograd.errors import ConfigError
+from stenograd.wire.agreement import agree
+from stenograd.wire.drivers import AnyDriver
 
 __all__ = ["MAX_EVENTS", "Event", "Phases", "Tracer", "Tracing", "as_json", "clock_offsets"]
 
@@ -274,7 +274,7 @@ def clock_offsets(driver: AnyDriver) -> list[tuple[float, float]]:
         driver: the way to the other ranks, all of which call this.
 
     Example:
-        >>> from stenograd.comm.driver import Driver
+        >>> from stenograd.wire.driver import Driver
         >>> from stenograd.launch.process_group import init, shutdown
         >>> _ = init()
         >>> clock_offsets(Driver())

@@ -22,10 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stenograd
-from stenograd.comm.packing import pack
 from stenograd.compression.contract import Site
 from stenograd.compression.sparse import Message
-from stenograd.data.requests import gather_ragged
 from stenograd.errors import StenogradError
 from stenograd.kernels.indices import pack_places, unpack_places
 from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
@@ -35,6 +33,8 @@ from stenograd.kernels.values import pack_values, unpack_values
 from stenograd.launch.failure_detector import Presence
 from stenograd.simulate import run
 from stenograd.testing.methods import configurations
+from stenograd.wire.packing import pack
+from stenograd.wire.requests import gather_ragged
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 MOST = 600  # elements of a case: enough for several blocks, words and cache lines

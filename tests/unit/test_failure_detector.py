@@ -15,11 +15,11 @@ import warnings
 
 import pytest
 
-from stenograd.comm.driver import Driver
 from stenograd.errors import LaunchError
 from stenograd.launch import failure_detector as presence
 from stenograd.launch import network
 from stenograd.launch.failure_detector import Absent, LineServer, Presence
+from stenograd.wire.driver import Driver
 
 GRACE_S = 10.0  # drivers give each other 2 s or more, which busy machines take for less
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import stenograd
-from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compressors.threshold import Threshold
 from stenograd.compressors.topk import TopK
 from stenograd.errors import WireError
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.kernels import indices, scatter, select
 from stenograd.simulate import exchange, ranks
 from stenograd.sync.steps import zero_bad

@@ -18,10 +18,10 @@ from stenograd.adapters import Attached
 from stenograd.catalog.method import Method
 from stenograd.catalog.method import method as parse
 from stenograd.checkpoint.api import MissingState
-from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, StenogradError, bad_value
 from stenograd.sync.handshake import as_optimizers, unwrapped
 from stenograd.sync.replica_guard import check_interval
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["Attachment", "optimizers_of", "refuse_sharding", "use"]
 

@@ -34,9 +34,6 @@ from stenograd.checkpoint.files import (
     write_rank,
 )
 from stenograd.checkpoint.reshard import Stateful, held, load_parts, reshard_rank, share_of
-from stenograd.comm.agreement import agree, everyone
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
 from stenograd.devices import random_state
 from stenograd.errors import (
     CheckpointError,
@@ -48,6 +45,9 @@ from stenograd.errors import (
 )
 from stenograd.launch.process_group import join
 from stenograd.version import __version__
+from stenograd.wire.agreement import agree, everyone
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
 
 __all__ = [
     "Loaded",

@@ -21,9 +21,9 @@ from stenograd.cli.options import Options, Task
 from stenograd.cli.pictures import draw_curves
 from stenograd.cli.setup import Setup, in_ranks, make_setup
 from stenograd.cli.table import Display, counted, megabytes, percent, show
-from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError, LaunchError, PeerLost, StenogradError
 from stenograd.launch.detect import detect
+from stenograd.wire.driver import Driver
 
 __all__ = ["Result", "chosen_methods", "default_methods", "demo", "explain", "run", "split_methods"]
 

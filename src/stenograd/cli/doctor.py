@@ -18,8 +18,6 @@ import torch
 
 import stenograd
 from stenograd.cli.table import show
-from stenograd.comm.driver import Driver
-from stenograd.data.requests import mean
 from stenograd.devices import name_all
 from stenograd.errors import StenogradError, first_line
 from stenograd.launch.interfaces import Reach, best, time_interfaces
@@ -27,6 +25,8 @@ from stenograd.launch.local_workers import python, usable_cores
 from stenograd.launch.network import GLOO_INTERFACE
 from stenograd.launch.process_group import backends, detect, init, meet, shutdown
 from stenograd.launch.rendezvous import gather_ranks, tell_all
+from stenograd.wire.driver import Driver
+from stenograd.wire.requests import mean
 
 __all__ = ["run", "try_all_reduce"]
 

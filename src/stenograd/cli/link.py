@@ -7,10 +7,10 @@ from stenograd.cli.folder import check_file
 from stenograd.cli.options import LinkOptions
 from stenograd.cli.setup import check_options, in_ranks
 from stenograd.cli.table import counted, megabytes, note, say, show, show_json
-from stenograd.comm.agreement import agree
-from stenograd.comm.driver import Driver
 from stenograd.errors import bad_value
 from stenograd.planning.link import Link, check_seconds, measure_link, rate_text, time_text
+from stenograd.wire.agreement import agree
+from stenograd.wire.driver import Driver
 
 __all__ = ["run"]
 

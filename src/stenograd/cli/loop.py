@@ -21,16 +21,16 @@ from stenograd.catalog.method import Method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.setup import Setup
 from stenograd.cli.table import counted, megabytes, percent
-from stenograd.comm.agreement import everyone, sum_over_ranks
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.traffic import Traffic, moved_bytes
-from stenograd.data.requests import Op
 from stenograd.kernels.hash import hash_tensor
 from stenograd.launch.local_workers import usable_cores
 from stenograd.sync.distribute import distribute
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.tracing import Phases
+from stenograd.wire.agreement import everyone, sum_over_ranks
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import Op
+from stenograd.wire.traffic import Traffic, moved_bytes
 
 __all__ = ["Progress", "Row", "Score", "StepTimes", "Trainer", "machine", "report"]
 

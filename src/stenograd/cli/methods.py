@@ -14,11 +14,11 @@ from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import Entry, entries, schedules
 from stenograd.cli.setup import check_option
 from stenograd.cli.table import counted, show, show_json
-from stenograd.comm.simulate import exchange
-from stenograd.comm.traffic import Traffic
-from stenograd.data.buckets import assign
-from stenograd.data.requests import Op
 from stenograd.errors import bad_value
+from stenograd.exchange.buckets import assign
+from stenograd.exchange.simulate import exchange
+from stenograd.wire.requests import Op
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["run"]
 

@@ -20,8 +20,6 @@ from stenograd.cli.options import PlanOptions
 from stenograd.cli.pictures import draw_plan
 from stenograd.cli.setup import check_options, in_ranks, make_setup
 from stenograd.cli.table import counted, note, say, show, show_json
-from stenograd.comm.agreement import agree, everyone
-from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError, DataError, bad_value, check_count, first_line
 from stenograd.launch.local_workers import usable_cores
 from stenograd.launch.process_group import detect
@@ -38,6 +36,8 @@ from stenograd.planning.plan import (
 )
 from stenograd.planning.trial import Trial, first_batches, load_trial
 from stenograd.reading import read_regular
+from stenograd.wire.agreement import agree, everyone
+from stenograd.wire.driver import Driver
 
 __all__ = ["Run", "read_run", "run"]
 

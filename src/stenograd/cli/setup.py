@@ -13,13 +13,13 @@ import torch
 from stenograd import devices, tasks
 from stenograd.catalog.method import Method
 from stenograd.cli.options import Options
-from stenograd.comm.agreement import agree
-from stenograd.comm.driver import Driver
-from stenograd.data.buckets import assign
 from stenograd.errors import ConfigError, bad_value, check_count
+from stenograd.exchange.buckets import assign
 from stenograd.launch.local_workers import python, run_local, usable_cores
 from stenograd.launch.process_group import World, detect, init
 from stenograd.tasks import Recipe, Task
+from stenograd.wire.agreement import agree
+from stenograd.wire.driver import Driver
 
 __all__ = ["Setup", "check_option", "check_options", "in_ranks", "make_setup"]
 

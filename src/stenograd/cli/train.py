@@ -17,10 +17,10 @@ from stenograd.cli.loop import Row, Trainer, report
 from stenograd.cli.options import Options, TrainOptions
 from stenograd.cli.setup import Setup, check_option, in_ranks, make_setup
 from stenograd.cli.table import Display, counted, megabytes, percent
-from stenograd.comm.agreement import agree
-from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
 from stenograd.launch.detect import detect
+from stenograd.wire.agreement import agree
+from stenograd.wire.driver import Driver
 
 __all__ = ["run"]
 

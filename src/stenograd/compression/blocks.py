@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stenograd.compression.codec import Codec, written
 from stenograd.compression.contract import Exchange, Facts, Payload, Site, State
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, gather, scatter
 from stenograd.kernels.bits import packed_bytes
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, gather, scatter
 
 __all__ = ["FEWEST_RANKS", "WHOLE", "BlockCodec", "Chunks", "chunks_for"]
 

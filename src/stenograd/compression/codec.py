@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Compressor, Exchange, Facts, Payload, Site, State, average_of
-from stenograd.data.finite import Finite, finite_of, is_finite
-from stenograd.data.requests import Rounds, commit, gather, gather_ragged, mean, means
+from stenograd.wire.finite import Finite, finite_of, is_finite
+from stenograd.wire.requests import Rounds, commit, gather, gather_ragged, mean, means
 
 __all__ = ["Additive", "Codec", "gathered", "message_share", "one_message", "written"]
 

@@ -21,9 +21,9 @@ from stenograd.compression.contract import (
     State,
     StateKind,
 )
-from stenograd.data.requests import Rounds, mean
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.bits import block_views
+from stenograd.wire.requests import Rounds, mean
 
 __all__ = ["EF21", "ErrorFeedback", "LoCo", "Wrapper"]
 

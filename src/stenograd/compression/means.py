@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stenograd.data.carried import mean_of_finite
-from stenograd.data.requests import Rounds, gather, means, scatter
+from stenograd.wire.carried import mean_of_finite
+from stenograd.wire.requests import Rounds, gather, means, scatter
 
 __all__ = ["added_in_order", "half_means", "half_rounds", "mean_in_order", "small_means", "small_rounds"]
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Exchange, Payload, Site, State
-from stenograd.data.requests import Rounds, gather, scatter
 from stenograd.errors import MethodError, WireError, bad_value, check_count
 from stenograd.kernels.bits import block_views, pack_bits, unpack_bits
 from stenograd.kernels.indices import pack_places, place_type, unpack_places
 from stenograd.kernels.scatter import inside
 from stenograd.kernels.select import select
 from stenograd.kernels.values import pack_values, unpack_values
+from stenograd.wire.requests import Rounds, gather, scatter
 
 __all__ = [
     "VALUES",

@@ -23,9 +23,9 @@ from stenograd.compression.contract import (
     StateKind,
     require_floating,
 )
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, gather
 from stenograd.errors import MethodError, bad_value, check_count
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, gather
 
 __all__ = ["DeMo", "cosines"]
 

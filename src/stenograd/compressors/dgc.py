@@ -23,11 +23,11 @@ from stenograd.compression.contract import (
     require_floating,
 )
 from stenograd.compression.sparse import Message, check_ramp, ramped
-from stenograd.data.finite import finite_of, norm_of
-from stenograd.data.requests import Rounds, gather, mean, together
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.scatter import scatter_mean
 from stenograd.kernels.select import select
+from stenograd.wire.finite import finite_of, norm_of
+from stenograd.wire.requests import Rounds, gather, mean, together
 
 __all__ = ["DGC"]
 

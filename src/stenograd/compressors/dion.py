@@ -23,10 +23,10 @@ from stenograd.compression.contract import (
     require_floating,
 )
 from stenograd.compression.orthogonalize import orthogonalize
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, means
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, row_sums, take_out
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, means
 
 __all__ = ["Dion"]
 

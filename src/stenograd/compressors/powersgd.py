@@ -22,11 +22,11 @@ from stenograd.compression.contract import (
 )
 from stenograd.compression.means import half_means, half_rounds, small_means, small_rounds
 from stenograd.compression.orthogonalize import orthogonalize
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, commit, means
 from stenograd.devices import bring
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, take_out
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, commit, means
 
 __all__ = ["PowerSGD"]
 

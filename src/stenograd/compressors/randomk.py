@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
-from stenograd.data.requests import Rounds, mean
 from stenograd.devices import bring
 from stenograd.errors import MethodError, bad_value
+from stenograd.wire.requests import Rounds, mean
 
 __all__ = ["RandomK"]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from stenograd.compression.codec import Codec, gathered
 from stenograd.compression.contract import Exchange, Facts, Feedback, Payload, Site, State
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, gather_lengths, gather_padded
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.scatter import scatter_mean
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, gather_lengths, gather_padded
 
 __all__ = ["Threshold"]
 

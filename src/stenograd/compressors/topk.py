@@ -24,11 +24,11 @@ from stenograd.compression.sparse import (
     select_chunks,
     sparse_all_reduce,
 )
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.scatter import put, scatter_mean
 from stenograd.kernels.select import select, select_feedback
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds
 
 __all__ = ["TopK"]
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method, MethodLike, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.node_layout import Layout
-from stenograd.comm.traffic import Traffic
-from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.errors import CheckpointError
+from stenograd.exchange.flat_parameters import Stream, by_kind
 from stenograd.sync.averaging import Copies, FlatExchange, difference_method, not_finite
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.node_layout import Layout
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["AcrossNodes", "InFlight", "ParameterAverager", "spread"]
 

@@ -13,12 +13,6 @@ from torch import Tensor, nn
 
 from stenograd.arguments import choice, number, typed
 from stenograd.catalog.method import MethodLike, method
-from stenograd.comm.agreement import sum_over_ranks
-from stenograd.comm.driver import Driver
-from stenograd.comm.groups import is_group
-from stenograd.comm.node_layout import find_layout
-from stenograd.comm.traffic import Traffic
-from stenograd.data.finite import is_finite
 from stenograd.errors import CheckpointError, ConfigError, StenogradError, bad_value
 from stenograd.heat.across import AcrossNodes
 from stenograd.heat.cycle import Plan, Skips
@@ -28,6 +22,12 @@ from stenograd.launch.process_group import join
 from stenograd.sync.averaging import Copies, average_buffers, difference_method
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import broadcast_model, compare, describe_optimizers, synced_parameters
+from stenograd.wire.agreement import sum_over_ranks
+from stenograd.wire.driver import Driver
+from stenograd.wire.finite import is_finite
+from stenograd.wire.groups import is_group
+from stenograd.wire.node_layout import find_layout
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["DASO"]
 

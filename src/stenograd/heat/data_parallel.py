@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from stenograd.arguments import typed
 from stenograd.catalog.method import MethodLike
-from stenograd.comm.filling import Slot
-from stenograd.comm.groups import ranks_of
-from stenograd.comm.tensor_exchange import Outcome
-from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, StenogradError
+from stenograd.exchange.filling import Slot
+from stenograd.exchange.tensor_exchange import Outcome
 from stenograd.heat.daso import DASO, check_comm
 from stenograd.sync.gradients import DEFAULT_BUCKET_BYTES, GradientSync
+from stenograd.wire.groups import ranks_of
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["DataParallel", "DataParallelMultiGPU", "DataParallelOptimizer", "DelayedSync", "Updates"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stenograd.comm.driver import Driver
-from stenograd.data.requests import gather
 from stenograd.sync.steps import refuse
+from stenograd.wire.driver import Driver
+from stenograd.wire.requests import gather
 
 __all__ = ["step_together"]
 

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from stenograd import devices
 from stenograd.arguments import choice, number
-from stenograd.comm.driver import Driver
-from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor, Feedback
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.identity import Identity
 from stenograd.compressors.powersgd import PowerSGD
-from stenograd.data.buckets import Bucket, assign
 from stenograd.errors import ConfigError, bad_value
+from stenograd.exchange.buckets import Bucket, assign
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.launch import process_group
 from stenograd.mlbench.arguments import (
     AVG_CUSTOM,
@@ -35,6 +33,8 @@ from stenograd.mlbench.arguments import (
 )
 from stenograd.sync.handshake import compare
 from stenograd.sync.steps import BITS, hashed, refuse, tell, unequal
+from stenograd.wire.driver import Driver
+from stenograd.wire.traffic import Traffic
 
 __all__ = [
     "Aggregate",

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from stenograd import devices
 from stenograd.arguments import choice
-from stenograd.comm.agreement import agree, sum_over_ranks
-from stenograd.comm.driver import Driver
-from stenograd.comm.groups import joined
 from stenograd.errors import bad_value
 from stenograd.launch.local_workers import environment
 from stenograd.launch.process_group import World, init, join, shutdown
+from stenograd.wire.agreement import agree, sum_over_ranks
+from stenograd.wire.driver import Driver
+from stenograd.wire.groups import joined
 
 __all__ = ["FCGraph", "global_average", "initialize_backends"]
 

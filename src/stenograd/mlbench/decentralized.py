@@ -10,10 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stenograd.comm.driver import Driver
-from stenograd.comm.traffic import Traffic
-from stenograd.data.carried import can_average
-from stenograd.data.finite import is_finite
 from stenograd.errors import bad_value
 from stenograd.launch import process_group
 from stenograd.mlbench.arguments import check_lr
@@ -21,6 +17,10 @@ from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
 from stenograd.sync.gossip import Gossip
 from stenograd.sync.handshake import compare
 from stenograd.topology.mixing import Graph
+from stenograd.wire.carried import can_average
+from stenograd.wire.driver import Driver
+from stenograd.wire.finite import is_finite
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["DecentralizedAggregation", "DecentralizedSGD"]
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.arguments import number, whole
-from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
 from stenograd.compression.feedback import ErrorFeedback
-from stenograd.data.finite import is_finite
-from stenograd.data.requests import Rounds, mean
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
 from stenograd.mlbench.aggregation import Averaging, RememberingAggregation
 from stenograd.mlbench.arguments import check_lr, gradient, unused_names
 from stenograd.mlbench.wrapper import Closure, Marks, evaluate, kept_attributes
+from stenograd.wire.finite import is_finite
+from stenograd.wire.requests import Rounds, mean
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["CentralizedSparsifiedSGD", "SignSGD", "SparsifiedAggregation", "SparsifiedSGD"]
 

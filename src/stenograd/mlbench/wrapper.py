@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, bad_value
 from stenograd.mlbench.aggregation import Aggregation
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["Closure", "Marks", "Wrapper", "evaluate", "kept_attributes"]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from stenograd.data.requests import Op
 from stenograd.errors import StenogradError, bad_value, check_count
 from stenograd.planning.link import Link
 from stenograd.planning.program import BROADCAST, Collective, Program, hops, messages, wire_bytes
+from stenograd.wire.requests import Op
 
 __all__ = ["Network", "Transfer", "network_of", "step_s"]
 

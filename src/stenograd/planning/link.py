@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from stenograd.checkpoint.files import read_json
-from stenograd.comm.agreement import everyone
-from stenograd.comm.driver import Driver, Pending
-from stenograd.comm.gloo import DATA_BYTES, MESSAGE_BYTES, PACKET_BYTES
-from stenograd.comm.traffic import ATTACH, Label
-from stenograd.data.requests import Op, Request
 from stenograd.errors import ConfigError, DataError, bad_value
 from stenograd.planning.program import hops, wire_bytes
 from stenograd.sync.handshake import compare
+from stenograd.wire.agreement import everyone
+from stenograd.wire.driver import Driver, Pending
+from stenograd.wire.gloo import DATA_BYTES, MESSAGE_BYTES, PACKET_BYTES
+from stenograd.wire.requests import Op, Request
+from stenograd.wire.traffic import ATTACH, Label
 
 __all__ = [
     "Link",

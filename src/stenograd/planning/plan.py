@@ -15,10 +15,8 @@ import torch
 from stenograd.catalog.method import MethodLike, for_any_optimizer, method
 from stenograd.catalog.registry import schedules
 from stenograd.checkpoint.files import finite, read_json, write_json
-from stenograd.comm.agreement import everyone
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
 from stenograd.errors import ConfigError, DataError, StenogradError, bad_value
+from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
 from stenograd.launch.local_workers import usable_cores
 from stenograd.planning.advice import (
     ACCURACIES,
@@ -39,6 +37,8 @@ from stenograd.planning.program import Program, at_size
 from stenograd.planning.rehearsal import Profile, rehearse, together
 from stenograd.planning.trial import Trial
 from stenograd.version import __version__
+from stenograd.wire.agreement import everyone
+from stenograd.wire.drivers import AnyDriver
 
 __all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_ranks"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from stenograd.comm.gloo import Route, frames, route, spreads
-from stenograd.comm.traffic import moved_bytes
-from stenograd.data.requests import REDUCTIONS, Op
+from stenograd.wire.gloo import Route, frames, route, spreads
+from stenograd.wire.requests import REDUCTIONS, Op
+from stenograd.wire.traffic import moved_bytes
 
 __all__ = [
     "BROADCAST",

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
-from stenograd.comm.traffic import ATTACH, Label
-from stenograd.data.requests import Op, Request, gather
 from stenograd.errors import check_count
+from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
 from stenograd.planning.program import BROADCAST, Collective, Event, Program
 from stenograd.planning.trial import Trial, Work, first_batches, untouched
 from stenograd.schedules.gossip import Gossip
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.distribute import distribute
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import Op, Request, gather
+from stenograd.wire.traffic import ATTACH, Label
 
 __all__ = [
     "Profile",
@@ -149,7 +149,7 @@ class RehearsalDriver(Driver):
 
     Example:
         >>> import torch
-        >>> from stenograd.data.requests import gather
+        >>> from stenograd.wire.requests import gather
         >>> driver = RehearsalDriver(3, Recorder())
         >>> len(driver.run(gather(torch.ones(2)))), driver.traffic.moved_bytes
         (3, 16)

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 from stenograd.arguments import number, whole
 from stenograd.catalog.method import Method, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import require_floating
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.cast import Cast
 from stenograd.compressors.identity import Identity
-from stenograd.data.buckets import Bucket
 from stenograd.devices import is_current
 from stenograd.errors import CheckpointError, ConfigError, bad_value
+from stenograd.exchange.buckets import Bucket
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.singa.gradients import DEFAULT_THRESHOLD, Gradients
 from stenograd.singa.launch import join
 from stenograd.singa.optimizers import SGD, Optimizer, Saved, Setting
 from stenograd.singa.slots import named_members
 from stenograd.sync.averaging import average_buffers
 from stenograd.sync.handshake import broadcast_model, broadcast_tensors, compare
+from stenograd.wire.driver import Driver
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["DistOpt", "TorchOptimizer"]
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from stenograd.arguments import whole
 from stenograd.catalog.method import Method
-from stenograd.comm.driver import Driver
-from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression.feedback import ErrorFeedback
-from stenograd.data.buckets import Bucket
 from stenograd.errors import CheckpointError, ConfigError, StenogradError, TensorTypeError, bad_value
+from stenograd.exchange.buckets import Bucket
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.singa.graph import Walker, backward, parameters_of
 from stenograd.singa.slots import AS_SAVED, some
 from stenograd.sync.handshake import compare
+from stenograd.wire.driver import Driver
 
 __all__ = ["DEFAULT_THRESHOLD", "Fusion", "Gradients"]
 

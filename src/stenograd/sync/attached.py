@@ -18,16 +18,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
 from stenograd.catalog.method import Method
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.comm.traffic import Traffic
-from stenograd.data.requests import gather
 from stenograd.devices import refuse_capture
 from stenograd.errors import StenogradError
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.sync.handshake import Members, Wrapping, compare, describe_optimizers, entries
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.sync.steps import Passes, after_closure, warn_of_left_out, watch_others
 from stenograd.tracing import MAX_EVENTS, Tracing
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import gather
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["Sync", "as_in_training", "at_end", "next_order", "refuse_nested"]
 

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, MethodLike, method
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.kernel_loading import load_kernels
-from stenograd.comm.tensor_exchange import Outcome, TensorExchange
 from stenograd.compression.contract import Facts, Payload, Site
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compression.means import mean_in_order
 from stenograd.compressors.identity import Identity
-from stenograd.data.carried import averaged_buffers
-from stenograd.data.finite import are_finite
-from stenograd.data.flat_parameters import Stream, by_kind
-from stenograd.data.requests import Rounds, gather, mean
 from stenograd.errors import ConfigError, MethodError, NonFiniteError, StenogradError
+from stenograd.exchange.flat_parameters import Stream, by_kind
+from stenograd.exchange.kernel_loading import load_kernels
+from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.steps import BITS, refuse_other_passes, tell
+from stenograd.wire.carried import averaged_buffers
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import are_finite
+from stenograd.wire.requests import Rounds, gather, mean
 
 __all__ = [
     "IN_ORDER",
@@ -255,7 +255,7 @@ def average(
         NonFiniteError: on every rank, if a mean is not finite; all tensors are kept then.
 
     Example:
-        >>> from stenograd.comm.driver import Driver
+        >>> from stenograd.wire.driver import Driver
         >>> from stenograd.launch.process_group import init, shutdown
         >>> _ = init()
         >>> x = torch.ones(2)

@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, method
-from stenograd.comm.bucket_states import check_state
-from stenograd.comm.driver import Driver, Pipeline
-from stenograd.comm.traffic import Label
 from stenograd.compression.contract import Site
-from stenograd.data.carried import can_average
-from stenograd.data.requests import gather
 from stenograd.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +23,7 @@ from stenograd.errors import (
     TensorTypeError,
     bad_value,
 )
+from stenograd.exchange.bucket_states import check_state
 from stenograd.schedules.gossip import Gossip as Schedule
 from stenograd.sync.attached import as_in_training
 from stenograd.sync.averaging import average, average_carried
@@ -37,6 +33,10 @@ from stenograd.sync.mixing import Estimates, Number, by_dtype, codec_of, mixing
 from stenograd.sync.survivors import watch_ranks
 from stenograd.topology.directed import Directed
 from stenograd.topology.mixing import Checked, Topology, describe
+from stenograd.wire.carried import can_average
+from stenograd.wire.driver import Driver, Pipeline
+from stenograd.wire.requests import gather
+from stenograd.wire.traffic import Label
 
 __all__ = ["Gossip", "GossipSync"]
 

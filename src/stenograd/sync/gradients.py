@@ -17,15 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from stenograd.catalog.method import MethodLike, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.filling import Filler, Slot, SparseFiller, is_own
-from stenograd.comm.groups import as_group
-from stenograd.comm.kernel_loading import load_kernels
-from stenograd.comm.sparse_rows import sparse_parameters
-from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES, Outcome, TensorExchange
-from stenograd.data.buckets import assign
-from stenograd.data.requests import gather
 from stenograd.errors import StenogradError
+from stenograd.exchange.buckets import assign
+from stenograd.exchange.filling import Filler, Slot, SparseFiller, is_own
+from stenograd.exchange.kernel_loading import load_kernels
+from stenograd.exchange.sparse_rows import sparse_parameters
+from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES, Outcome, TensorExchange
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Sync, at_end, next_order, refuse_nested
 from stenograd.sync.averaging import Copies, take_states
@@ -46,6 +43,9 @@ from stenograd.sync.steps import (
     StepSettings,
     bad_of,
 )
+from stenograd.wire.driver import Driver
+from stenograd.wire.groups import as_group
+from stenograd.wire.requests import gather
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
 

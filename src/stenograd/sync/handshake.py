@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 
 from stenograd.catalog.method import Method
-from stenograd.comm.drivers import AnyDriver
-from stenograd.data.carried import form_of, in_memory, refuse_unfit
 from stenograd.errors import ConfigError, MethodError, MismatchError, StenogradError, TensorTypeError
 from stenograd.kernels.backend import wanted
 from stenograd.version import __version__
+from stenograd.wire.carried import form_of, in_memory, refuse_unfit
+from stenograd.wire.drivers import AnyDriver
 
 __all__ = [
     "REFRESH",

@@ -14,11 +14,11 @@ from stenograd.catalog.method import Method
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
 from stenograd.compression.feedback import ErrorFeedback
-from stenograd.data.carried import mean_of_finite, wide
-from stenograd.data.finite import are_finite, is_finite
-from stenograd.data.flat_parameters import holds
-from stenograd.data.requests import Op, Rounds, exchange
 from stenograd.errors import CheckpointError, MethodError, StenogradError
+from stenograd.exchange.flat_parameters import holds
+from stenograd.wire.carried import mean_of_finite, wide
+from stenograd.wire.finite import are_finite, is_finite
+from stenograd.wire.requests import Op, Rounds, exchange
 
 __all__ = ["Estimates", "Number", "by_dtype", "codec_of", "mixing"]
 

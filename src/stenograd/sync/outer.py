@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method
-from stenograd.comm.bucket_states import check_state
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.node_layout import find_layout
-from stenograd.data.finite import are_finite
-from stenograd.data.requests import gather
 from stenograd.errors import ConfigError, NonFiniteError
+from stenograd.exchange.bucket_states import check_state
 from stenograd.launch.detect import World
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.averaging import IN_ORDER, FlatExchange, average, difference_method
 from stenograd.sync.handshake import broadcast_tensors
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import are_finite
+from stenograd.wire.node_layout import find_layout
+from stenograd.wire.requests import gather
 
 if TYPE_CHECKING:
     from stenograd.sync.gossip import Gossip

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.arguments import whole
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.data.carried import in_memory
-from stenograd.data.requests import gather
 from stenograd.errors import ReplicaDivergence, bad_value
 from stenograd.kernels.hash import hash_tensor
+from stenograd.wire.carried import in_memory
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import gather
 
 __all__ = ["ReplicaGuard", "check_interval"]
 

@@ -12,11 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stenograd.comm.bucket_states import check_state
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.data.requests import gather
 from stenograd.errors import ConfigError, NonFiniteError
+from stenograd.exchange.bucket_states import check_state
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
@@ -27,6 +24,9 @@ from stenograd.sync.gossip import Gossip
 from stenograd.sync.outer import Part, check_shapes, fragments_of, joined, of_part
 from stenograd.sync.survivors import Survivors
 from stenograd.topology.pairs import RandomPairs
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import gather
 
 __all__ = ["ParameterSync"]
 

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from stenograd.catalog.method import MethodLike, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.filling import Slot
-from stenograd.comm.groups import ranks_of
-from stenograd.comm.tensor_exchange import Outcome
-from stenograd.data.finite import are_finite
-from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
+from stenograd.exchange.filling import Slot
+from stenograd.exchange.tensor_exchange import Outcome
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import Members, as_optimizers, named, synced_parameters, unwrapped
 from stenograd.sync.steps import bad_of
 from stenograd.tracing import MAX_EVENTS, Tracing
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import are_finite
+from stenograd.wire.groups import ranks_of
+from stenograd.wire.requests import Rounds, gather
 
 __all__ = ["ShardedSync", "is_sharded"]
 

@@ -22,11 +22,11 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.filling import Slot, is_own
-from stenograd.comm.tensor_exchange import Told
-from stenograd.data.finite import is_finite, look_at, values_of
 from stenograd.errors import MismatchError, StenogradError
+from stenograd.exchange.filling import Slot, is_own
+from stenograd.exchange.tensor_exchange import Told
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import is_finite, look_at, values_of
 
 if TYPE_CHECKING:
     from stenograd.sync.attached import Sync

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from stenograd.comm.driver import Driver
-from stenograd.data.requests import gather
 from stenograd.errors import LaunchError, PeerLost
 from stenograd.launch.failure_detector import Presence, attend
 from stenograd.launch.network import own_address
 from stenograd.launch.process_group import attends
+from stenograd.wire.driver import Driver
+from stenograd.wire.requests import gather
 
 if TYPE_CHECKING:
     from stenograd.sync.outer import Part

@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stenograd.comm.simulate import exchange, run
 from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
 from stenograd.compression.feedback import ErrorFeedback
-from stenograd.data.finite import Finite
-from stenograd.data.requests import REDUCTIONS, Op, Request, Rounds, summed
+from stenograd.exchange.simulate import exchange, run
 from stenograd.testing.checks import (
     NUMEL,
     SHAPES,
@@ -32,6 +30,8 @@ from stenograd.testing.checks import (
     votes,
     wire_eps,
 )
+from stenograd.wire.finite import Finite
+from stenograd.wire.requests import REDUCTIONS, Op, Request, Rounds, summed
 
 __all__ = ["RULES"]
 

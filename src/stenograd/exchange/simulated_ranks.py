@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stenograd.comm.drivers import Observer
-from stenograd.comm.pipeline import Pipeline
-from stenograd.comm.simulate import answers
-from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
-from stenograd.data.requests import Op, Reply, Request, Rounds, gather, gather_ragged
 from stenograd.devices import settle
 from stenograd.errors import PeerLost, bad_value
+from stenograd.exchange.simulate import answers
+from stenograd.wire.drivers import Observer
+from stenograd.wire.pipeline import Pipeline
+from stenograd.wire.requests import Op, Reply, Request, Rounds, gather, gather_ragged
+from stenograd.wire.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 
 __all__ = ["SimulatedDriver", "ranks"]
 
@@ -40,7 +40,7 @@ def ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 
         Exception: what the lowest rank raised that failed by itself; all others then stop waiting.
 
     Example:
-        >>> from stenograd.data.requests import mean
+        >>> from stenograd.wire.requests import mean
         >>> ranks(2, lambda driver: driver.run(mean(torch.tensor([2.0 * driver.rank]))))
         [tensor([1.]), tensor([1.])]
     """

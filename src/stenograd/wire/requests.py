@@ -205,7 +205,7 @@ def commit(finite: Tensor) -> Rounds[bool]:
         finite: `data.finite.Finite` of this exchange, as a 0-d tensor equal on all ranks.
 
     Example:
-        >>> from stenograd.data.finite import finite_of
+        >>> from stenograd.wire.finite import finite_of
         >>> from stenograd.simulate import run
         >>> run([commit(finite_of([torch.ones(2)]))])
         [True]

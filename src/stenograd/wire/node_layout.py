@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stenograd.arguments import whole
-from stenograd.comm.agreement import everyone
-from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError, LaunchError, bad_value
 from stenograd.launch.detect import World
+from stenograd.wire.agreement import everyone
+from stenograd.wire.driver import Driver
 
 __all__ = ["Layout", "find_layout"]
 

@@ -17,7 +17,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
-from stenograd.data.requests import REDUCTIONS, Op
+from stenograd.wire.requests import REDUCTIONS, Op
 
 __all__ = [
     "ACK_EVERY",

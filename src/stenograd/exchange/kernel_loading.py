@@ -9,9 +9,9 @@ from torch import Tensor
 
 from stenograd.catalog.method import Method
 from stenograd.catalog.registry import compressors
-from stenograd.comm.simulate import exchange
 from stenograd.compression.contract import Compressor
 from stenograd.compression.feedback import ErrorFeedback
+from stenograd.exchange.simulate import exchange
 from stenograd.kernels.backend import wanted
 from stenograd.kernels.hash import hash_tensor
 from stenograd.kernels.host_cache import compiling

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stenograd.comm.sparse_rows import Rows, average_rows, rows_of, write_rows
-from stenograd.comm.tensor_exchange import Outcome, TensorExchange
-from stenograd.data.buckets import Bucket
-from stenograd.data.finite import are_finite
-from stenograd.data.requests import Rounds
 from stenograd.errors import StenogradError, TensorTypeError
+from stenograd.exchange.buckets import Bucket
+from stenograd.exchange.sparse_rows import Rows, average_rows, rows_of, write_rows
+from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
+from stenograd.wire.finite import are_finite
+from stenograd.wire.requests import Rounds
 
 __all__ = ["Filler", "Slot", "SparseFiller", "check_gradient", "is_own"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Compressor, Exchange, Site, State
-from stenograd.data.finite import Finite
-from stenograd.data.requests import Op, Reply, Request, Rounds
 from stenograd.errors import WireError
+from stenograd.wire.finite import Finite
+from stenograd.wire.requests import Op, Reply, Request, Rounds
 
 __all__ = ["answers", "exchange", "run"]
 
@@ -43,7 +43,7 @@ def run(
 
     Example:
         >>> import torch
-        >>> from stenograd.data.requests import mean
+        >>> from stenograd.wire.requests import mean
         >>> run([mean(torch.tensor([1.0])), mean(torch.tensor([3.0]))])
         [tensor([2.]), tensor([2.])]
     """

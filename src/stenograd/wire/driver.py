@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stenograd.comm.drivers import AnyDriver, Observer
-from stenograd.comm.gloo import Route, route, spreads, swaps
-from stenograd.comm.groups import as_group, ranks_of
-from stenograd.comm.messages import Arrival, Pending, Queued, Several, messages, swap, trade
-from stenograd.comm.packing import as_bytes, flattened, pack, pack_rows
-from stenograd.comm.pipeline import Pipeline
-from stenograd.comm.traffic import ATTACH, PLAIN, Label, Tally, Traffic
-from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged
 from stenograd.devices import Carriers
 from stenograd.errors import ConfigError, PeerLost, StenogradError, WireError, bad_value, first_line
 from stenograd.launch.failure_detector import Presence
 from stenograd.launch.process_group import came, go_on_without, leave, make_group, roll_call
+from stenograd.wire.drivers import AnyDriver, Observer
+from stenograd.wire.gloo import Route, route, spreads, swaps
+from stenograd.wire.groups import as_group, ranks_of
+from stenograd.wire.messages import Arrival, Pending, Queued, Several, messages, swap, trade
+from stenograd.wire.packing import as_bytes, flattened, pack, pack_rows
+from stenograd.wire.pipeline import Pipeline
+from stenograd.wire.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged
+from stenograd.wire.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 
 __all__ = ["Driver", "Pending", "Pipeline"]
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 
 from stenograd import errors
-from stenograd.comm.drivers import AnyDriver
-from stenograd.data.requests import gather
 from stenograd.errors import PeerLost, StenogradError
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import gather
 
 __all__ = ["agree", "everyone", "sum_over_ranks"]
 
@@ -26,7 +26,7 @@ def sum_over_ranks(driver: AnyDriver, values: Sequence[float]) -> list[float]:
         values: as many on every rank.
 
     Example:
-        >>> from stenograd.comm.driver import Driver
+        >>> from stenograd.wire.driver import Driver
         >>> from stenograd.launch.process_group import init, shutdown
         >>> _ = init()
         >>> sum_over_ranks(Driver(), [0.1, 2])

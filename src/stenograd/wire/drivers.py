@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from stenograd.comm.traffic import Label, Tally, Traffic
-from stenograd.data.requests import Reply, Request, Rounds
+from stenograd.wire.requests import Reply, Request, Rounds
+from stenograd.wire.traffic import Label, Tally, Traffic
 
 __all__ = ["AnyDriver", "AnyPending", "Observer"]
 

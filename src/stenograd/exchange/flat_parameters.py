@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from stenograd.data.buckets import Bucket, assign
-from stenograd.data.carried import wide
+from stenograd.exchange.buckets import Bucket, assign
+from stenograd.wire.carried import wide
 
 __all__ = ["Stream", "by_kind", "holds"]
 

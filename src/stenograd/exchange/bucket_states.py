@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method
-from stenograd.comm.drivers import AnyDriver
 from stenograd.compression.contract import Compressor, Exchange, Facts, Site, State
-from stenograd.data.buckets import Bucket, KeptState, join_state, keep, put_back, split_state
 from stenograd.errors import CheckpointError
+from stenograd.exchange.buckets import Bucket, KeptState, join_state, keep, put_back, split_state
+from stenograd.wire.drivers import AnyDriver
 
 __all__ = ["BucketState", "BucketStates", "Lane", "check_state", "same_memory"]
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from stenograd.comm.groups import ranks_of
-from stenograd.comm.traffic import Label
-from stenograd.data.requests import Op, Reply
+from stenograd.wire.groups import ranks_of
+from stenograd.wire.requests import Op, Reply
+from stenograd.wire.traffic import Label
 
 if TYPE_CHECKING:
-    from stenograd.comm.driver import Driver
+    from stenograd.wire.driver import Driver
 
 __all__ = ["Arrival", "Pending", "Queued", "Several", "messages", "swap", "trade"]
 

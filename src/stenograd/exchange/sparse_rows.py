@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from stenograd.data.requests import Rounds, gather
 from stenograd.errors import WireError
+from stenograd.wire.requests import Rounds, gather
 
 __all__ = ["Rows", "average_rows", "rows_of", "sparse_parameters", "write_rows"]
 

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.checks import Doubt, refuse
-from stenograd.comm.bucket_states import BucketState, BucketStates, Lane, check_state, same_memory
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.pipeline import Pipeline
-from stenograd.comm.traffic import CONTROL, Label
 from stenograd.compression.contract import Exchange, State
-from stenograd.data.buckets import Bucket, assign
-from stenograd.data.finite import Finite, is_finite, not_bounded, read
-from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, mean, summed
 from stenograd.devices import Streams, put, record
 from stenograd.errors import StenogradError, first_line
+from stenograd.exchange.bucket_states import BucketState, BucketStates, Lane, check_state, same_memory
+from stenograd.exchange.buckets import Bucket, assign
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import Finite, is_finite, not_bounded, read
+from stenograd.wire.pipeline import Pipeline
+from stenograd.wire.requests import REDUCTIONS, Op, Reply, Request, Rounds, mean, summed
+from stenograd.wire.traffic import CONTROL, Label
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Flags", "Outcome", "TensorExchange", "Told"]
 
@@ -44,7 +44,7 @@ class Flags:
 
     Example:
         >>> from stenograd.simulate import run
-        >>> from stenograd.data.requests import gather
+        >>> from stenograd.wire.requests import gather
         >>> ranks = [Flags(torch.tensor([1.0, 0.0])), Flags(torch.tensor([0.0, 0.0]))]
         >>> told = run([flags.carried_by(gather(torch.tensor([7]))) for flags in ranks])
         >>> told[0], ranks[1].any
@@ -275,7 +275,7 @@ class TensorExchange:
         finite: whether the last exchange was applied, alike on all ranks.
 
     Example:
-        >>> from stenograd.comm.driver import Driver
+        >>> from stenograd.wire.driver import Driver
         >>> exchange = TensorExchange("dense", Driver())
         >>> exchange.average({"w": torch.ones(2), "b": torch.zeros(1)})["w"], exchange.finite
         (tensor([1., 1.]), True)

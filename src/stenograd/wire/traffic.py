@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, TextIO
 
-from stenograd.comm.gloo import Frames, broadcast_frames, frames, spreads
-from stenograd.data.requests import REDUCTIONS, Op
+from stenograd.wire.gloo import Frames, broadcast_frames, frames, spreads
+from stenograd.wire.requests import REDUCTIONS, Op
 
 __all__ = ["ATTACH", "CONTROL", "PLAIN", "TRAINING", "Entry", "Label", "Tally", "Traffic", "moved_bytes"]
 
@@ -55,7 +55,7 @@ class Entry:
         across_bytes: of these, to other hosts. Both are 0 where the ranks have not told each other theirs.
         messages: that gloo makes of them.
         header_bytes: headers and acknowledgements on top of `moved_bytes`, estimated for Ethernet; see
-            `stenograd.comm.gloo`. 0 for CUDA tensors.
+            `stenograd.wire.gloo`. 0 for CUDA tensors.
         wait_s: seconds in which the rank waited for them.
         encode_s: seconds of computing and packing before them; between two rounds, decoding one and
             encoding the next.

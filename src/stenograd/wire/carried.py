@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stenograd.data.finite import is_finite
 from stenograd.errors import TensorTypeError
+from stenograd.wire.finite import is_finite
 
 __all__ = [
     "averaged_buffers",

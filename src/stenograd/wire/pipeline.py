@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from stenograd.checks import Doubt, doubts_kept_in, refuse
-from stenograd.comm.traffic import PLAIN, Label
-from stenograd.data.finite import Finite, read
-from stenograd.data.requests import Op, Reply, Request, Rounds
 from stenograd.errors import WireError
+from stenograd.wire.finite import Finite, read
+from stenograd.wire.requests import Op, Reply, Request, Rounds
+from stenograd.wire.traffic import PLAIN, Label
 
 if TYPE_CHECKING:
-    from stenograd.comm.drivers import AnyDriver, AnyPending
+    from stenograd.wire.drivers import AnyDriver, AnyPending
 
 __all__ = ["Pipeline"]
 
