@@ -198,7 +198,7 @@ class Attachment:
             self.load(self._folder)
 
         def refuse_own(*objects: Any) -> None:
-            if any(mine is self or any(mine is one.sync for one in self._attached) for mine in objects):
+            if any(own is self or any(own is one.sync for one in self._attached) for own in objects):
                 raise ConfigError(
                     "register_for_checkpointing would save the state of rank 0 only, and every rank has one "
                     "of its own: leave it out, accelerator.save_state saves all of them already"
@@ -272,8 +272,8 @@ class Attachment:
 
         @contextmanager
         def accumulating(model: Any) -> Iterator[None]:
-            mine = [one.sync for one in self._attached if one.module is unwrapped(model)]
-            with mine[0].no_sync() if mine else no_sync(model):
+            own = [one.sync for one in self._attached if one.module is unwrapped(model)]
+            with own[0].no_sync() if own else no_sync(model):
                 yield
 
         accelerator.prepare, accelerator.prepare_model = and_attach, without_ddp
@@ -341,9 +341,9 @@ def _refuse_late(accelerator: Accelerator) -> None:
 
 def optimizers_of(accelerator: Accelerator, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the prepared optimizers that hold parameters of a model."""
-    mine = {id(p) for p in model.parameters()}
+    own = {id(p) for p in model.parameters()}
     prepared = as_optimizers(list(accelerator._optimizers))
-    return [o for o in prepared if any(id(p) in mine for g in o.param_groups for p in g["params"])]
+    return [o for o in prepared if any(id(p) in own for g in o.param_groups for p in g["params"])]
 
 
 def refuse_sharding(accelerator: Accelerator) -> None:

@@ -50,7 +50,7 @@ def main() -> int:
     try:
         return int(commands.app(prog_name="stenograd", standalone_mode=False) or 0)
     except _UsageError as error:
-        return _failed(ConfigError(_told(error)))
+        return _failed(ConfigError(_worded(error)))
     except BrokenPipeError:  # `stenograd methods | head`: nobody reads any more, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -60,7 +60,7 @@ def main() -> int:
         return 130
 
 
-def _told(error: Any) -> str:
+def _worded(error: Any) -> str:
     """Say what is wrong with the words of a command line, and where its help is."""
     text, context = error.format_message().rstrip("."), error.ctx
     unknown = re.match(r"No such (?:option: |command ')([\w-]+)", text)

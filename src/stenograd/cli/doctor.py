@@ -86,17 +86,17 @@ def _run_launched() -> int:
         problem = first_line(error)
     versions = _versions()
     texts = tell_all(store, world, "findings", json.dumps([problem, versions]), _LIMIT_S)
-    told = [json.loads(text) for text in texts]
-    failed = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
+    received = [json.loads(text) for text in texts]
+    failed = [f"rank {rank}: {other}" for rank, (other, _) in enumerate(received) if other]
     if world.rank == 0:
-        differ = [name for name in versions if len({str(theirs.get(name)) for _, theirs in told}) > 1]
+        differ = [name for name in versions if len({str(other.get(name)) for _, other in received}) > 1]
         show(("what", "found"), [*versions.items(), *_machine().items()])
         show(
             ("interface", "address of rank 0", "pairs of hosts", "round trip, ms", "Mbit/s", "problem"),
             [_interface_row(one) for one in found],
         )
         for name in differ:
-            print(f"{name} differs: {', '.join(sorted({str(theirs.get(name)) for _, theirs in told}))}")
+            print(f"{name} differs: {', '.join(sorted({str(other.get(name)) for _, other in received}))}")
         print(_advice(found, chosen))
         print(
             f"all-reduce of {world.world_size} ranks over {os.environ.get(GLOO_INTERFACE, 'the default')}: ",

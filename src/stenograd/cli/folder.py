@@ -134,10 +134,10 @@ def saved_options(path: Path) -> Mapping[str, Any]:
 
 
 def _read_run(path: Path) -> Mapping[str, Any]:
-    def checked(told: dict[str, Any]) -> Mapping[str, Any]:
-        if not isinstance(told["identity"], dict) or not isinstance(told.get("options", {}), dict):
+    def checked(received: dict[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(received["identity"], dict) or not isinstance(received.get("options", {}), dict):
             raise TypeError("identity and options must be objects")
-        return told
+        return received
 
     return read_json(path, checked, CheckpointError, "cannot be read", "remove it, or restore it from a copy")
 

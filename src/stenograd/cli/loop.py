@@ -247,9 +247,9 @@ def _cut(setup: Setup, pool: Tensor, epoch: int, steps: int, rank: int, world_si
     """Cut a rank's shard of the pool in batches."""
     options = setup.options
     shuffle = options.shards == "shuffled"
-    mine = pool[tasks.shard(len(pool), rank, world_size, shuffle=shuffle, seed=options.seed)]
+    own = pool[tasks.shard(len(pool), rank, world_size, shuffle=shuffle, seed=options.seed)]
     return tasks.batches(
-        mine, setup.recipe.batch_size, epoch=epoch, seed=options.seed, shuffle=True, steps=steps
+        own, setup.recipe.batch_size, epoch=epoch, seed=options.seed, shuffle=True, steps=steps
     )
 
 
@@ -483,6 +483,6 @@ def report(times: StepTimes, traffic: Traffic, driver: AnyDriver) -> dict[str, A
     """
     ledger = [asdict(entry) for entry in traffic.entries()]
     took = {"means_s": times.means(), "quantiles_s": times.quantiles()}
-    mine = {"steps": times.steps, **took, "machine": machine(), "ledger": ledger}
-    told: Sequence[str] = everyone(driver, json.dumps(mine))
-    return {"ranks": [json.loads(text) for text in told]}
+    own = {"steps": times.steps, **took, "machine": machine(), "ledger": ledger}
+    received: Sequence[str] = everyone(driver, json.dumps(own))
+    return {"ranks": [json.loads(text) for text in received]}

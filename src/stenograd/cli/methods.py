@@ -44,23 +44,23 @@ def run(size: int, workers: int, as_json: bool = False) -> int:
     costs = [
         (
             name,
-            f"{told['payload_bytes']:,}",
-            f"{told['moved_bytes']:,}",
-            f"{told['bits_per_element']:.3g}",
-            f"{told['compression']:.1f}x",
+            f"{received['payload_bytes']:,}",
+            f"{received['moved_bytes']:,}",
+            f"{received['bits_per_element']:.3g}",
+            f"{received['compression']:.1f}x",
         )
-        for name, told in found.items()
+        for name, received in found.items()
     ]
     show(head, costs, title)
     shared = ", ".join(f"{key} ({kind.__name__})" for key, kind in METHOD_KEYS.items())
     keys = [
         (
             name,
-            "on" if told["feedback"] else "off",
-            told["what_it_sends"],
-            _listed(told["keys"]) or "none of its own",
+            "on" if received["feedback"] else "off",
+            received["what_it_sends"],
+            _listed(received["keys"]) or "none of its own",
         )
-        for name, told in found.items()
+        for name, received in found.items()
     ]
     keys.append(("all of them", "", "", shared))
     for name, (cls, _) in sorted(schedules().items()):
@@ -101,12 +101,12 @@ def _cost(how: Method, size: int, workers: int) -> dict[str, float]:
     dense = Traffic()
     dense.count(Op.MEAN, _DENSE_BYTES * size, workers)
     single = workers == 1
-    ours, theirs = (t.payload_bytes if single else t.moved_bytes for t in (sent, dense))
+    ours, other = (t.payload_bytes if single else t.moved_bytes for t in (sent, dense))
     return {
         "payload_bytes": sent.payload_bytes,
         "moved_bytes": sent.moved_bytes,
         "bits_per_element": 8 * sent.payload_bytes / size,
-        "compression": theirs / ours if ours else math.inf,
+        "compression": other / ours if ours else math.inf,
     }
 
 

@@ -139,7 +139,7 @@ def run(asked: PlanOptions) -> int:
         run = None if asked.check is None else read_run(asked.check)
         if run is not None:
             run.require(found.world_size, found.work["bucket_bytes"], [p.method for p in found.predictions])
-        return _told(asked, found, run, [found.sized(size) for size in sizes])
+        return _shown(asked, found, run, [found.sized(size) for size in sizes])
     if detect(os.environ).launcher != "alone":
         if len(sizes) > 1:
             raise ConfigError("several --workers are planned by one process: leave them out under a launcher")
@@ -166,7 +166,7 @@ def run(asked: PlanOptions) -> int:
         exact = size <= _MOST_RECORDED
         other = replace(job, workers=size)
         plans.append(_made(asked, other, link, None, len(sizes)) if exact else plans[-1].sized(size))
-    return _told(asked, plans[0], job.run, plans[1:])
+    return _shown(asked, plans[0], job.run, plans[1:])
 
 
 def _check(asked: PlanOptions) -> list[int]:
@@ -240,7 +240,7 @@ def _measured(asked: PlanOptions, given: str | Link | None, job: _Job, driver: D
     link = given or measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
     found = agree(driver, lambda: _made(asked, job, link, driver))
     found = with_ranks(found, job.trial, driver, asked.seconds * _TOGETHER)
-    tell = partial(_told, asked, found, job.run, []) if driver.rank == 0 else lambda: 0
+    tell = partial(_shown, asked, found, job.run, []) if driver.rank == 0 else lambda: 0
     status = agree(driver, tell)  # a report that rank 0 cannot write must fail everywhere
     # all ranks exit with the same status: a launcher takes another for a failure
     return max(int(text) for text in everyone(driver, str(status)))
@@ -291,11 +291,11 @@ def _trial(asked: PlanOptions, workers: int) -> tuple[str, Trial]:
     return str(asked.task), Trial(model, setup.recipe.make_optimizer(model), batches, loss)
 
 
-def _told(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Plan]) -> int:
+def _shown(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Plan]) -> int:
     """Print and write the plan, what it is with other numbers of workers, and how a run compares."""
     quiet, out = asked.as_json, asked.out
-    told = found.as_json()
-    shown = {key: told[key] for key in ("method", "reason", "notes", "predictions")}
+    received = found.as_json()
+    shown = {key: received[key] for key in ("method", "reason", "notes", "predictions")}
     if not quiet:
         _show_plan(found)
     if others:
@@ -411,8 +411,8 @@ def _check_run(plan: Plan, run: Run, tolerance: float, quiet: bool) -> dict[str,
         rows = [(what, *_compared(*cells)) for what, cells in values.items()]
         show(("what", "predicted", "measured", "difference"), rows, f"{text}, {steps} steps of {run.folder}")
         say(f"the mean step took {off:+.0%} of what was predicted: {verdict}")
-    told = {what: {"predicted": cells[0], "measured": cells[1]} for what, cells in values.items()}
-    return {"as_predicted": as_predicted, "verdict": verdict, "seconds and bytes": told, "differ": differ}
+    received = {what: {"predicted": cells[0], "measured": cells[1]} for what, cells in values.items()}
+    return {"as_predicted": as_predicted, "verdict": verdict, "seconds and bytes": received, "differ": differ}
 
 
 def _compared(predicted: float, measured: float, unit: float, name: str) -> tuple[str, str, str]:

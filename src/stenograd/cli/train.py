@@ -83,8 +83,8 @@ def _remembered(job: TrainOptions) -> TrainOptions:
 def _told_again(job: TrainOptions) -> dict[str, Any]:
     """Return what `_remembered` needs, JSON-able."""
     names = [*(f.name for f in fields(Options) if f.name != "given"), *_REMEMBERED]
-    told = {name: getattr(job, name) for name in names}
-    return told if job.data is None else told | {"data": str(job.data.resolve())}
+    received = {name: getattr(job, name) for name in names}
+    return received if job.data is None else received | {"data": str(job.data.resolve())}
 
 
 def _restarts() -> bool:

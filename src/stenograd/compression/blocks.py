@@ -196,12 +196,12 @@ class BlockCodec(Codec):
     def _two_phases(
         self, chunks: Chunks, x: Tensor, residual: Tensor | None, state: State, site: Site
     ) -> Rounds[Exchange]:
-        world, mine = site.world_size, chunks.span(site.rank)
+        world, local = site.world_size, chunks.span(site.rank)
         whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key, buffer=None)
         # a copy: encoding writes over x
-        own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        own = x[local].to(torch.promote_types(x.dtype, torch.float32), copy=True)
         if residual is not None:
-            own.add_(residual[mine])
+            own.add_(residual[local])
         payload, error = written(self, x, residual, whole)
         rows = yield from scatter(chunks.cut(payload))
         received = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
@@ -210,7 +210,7 @@ class BlockCodec(Codec):
         codec, chunks = self.again(chunks)
         second, lost = written(codec, average, None, part)
         if error is not None and lost is not None:
-            error[mine] = lost.mul_(world).to(error.dtype)  # N (a - C(a))
+            error[local] = lost.mul_(world).to(error.dtype)  # N (a - C(a))
         everyone = yield from gather(chunks.row(second))
         final = chunks.join(row for (row,) in everyone)
         return Exchange(codec.decode(final, x, whole), state, error, codec.finite([final]))

@@ -345,8 +345,8 @@ def sent_bytes(*where: str) -> int:
     buckets = json.loads(command("tc", *where, "-s", "-j", "qdisc", "show", "dev", "eth0", "root"))
     if buckets and buckets[0]["kind"] == "tbf":
         return int(buckets[0]["bytes"])
-    told = json.loads(ip(*where, "-s", "-j", "link", "show", "dev", "eth0"))
-    return int(told[0]["stats64"]["tx"]["bytes"])
+    received = json.loads(ip(*where, "-s", "-j", "link", "show", "dev", "eth0"))
+    return int(received[0]["stats64"]["tx"]["bytes"])
 
 
 def ip(*arguments: str) -> str:

@@ -92,8 +92,8 @@ class BucketStates:
         known = {name: self._homeless.pop(name) for name in bucket.names if name in self._homeless}
         state = fresh
         if known and fresh:  # a dense bucket keeps none
-            mine = {name: {**new, **known.get(name, {})} for name, new in split_state(fresh, bucket).items()}
-            state = join_state(fresh, bucket, mine)
+            own = {name: {**new, **known.get(name, {})} for name, new in split_state(fresh, bucket).items()}
+            state = join_state(fresh, bucket, own)
         self._slots.append(BucketState(bucket, (first, later), state))
         return True
 
@@ -169,11 +169,11 @@ class BucketStates:
         for i, exchange in enumerate(exchanges):
             slot = self._slots[i]
             old, slot.state = slot.state, exchange.state
-            mine = self.flat(i)
+            own = self.flat(i)
             for key, new in exchange.state.items():
-                if new is not old[key] and same_memory(new, mine):
-                    same = old[key].dtype == mine.dtype and old[key].numel() == mine.numel()
-                    slot.flat = old[key] if same else torch.empty_like(mine)
+                if new is not old[key] and same_memory(new, own):
+                    same = old[key].dtype == own.dtype and old[key].numel() == own.numel()
+                    slot.flat = old[key] if same else torch.empty_like(own)
             if i in kept:
                 slot.state = put_back(slot.state, slot.bucket, kept[i])
 

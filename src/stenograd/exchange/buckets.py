@@ -147,7 +147,7 @@ def join_state(
 
 
 def keep(state: Mapping[str, Tensor], bucket: Bucket, chosen: Sequence[int]) -> KeptState:
-    """Copy the state of some of a bucket's tensors, given by their places, for `put_back`."""
+    """Copy the state of some of a bucket's tensors, given by their indices, for `put_back`."""
     kept: dict[str, dict[int, Tensor]] = {}
     for key, value in state.items():
         _, slash, number = key.partition("/")

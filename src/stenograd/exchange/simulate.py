@@ -129,7 +129,7 @@ def answers(asked: list[Request], refuse_commits: bool = False) -> list[Reply]:
         replies = [
             answers(list(same), refuse_commits) for same in zip(*(r.parts for r in asked), strict=True)
         ]
-        return [list(mine) for mine in zip(*replies, strict=True)]
+        return [list(own) for own in zip(*replies, strict=True)]
     if asked[0].op is Op.GATHER:
         return [[tuple(t.clone() for t in r.tensors) for r in asked] for _ in asked]
     if asked[0].op is Op.SCATTER:
@@ -159,16 +159,16 @@ def _check_peers(asked: list[Request]) -> None:
             if not 0 <= other < len(asked) or other == rank:
                 raise WireError(f"rank {rank} of {len(asked)} cannot exchange with rank {other}")
         for peer in request.peers:
-            theirs = asked[peer]
-            if rank in theirs.senders:
+            received = asked[peer]
+            if rank in received.senders:
                 continue
-            if request.sources is None and theirs.sources is None:
+            if request.sources is None and received.sources is None:
                 raise WireError(
-                    f"rank {rank} exchanges with rank {peer}, whose peers are {list(theirs.peers)}: "
+                    f"rank {rank} exchanges with rank {peer}, whose peers are {list(received.peers)}: "
                     "the relation must be symmetric"
                 )
             raise WireError(
-                f"rank {rank} sends to rank {peer}, whose sources are {list(theirs.senders)}: it must be "
+                f"rank {rank} sends to rank {peer}, whose sources are {list(received.senders)}: it must be "
                 "among them"
             )
         for source in request.senders:

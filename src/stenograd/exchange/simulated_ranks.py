@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stenograd.devices import settle
+from stenograd.devices import synchronize
 from stenograd.errors import PeerLost, bad_value
 from stenograd.exchange.simulate import answers
 from stenograd.wire.drivers import Observer
@@ -100,7 +100,7 @@ class _Hub:
                 return
             del self._asked[number]
             found = answers([asked[r] for r in range(self.size)])
-            settle(t for part in (request, *request.parts) for t in part.tensors)
+            synchronize(t for part in (request, *request.parts) for t in part.tensors)
             self._answers[number] = dict(enumerate(found))
             self._changed.notify_all()
 
@@ -119,10 +119,10 @@ class _Hub:
                 )
                 error.ranks = tuple(late)
                 raise error
-            mine = self._answers[number].pop(rank)
+            own = self._answers[number].pop(rank)
             if not self._answers[number]:
                 del self._answers[number]
-            return mine
+            return own
 
     def part(self, number: int, members: Sequence[int]) -> _Hub:
         """Return where a part of the group meets, the same for the n-th split of each rank."""
@@ -160,7 +160,7 @@ class SimulatedDriver:
         """Issue a request without waiting for it; it is counted under the label."""
         pending = _SimulatedPending(self, self._asked, label, request)
         self._asked += 1
-        settle(t for part in (request, *request.parts) for t in part.tensors)
+        synchronize(t for part in (request, *request.parts) for t in part.tensors)
         self.hub.ask(self._asked - 1, self.rank, request)
         return pending
 
@@ -196,9 +196,9 @@ class SimulatedDriver:
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
         """Bring every rank's message of any length to every rank."""
-        mine = torch.frombuffer(bytearray(message + b"."), dtype=torch.uint8)[:-1]
-        told = self.run(gather_ragged(mine), Label(ATTACH))
-        return [bytes(theirs.numpy()) for (theirs,) in told]
+        own = torch.frombuffer(bytearray(message + b"."), dtype=torch.uint8)[:-1]
+        received = self.run(gather_ragged(own), Label(ATTACH))
+        return [bytes(other.numpy()) for (other,) in received]
 
     def private(self) -> SimulatedDriver:
         """Return a driver over the same ranks whose collectives mix with nobody else's."""

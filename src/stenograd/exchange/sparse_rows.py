@@ -64,19 +64,19 @@ def average_rows(rows: Sequence[Rows], world_size: int) -> Rounds[list[Rows]]:
         ([0, 2], [[1.0], [5.0]])
     """
     counts = torch.tensor([len(r.indices) for r in rows], device=rows[0].indices.device)
-    everyone = [theirs.tolist() for (theirs,) in (yield from gather(counts))]
+    everyone = [other.tolist() for (other,) in (yield from gather(counts))]
     most = [max(column) for column in zip(*everyone, strict=True)]
     if min(map(min, everyone)) < 0:
         raise WireError(f"a rank cannot have fewer than no rows, got {everyone}: the message is damaged")
-    mine: list[Tensor] = []
+    own: list[Tensor] = []
     for (indices, values), n in zip(rows, most, strict=True):
         lacking = n - len(indices)
-        mine += [
+        own += [
             pad(indices, (0, lacking)),
             torch.cat([values, values.new_zeros(lacking, *values.shape[1:])]),
         ]
-    told = yield from gather(*mine)
-    return [_added(told, i, [counts[i] for counts in everyone], world_size) for i in range(len(rows))]
+    received = yield from gather(*own)
+    return [_added(received, i, [counts[i] for counts in everyone], world_size) for i in range(len(rows))]
 
 
 def write_rows(parameter: Tensor, average: Rows) -> None:
@@ -93,10 +93,10 @@ def write_rows(parameter: Tensor, average: Rows) -> None:
     parameter.grad = grad.to_dense() if dense else grad
 
 
-def _added(told: Sequence[tuple[Tensor, ...]], i: int, counts: Sequence[int], world_size: int) -> Rows:
+def _added(received: Sequence[tuple[Tensor, ...]], i: int, counts: Sequence[int], world_size: int) -> Rows:
     """Add the rows of tensor i of all ranks, in rank order."""
-    indices = torch.cat([theirs[2 * i][:n] for theirs, n in zip(told, counts, strict=True)])
-    values = torch.cat([theirs[2 * i + 1][:n] for theirs, n in zip(told, counts, strict=True)])
+    indices = torch.cat([other[2 * i][:n] for other, n in zip(received, counts, strict=True)])
+    values = torch.cat([other[2 * i + 1][:n] for other, n in zip(received, counts, strict=True)])
     kept, at = torch.unique(indices, return_inverse=True)
     total = values.new_zeros(len(kept), *values.shape[1:])
     start = 0

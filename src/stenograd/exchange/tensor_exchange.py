@@ -51,9 +51,9 @@ class Flags:
         ([(tensor([7]),), (tensor([7]),)], tensor([1, 0], dtype=torch.uint8))
     """
 
-    def __init__(self, mine: Tensor) -> None:
-        self._mine = mine
-        self._any: Tensor | None = None if mine.numel() else mine
+    def __init__(self, own: Tensor) -> None:
+        self._own = own
+        self._any: Tensor | None = None if own.numel() else own
 
     @property
     def any(self) -> Tensor:
@@ -68,7 +68,7 @@ class Flags:
 
     def alone(self) -> Rounds[None]:
         """Exchange them in a collective of their own."""
-        self._any = yield from mean(self._mine)
+        self._any = yield from mean(self._own)
 
     def carried_by(self, rounds: Rounds[T]) -> Rounds[T]:
         """Run a coroutine; the flags travel with its first request, or after it where that cannot take them.
@@ -98,12 +98,12 @@ class Flags:
     def _rider(self, request: Request) -> Tensor | None:
         if request.op in REDUCTIONS:
             # One all-reduce has one type; zeros and ones are exact in each.
-            return self._mine.to(request.tensors[0].dtype) if request.tensors else self._mine
+            return self._own.to(request.tensors[0].dtype) if request.tensors else self._own
         if request.op is Op.GATHER:
-            return self._mine.to(torch.uint8)
+            return self._own.to(torch.uint8)
         if request.op is Op.SCATTER:
             ranks = len(request.tensors[0])
-            return self._mine.to(torch.uint8).expand(ranks, -1)
+            return self._own.to(torch.uint8).expand(ranks, -1)
         return None
 
     def _unloaded(self, request: Request, reply: Reply) -> Reply:
@@ -113,8 +113,8 @@ class Flags:
         if request.op in REDUCTIONS:
             self._any = reply[-1]
             return reply[:-1]
-        self._any = torch.stack([theirs[-1] for theirs in reply]).amax(0)
-        return [theirs[:-1] for theirs in reply]
+        self._any = torch.stack([other[-1] for other in reply]).amax(0)
+        return [other[:-1] for other in reply]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Told:
     def unpacked(self: S, row: Sequence[bool]) -> S:
         """Return what a row of as many flags tells, such as which of them any rank has set."""
         left = iter(row)
-        return type(self)(**{key: list(islice(left, len(mine))) for key, mine in vars(self).items()})
+        return type(self)(**{key: list(islice(left, len(own))) for key, own in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -195,16 +195,16 @@ def read_end(
     Raises:
         WireError: a doubt was right.
     """
-    told = {i: e.finite for i, e in exchanges.items() if e.finite is not None}
+    received = {i: e.finite for i, e in exchanges.items() if e.finite is not None}
     seen = {
         i: _sum(e.average)
         for i, e in exchanges.items()
         if e.finite is None or e.average.dtype is torch.float16
     }
-    small = [flags, *told.values(), *seen.values(), *asked, *(good for good, _ in doubts)]
+    small = [flags, *received.values(), *seen.values(), *asked, *(good for good, _ in doubts)]
     set_flags, *rest = read(small)
     numbers = iter([number for (number,) in rest])
-    codes, sums = ({i: next(numbers) for i in found} for found in (told, seen))
+    codes, sums = ({i: next(numbers) for i in found} for found in (received, seen))
     bounded = [next(numbers) == Finite.BOUNDED for _ in asked]
     refuse(doubts, list(numbers))
     fine = {
@@ -566,9 +566,9 @@ class TensorExchange:
 
     def _control(self, flags: Sequence[bool], device: torch.device) -> Flags:
         """Return what all ranks must know: which of their buckets are not finite, and the caller's flags."""
-        mine = put([float(f) for f in flags], torch.float32, device)
+        own = put([float(f) for f in flags], torch.float32, device)
         bad = [self._bad[i].to(device) for i in sorted(self._bad)]
-        return Flags(torch.cat([torch.stack(bad), mine]) if bad else mine)
+        return Flags(torch.cat([torch.stack(bad), own]) if bad else own)
 
     @torch.no_grad()
     def _collect(
@@ -599,9 +599,9 @@ class TensorExchange:
     def _concluded(self, pipeline: Pipeline[Any], end: _End) -> Outcome:
         """Receive all, decide alike on all ranks whether the step counts, and take new states if so."""
         ended = {i: e for i, e in pipeline.receive().items() if isinstance(e, Exchange)}
-        told, fine, bounded = read_end(self._flags.any, ended, pipeline.asked, pipeline.doubts)
+        received, fine, bounded = read_end(self._flags.any, ended, pipeline.asked, pipeline.doubts)
         guarded = sorted(self._bad)
-        entered, found = dict(zip(guarded, told, strict=False)), end.unpacked(told[len(guarded) :])
+        entered, found = dict(zip(guarded, received, strict=False)), end.unpacked(received[len(guarded) :])
         sound = not (any(found.elsewhere) or any(entered.values()))
         # Before anything is committed, because an average may then take the memory of the old residual.
         kept = self._slots.kept(found.used) if sound and not all(found.used) else {}

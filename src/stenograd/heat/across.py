@@ -101,12 +101,12 @@ class AcrossNodes:
         """Pack the parameters, merge the exchange in flight, then send; merged `wait` batches later."""
         group = self._take_turn()
         self._log("send", group)
-        mine = self._averagers.get(group)
-        if mine is not None:
-            mine.pack()  # before merging, as Heat does: what is sent does not hold this batch's merge
+        own = self._averagers.get(group)
+        if own is not None:
+            own.pack()  # before merging, as Heat does: what is sent does not hold this batch's merge
         self.merge()
-        if mine is not None:
-            mine.send()
+        if own is not None:
+            own.send()
         self.in_flight = InFlight(group, wait, due)
 
     def merge(self) -> None:
@@ -116,19 +116,19 @@ class AcrossNodes:
         (group, wait, _), self.in_flight = self.in_flight, None
         self._log("merge", group)
         nodes = len(self.layout.nodes)
-        mine = self._averagers.get(group)
+        own = self._averagers.get(group)
         # Heat's weight: the longer the wait, the newer are this rank's own parameters than the sent ones.
         with self._copies.follow(self.parameters.values()):
-            self._spread(group, mine is None or mine.merge(nodes / (nodes + (2 * wait or 1))))
+            self._spread(group, own is None or own.merge(nodes / (nodes + (2 * wait or 1))))
 
     def replace(self) -> None:
         """Merge the exchange in flight; then set all parameters to the exact mean over the nodes."""
         self.merge()  # first: at an epoch's end Heat packs over the exchange in flight, and loses it
         group = self._take_turn()
         self._log("send", group)
-        mine = self._averagers.get(group)
+        own = self._averagers.get(group)
         with self._copies.follow(self.parameters.values()):
-            finite = mine is None or mine.replace()
+            finite = own is None or own.replace()
             self._log("replace", group)
             self._spread(group, finite)
 
@@ -214,7 +214,7 @@ class ParameterAverager:
         self._exact: FlatExchange | None = None  # made when first used
         self._packed: list[Tensor] = []
         self._sent: list[Tensor] = []
-        self._mine: list[Tensor] = []
+        self._own: list[Tensor] = []
         self._mean: list[Tensor] = []
         self._arrived = False
 
@@ -227,8 +227,8 @@ class ParameterAverager:
     def anchor(self) -> None:
         """Count differences from the present parameters, which must be equal on all ranks."""
         if not self._lossless:
-            self._mine = self._flat.values()
-            self._mean = [values.clone() for values in self._mine]
+            self._own = self._flat.values()
+            self._mean = [values.clone() for values in self._own]
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -247,7 +247,7 @@ class ParameterAverager:
             if self._lossless:
                 out.copy_(self._sent[at][part])
             else:
-                torch.sub(self._sent[at][part], self._mine[at][part], out=out)  # p - h
+                torch.sub(self._sent[at][part], self._own[at][part], out=out)  # p - h
 
         self._flat.send(fill, self.weight)
 
@@ -266,8 +266,8 @@ class ParameterAverager:
             for stream, target in zip(self._flat.streams, self._sent, strict=True):
                 if stream.holds(target):
                     stream.approach(target, share)  # p + share (H + (p_sent - h) - p)
-            for mine, mean_ in zip(self._mine, self._mean, strict=True):
-                mine.lerp_(mean_, share)  # h + share (H - h)
+            for own, mean_ in zip(self._own, self._mean, strict=True):
+                own.lerp_(mean_, share)  # h + share (H - h)
         return arrived
 
     def discard(self) -> None:
@@ -295,7 +295,7 @@ class ParameterAverager:
         self._await_arrival()
         return {
             "exchange": self._flat.exchange.state_dict(),
-            "mine": [t.clone() for t in self._mine],
+            "mine": [t.clone() for t in self._own],
             "mean": [t.clone() for t in self._mean],
             "arrived": [t.clone() for t in self._sent] if self._arrived else [],
         }
@@ -312,7 +312,7 @@ class ParameterAverager:
                 raise CheckpointError(f"the state's {key} is of another model: load it into the same model")
         self._await_arrival()
         self._flat.exchange.load_state_dict(state["exchange"])
-        self._mine, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
+        self._own, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
         self._arrived = bool(state["arrived"])
         if self._arrived:
             self._sent = self._taken(state["arrived"])
@@ -339,7 +339,7 @@ class ParameterAverager:
                 continue
             # what was sent was multiplied by it
             lost = torch.zeros_like(sent) if lost is None else lost / self.weight
-            torch.sub(sent, lost, out=self._mine[at][part])  # h + q = p_sent - lost
+            torch.sub(sent, lost, out=self._own[at][part])  # h + q = p_sent - lost
             torch.add(self._mean[at][part].add_(mean_), lost, out=sent)  # H + mean(q), and p_sent - h
         self._arrived = True
 

@@ -32,17 +32,17 @@ def step_together(scaler: Any, optimizer: torch.optim.Optimizer, driver: Driver)
         MismatchError: on all ranks: their scales differ.
     """
     found = _found(scaler, optimizer) if scaler.is_enabled() else {}
-    mine = float(any(bool(flag.item()) for flag in found.values()))
-    own = [mine, scaler.get_scale()]
+    local = float(any(bool(flag.item()) for flag in found.values()))
+    own = [local, scaler.get_scale()]
     message = torch.tensor(own, dtype=torch.float64, device="cpu")
-    told = driver.run(gather(message))
-    if any(scale != told[0][0][1] for ((_, scale),) in told):
+    received = driver.run(gather(message))
+    if any(scale != received[0][0][1] for ((_, scale),) in received):
         refuse(driver, {"loss scale": scaler.get_scale()})
     if not scaler.is_enabled():
         scaler.step(optimizer)
         return True
     # Torch's own sharded scalers agree at the same point, in the record of what unscale_ found.
-    overflowed = any(bool(theirs) for ((theirs, _),) in told)
+    overflowed = any(bool(other) for ((other, _),) in received)
     for flag in found.values():
         flag.fill_(float(overflowed))
     scaler.step(optimizer)

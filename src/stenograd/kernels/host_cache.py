@@ -198,7 +198,7 @@ class _Turn:
         self.what = "this step"
         self._file: int | None = None
         self._line: threading.Timer | None = None
-        self._told: set[str] = set()
+        self._said: set[str] = set()
 
     def take(self, place: Path) -> None:
         """Wait for the lock, unless this process has it; where there is none to be had, just go on."""
@@ -241,9 +241,9 @@ class _Turn:
             self._line.start()
 
     def _tell(self, line: str) -> None:
-        if line not in self._told:
+        if line not in self._said:
             print(line, file=sys.stderr, flush=True)
-        self._told.add(line)
+        self._said.add(line)
 
 
 _turn = _Turn()

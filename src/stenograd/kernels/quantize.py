@@ -198,7 +198,7 @@ def short_uniforms(seed: int, n: int, device: torch.device | None = None) -> Ten
 
 
 def _hashes(seed: int, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of a tensor, each with the hashes of its places: int64 is twice the size of the result."""
+    """Yield parts of a tensor, each with the hashes of its indices: int64 is twice the size of the result."""
     first, second = hash_keys(seed)
     chunk = _CHUNK.get(out.device.type, 1 << 22)
     for start in range(0, len(out), chunk):

@@ -1,7 +1,7 @@
 """Kernels for CUDA tensors in Triton; STENOGRAD_KERNELS=triton turns them on.
 
 They have run in Triton's interpreter only, where they give the bits of plain torch, and never on a GPU, so
-plain torch is the default there. What is missing here (top-k, scatter, places, casts) stays with plain torch.
+plain torch is the default there. What is missing (top-k, scatter, indices, casts) stays with plain torch.
 Codes are written one a byte and then packed by torch. None is returned for what is left to plain torch.
 """
 

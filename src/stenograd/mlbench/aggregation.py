@@ -152,9 +152,9 @@ class Averaging:
         names = [name for bucket in exchange.buckets for name in bucket.names]
         flags = [] if bad is None else [bad]
         settings = {"loss scale": self.scale}
-        told = [] if self.scale is None else tell(hashed(settings, self._count), BITS)
+        received = [] if self.scale is None else tell(hashed(settings, self._count), BITS)
         self._count += 1
-        outcome = exchange.finish([name not in unused for name in names], [*flags, *told]).result()
+        outcome = exchange.finish([name not in unused for name in names], [*flags, *received]).result()
         exchange.join_streams()
         if any(unequal(outcome.any_flags[len(flags) :])):
             refuse(self.driver, settings)

@@ -223,11 +223,11 @@ class DecentralizedSGD(Wrapper):
 def _agree_on_graph(driver: Driver, rank: int | None, neighbors: Iterable[int] | None, weights: str) -> Graph:
     """Learn every rank's neighbours, so that a mistake of one rank is an error on all and not a deadlock."""
     try:
-        mine: Any = None if neighbors is None else [int(other) for other in neighbors]
+        own: Any = None if neighbors is None else [int(other) for other in neighbors]
     except (TypeError, ValueError):
-        mine = repr(neighbors)  # told like a list, so that the error comes on all ranks
-    told = driver.gather_bytes(json.dumps([rank, mine, weights], default=repr).encode())
-    answers = [json.loads(message) for message in told]
+        own = repr(neighbors)  # told like a list, so that the error comes on all ranks
+    received = driver.gather_bytes(json.dumps([rank, own, weights], default=repr).encode())
+    answers = [json.loads(message) for message in received]
     for place, (claimed, theirs, rule) in enumerate(answers):
         if claimed not in (None, place):
             advice = "pass init().rank, or None"

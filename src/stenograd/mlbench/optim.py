@@ -68,9 +68,9 @@ class _Coordinates(Compressor):
         generator = site.generator(0, shared=True)  # alike on all ranks: no places travel
         starts = accumulate(site.numels, initial=0)
         drawn = [self._draw(n, generator) + start for n, start in zip(site.numels, starts, strict=False)]
-        places = torch.cat(drawn).to(x.device)  # drawn on the CPU, so alike for every kind of device
-        values = x[places]
-        return _Share(places, values, x.index_fill_(0, places, 0))
+        indices = torch.cat(drawn).to(x.device)  # drawn on the CPU, so alike for every kind of device
+        values = x[indices]
+        return _Share(indices, values, x.index_fill_(0, indices, 0))
 
     def _draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Return the places of `min(count, n)` of n elements, ascending."""

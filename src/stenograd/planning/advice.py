@@ -141,8 +141,8 @@ def predict(
 
 def _pays(program: Program, network: Network, floor_s: float, slower: float, dense: Sequence[float]) -> float:
     """Return the highest of the rates at which a method is ahead of dense."""
-    for rate, theirs in zip(reversed(_RATES), reversed(dense), strict=True):
-        if step_s(program, replace(network, bps=rate), floor_s, slower=slower) < theirs:
+    for rate, other in zip(reversed(_RATES), reversed(dense), strict=True):
+        if step_s(program, replace(network, bps=rate), floor_s, slower=slower) < other:
             return math.inf if rate == _RATES[-1] else rate
     return 0.0
 

@@ -200,15 +200,15 @@ def load_link(path: Path) -> Link:
     )
 
 
-def from_json(told: Mapping[str, Any]) -> Link:
+def from_json(received: Mapping[str, Any]) -> Link:
     """Undo `Link.as_json`.
 
     Raises:
         DataError: it is of another version.
     """
-    values = dict(told)
+    values = dict(received)
     if values.pop("format") != _FORMAT:
-        raise DataError(f"the link's format must be {_FORMAT}, got {told['format']}: measure it again")
+        raise DataError(f"the link's format must be {_FORMAT}, got {received['format']}: measure it again")
     values |= {key: tuple(values[key]) for key in ("hosts", "alone_bps", "together_bps")}
     return Link(**values)
 
@@ -354,12 +354,12 @@ class _Timed:
         for message in sent:
             message.wait()
         self.sent_bytes += len(sent) * wire_bytes(Op.EXCHANGE, size, 2)
-        told = [json.loads(text) for text in everyone(self.driver, json.dumps(came))]
+        received = [json.loads(text) for text in everyone(self.driver, json.dumps(came))]
         # A message shares its packets with the notices of others.
         bits = 8 * (size + 2 * MESSAGE_BYTES) * (1 + PACKET_BYTES / DATA_BYTES)
-        lasted = [told[r][-1] - told[r][_BEGINNING - 1] for _, r in pairs]
+        lasted = [received[r][-1] - received[r][_BEGINNING - 1] for _, r in pairs]
         rates = [(_PARTS - _BEGINNING) * bits / max(seconds, 1e-6) for seconds in lasted]
-        return rates, max(max(theirs[-1] for theirs in told if theirs), 1e-6)
+        return rates, max(max(other[-1] for other in received if other), 1e-6)
 
     def _message(self, nbytes: int, peers: tuple[int, ...], sources: tuple[int, ...]) -> Pending:
         zeros = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")

@@ -132,9 +132,9 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON-able values, for `load_plan`; what is not finite becomes None."""
-        told = {"format": _FORMAT, **asdict(self)}
-        told["link"] = self.link.as_json()
-        return dict(finite(told))
+        received = {"format": _FORMAT, **asdict(self)}
+        received["link"] = self.link.as_json()
+        return dict(finite(received))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as a JSON file, which is whole or absent whenever the machine stops."""
@@ -322,18 +322,18 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     )
 
 
-def _from_json(told: dict[str, Any]) -> Plan:
-    if told.pop("format") != _FORMAT:
+def _from_json(received: dict[str, Any]) -> Plan:
+    if received.pop("format") != _FORMAT:
         raise ValueError("it is of another version")
-    told["link"] = from_json(told["link"])
-    told["programs"] = {text: Program.from_json(p) for text, p in told["programs"].items()}
-    profile = told["profile"]
+    received["link"] = from_json(received["link"])
+    received["programs"] = {text: Program.from_json(p) for text, p in received["programs"].items()}
+    profile = received["profile"]
     seconds = {key: tuple(profile[key]) for key in ("step_s", "cpu_s", "together_s")}
-    told["profile"] = Profile(parameters=profile["parameters"], **seconds)
-    told["predictions"] = tuple(_prediction(p) for p in told["predictions"])
-    return Plan(**{**told, "notes": tuple(told["notes"])})
+    received["profile"] = Profile(parameters=profile["parameters"], **seconds)
+    received["predictions"] = tuple(_prediction(p) for p in received["predictions"])
+    return Plan(**{**received, "notes": tuple(received["notes"])})
 
 
-def _prediction(told: Mapping[str, Any]) -> Prediction:
-    below = math.inf if told["pays_below_bps"] is None else told["pays_below_bps"]
-    return Prediction(**{**told, "seconds": tuple(told["seconds"]), "pays_below_bps": below})
+def _prediction(received: Mapping[str, Any]) -> Prediction:
+    below = math.inf if received["pays_below_bps"] is None else received["pays_below_bps"]
+    return Prediction(**{**received, "seconds": tuple(received["seconds"]), "pays_below_bps": below})

@@ -125,14 +125,16 @@ class Program:
         )
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Program:
+    def from_json(cls, received: Mapping[str, Any]) -> Program:
         """Undo `dataclasses.asdict`, also where JSON stands in between."""
 
         def event(kind: str, number: int, compute_s: float, about: list[Any] | None) -> Event:
             found = None if about is None else Collective(*about)._replace(peers=tuple(about[4]))
             return Event(kind, number, compute_s, found)
 
-        return cls(**{**told, "lanes": tuple(tuple(event(*e) for e in lane) for lane in told["lanes"])})
+        return cls(
+            **{**received, "lanes": tuple(tuple(event(*e) for e in lane) for lane in received["lanes"])}
+        )
 
 
 def hops(op: Op, nbytes: int, world_size: int) -> int:

@@ -188,9 +188,9 @@ class RehearsalDriver(Driver):
         self._recorder.skip()  # what stands for the network takes no time
         return number
 
-    def _transmit_to(self, peers: Sequence[int], sources: Sequence[int], mine: Tensor, theirs: Tensor) -> int:
-        number = self._noted(Op.EXCHANGE.value, mine, peers)
-        theirs.copy_(mine.view(1, -1).expand_as(theirs))
+    def _transmit_to(self, peers: Sequence[int], sources: Sequence[int], own: Tensor, other: Tensor) -> int:
+        number = self._noted(Op.EXCHANGE.value, own, peers)
+        other.copy_(own.view(1, -1).expand_as(other))
         self._recorder.skip()
         return number
 
@@ -432,10 +432,10 @@ def together(trial: Trial, driver: AnyDriver, seconds: float) -> tuple[float, ..
             at += 1
             if at == 0:
                 each_s = driver.run(gather(torch.tensor(taken[-1], dtype=torch.float64, device="cpu")), label)
-                slowest_s = max(float(theirs) for (theirs,) in each_s)
+                slowest_s = max(float(other) for (other,) in each_s)
                 count = int(min(max(seconds / slowest_s, _LEAST_TOGETHER), _MOST_TOGETHER))
-        told = driver.run(gather(torch.tensor(taken[-count:], dtype=torch.float64, device="cpu")), label)
-    return tuple(float(s) for s in torch.stack([theirs for (theirs,) in told]).amax(0))
+        received = driver.run(gather(torch.tensor(taken[-count:], dtype=torch.float64, device="cpu")), label)
+    return tuple(float(s) for s in torch.stack([other for (other,) in received]).amax(0))
 
 
 class _Floor:

@@ -204,10 +204,10 @@ class Gradients:
             CheckpointError: one has another shape.
         """
         for name, shape in state["parameters"].items():
-            mine = tuple(self.parameters[name].shape) if name in self.parameters else tuple(shape)
-            if mine != tuple(shape):
+            own = tuple(self.parameters[name].shape) if name in self.parameters else tuple(shape)
+            if own != tuple(shape):
                 raise CheckpointError(
-                    f"parameter {name} has shape {mine}, got {tuple(shape)}: load it into the same model"
+                    f"parameter {name} has shape {own}, got {tuple(shape)}: load it into the same model"
                 )
 
     def load(self, state: Mapping[str, Any]) -> None:

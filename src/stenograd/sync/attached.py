@@ -422,9 +422,9 @@ class Sync(ABC):
         if not self.enabled or self.world_size == 1:
             return loss
         # float64 holds the loss exactly, and "cpu" whatever torch.set_default_device says.
-        mine = torch.tensor([loss], dtype=torch.float64, device="cpu")
-        told = [float(theirs) for (theirs,) in self._driver.run(gather(mine))]
-        return sum(told) / len(told)  # in rank order: LBFGS decides by its bits
+        own = torch.tensor([loss], dtype=torch.float64, device="cpu")
+        received = [float(other) for (other,) in self._driver.run(gather(own))]
+        return sum(received) / len(received)  # in rank order: LBFGS decides by its bits
 
     def _unwatch(self) -> None:
         for handle in self._watches:

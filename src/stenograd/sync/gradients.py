@@ -205,10 +205,10 @@ class GradientSync(Sync, Joinable):
 
     def _hook(self, parameters: Iterable[nn.Parameter]) -> None:
         """Hook parameters that have a slot."""
-        mine = weakref.ref(self)
+        own = weakref.ref(self)
         for p in parameters:
             slot = self._slots[id(p)]
-            slot.handle = self._owner(p).register_post_accumulate_grad_hook(partial(_hook, mine, slot))
+            slot.handle = self._owner(p).register_post_accumulate_grad_hook(partial(_hook, own, slot))
         self._pass_id = self._seen = -1
         self._fresh = True  # nobody looked yet if the model was wrapped after this
 
@@ -339,8 +339,8 @@ class GradientSync(Sync, Joinable):
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
         self._wrapping.look_before_step()
         self._passes.settings.look()
-        told = self._slots, self._pass_id != -1, self.finite
-        self._passes.check_step(optimizer, *told, parameters=self._parameters.values(), zeros=zeros)
+        received = self._slots, self._pass_id != -1, self.finite
+        self._passes.check_step(optimizer, *received, parameters=self._parameters.values(), zeros=zeros)
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         parameters = self._parameters.values()
@@ -395,9 +395,9 @@ class GradientSync(Sync, Joinable):
     def take_from_last(self, last: bool) -> None:
         """Make all ranks equal to the lowest of those that ran out last; `last` tells if this is one."""
         Joinable.__init__(self)  # later passes are no part of the `with` block any more
-        told = self._driver.run(gather(torch.tensor([int(last)], device="cpu")))
-        lasts = [rank for rank, (theirs,) in enumerate(told) if bool(theirs)]
-        if len(lasts) == len(told) or not lasts:
+        received = self._driver.run(gather(torch.tensor([int(last)], device="cpu")))
+        lasts = [rank for rank, (other,) in enumerate(received) if bool(other)]
+        if len(lasts) == len(received) or not lasts:
             return  # even inputs, so nothing differs
         broadcast_model(self._driver, self._model, lasts[0])
         for optimizer in self._optimizers:

@@ -33,10 +33,10 @@ def sum_over_ranks(driver: AnyDriver, values: Sequence[float]) -> list[float]:
         [0.1, 2.0]
         >>> shutdown()
     """
-    mine = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
-    totals = torch.zeros_like(mine)
-    for (theirs,) in driver.run(gather(mine)):
-        totals += theirs
+    own = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
+    totals = torch.zeros_like(own)
+    for (other,) in driver.run(gather(own)):
+        totals += other
     return [float(total) for total in totals]
 
 
@@ -60,20 +60,20 @@ def agree(driver: AnyDriver, action: Callable[[], T]) -> T:
             have the same. One of Stenograd's own keeps its class; another's class stands in the text (but for
             OSError, which says enough). A rank's own error is the cause.
     """
-    mine: Exception | None = None
+    own: Exception | None = None
     try:
         result = action()
     except PeerLost:
         raise
     except Exception as error:  # whatever it is, the other ranks are about to wait for this one
-        mine = error
-    told = everyone(driver, json.dumps(_described(mine)))
-    if all(text == "null" for text in told):
+        own = error
+    received = everyone(driver, json.dumps(_described(own)))
+    if all(text == "null" for text in received):
         return result
-    rank = next(rank for rank, text in enumerate(told) if text != "null")
-    name, message = json.loads(told[rank])
-    where = "" if all(text == told[rank] for text in told) else f"rank {rank}: "
-    raise getattr(errors, name, StenogradError)(where + message) from mine
+    rank = next(rank for rank, text in enumerate(received) if text != "null")
+    name, message = json.loads(received[rank])
+    where = "" if all(text == received[rank] for text in received) else f"rank {rank}: "
+    raise getattr(errors, name, StenogradError)(where + message) from own
 
 
 def _described(error: Exception | None) -> tuple[str, str] | None:

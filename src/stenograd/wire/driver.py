@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stenograd.devices import Carriers
 from stenograd.errors import ConfigError, PeerLost, StenogradError, WireError, bad_value, first_line
-from stenograd.launch.failure_detector import Presence
+from stenograd.launch.failure_detector import FailureDetector
 from stenograd.launch.process_group import came, go_on_without, leave, make_group, roll_call
 from stenograd.wire.drivers import AnyDriver, Observer
 from stenograd.wire.gloo import Route, route, spreads, swaps
@@ -50,7 +50,7 @@ class Driver:
         timeout_s: seconds after which a collective counts as lost, above 0.
 
     Attributes:
-        presence: what tells after a failure who is lost, where that is not the presence that `init` made.
+        detector: what tells after a failure who is lost, where that is not the detector that `init` made.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 300.0) -> None:
@@ -65,7 +65,7 @@ class Driver:
         self._ranks = None if group is None else dist.get_process_group_ranks(group)
         self.traffic = Traffic(self.rank)
         self.tracer: Observer | None = None
-        self.presence: Presence | None = None
+        self.detector: FailureDetector | None = None
         self._leave: weakref.finalize[[Any], Driver] | None = None
         self._name = "world" if group is None else str(group.group_name)
         self._carriers = self._find_carriers()
@@ -226,10 +226,10 @@ class Driver:
         except RuntimeError as cause:
             self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause, start)
         go_on_without(lost)  # all survivors have met, so none tells of this loss any more
-        if self.presence is not None:
-            self.presence.go_on_without(lost)
+        if self.detector is not None:
+            self.detector.go_on_without(lost)
         driver = self._in_own(group)
-        driver.traffic, driver.tracer, driver.presence = self.traffic, self.tracer, self.presence
+        driver.traffic, driver.tracer, driver.detector = self.traffic, self.tracer, self.detector
         driver._carriers = self._carriers
         # Ranks are numbered anew: by the old numbers bytes would be counted for wrong hosts.
         driver.traffic.keep([rank for rank in range(self.world_size) if self.name_of(rank) in kept])
@@ -255,9 +255,9 @@ class Driver:
     def gather_bytes(self, message: bytes) -> list[bytes]:
         """Bring every rank's message of any length to every rank; not counted as training."""
         # frombuffer refuses an empty buffer, and only this rank might have one
-        mine = torch.frombuffer(bytearray(message + b"."), dtype=torch.uint8)[:-1]
-        told = self.run(gather_ragged(mine), Label(ATTACH))
-        return [bytes(theirs.numpy()) for (theirs,) in told]
+        own = torch.frombuffer(bytearray(message + b"."), dtype=torch.uint8)[:-1]
+        received = self.run(gather_ragged(own), Label(ATTACH))
+        return [bytes(other.numpy()) for (other,) in received]
 
     def spent(self, on: str, tally: Tally, start: float, label: Label, end: float | None = None) -> None:
         """Count seconds of computing, "encode" or "decode", since `start` by `time.perf_counter`."""
@@ -278,8 +278,8 @@ class Driver:
 
     def _issue(self, call: Callable[[], Any], what: str, handed: Tensor) -> Any:
         came(self._name)
-        if self.presence is not None:
-            self.presence.came[self._name] += 1
+        if self.detector is not None:
+            self.detector.came[self._name] += 1
         start = time.perf_counter()
         try:
             work = call()
@@ -308,28 +308,28 @@ class Driver:
 
     def _start_gather(self, tensors: tuple[Tensor, ...], label: Label) -> Pending:
         packed, unpack = pack(tensors)
-        mine, size = self._aboard(packed), self.world_size
-        everyone = mine.new_empty(size * mine.numel())
-        what = f"all-gather of {mine.numel()} bytes a rank"
+        own, size = self._aboard(packed), self.world_size
+        everyone = own.new_empty(size * own.numel())
+        what = f"all-gather of {own.numel()} bytes a rank"
         if size == 1:
-            everyone.copy_(mine)
-        work = self._collective(Op.GATHER, mine, everyone, what, label)
+            everyone.copy_(own)
+        work = self._collective(Op.GATHER, own, everyone, what, label)
 
         def finish() -> Reply:
-            return [unpack(row) for row in everyone.to(packed.device).view(size, mine.numel())]
+            return [unpack(row) for row in everyone.to(packed.device).view(size, own.numel())]
 
         return Pending(self, work, finish, what, label, Op.GATHER)
 
     def _start_scatter(self, request: Request, label: Label) -> Pending:
         request.check_rows(self.world_size)
         packed, unpack = pack_rows(request.tensors)  # (world size, bytes a row)
-        mine = self._aboard(packed)
-        theirs = mine.clone() if self.world_size == 1 else torch.empty_like(mine)
-        what = f"all-to-all of {mine.numel()} bytes a rank"
-        work = self._collective(Op.SCATTER, mine, theirs, what, label)
+        own = self._aboard(packed)
+        other = own.clone() if self.world_size == 1 else torch.empty_like(own)
+        what = f"all-to-all of {own.numel()} bytes a rank"
+        work = self._collective(Op.SCATTER, own, other, what, label)
 
         def finish() -> Reply:
-            return [unpack(row) for row in theirs.to(packed.device)]
+            return [unpack(row) for row in other.to(packed.device)]
 
         return Pending(self, work, finish, what, label, Op.SCATTER)
 
@@ -340,21 +340,21 @@ class Driver:
             if not 0 <= peer < self.world_size or peer == self.rank:
                 raise WireError(f"rank {self.rank} of {self.world_size} cannot exchange with rank {peer}")
         packed, unpack = pack(request.tensors)
-        mine = self._aboard(packed)
-        theirs = mine.new_empty((len(sources), mine.numel()))
+        own = self._aboard(packed)
+        other = own.new_empty((len(sources), own.numel()))
 
         def finish() -> Reply:
-            rows = theirs.to(packed.device)
+            rows = other.to(packed.device)
             return {source: unpack(row) for source, row in zip(sources, rows, strict=True)}
 
-        self._introduce(mine)
-        if not (everyone and mine.numel()):
+        self._introduce(own)
+        if not (everyone and own.numel()):
             return Pending(self, None, finish, "", label, Op.EXCHANGE)
         of = self._global_rank
-        nbytes, framed = mine.numel(), mine.device.type == "cpu"
+        nbytes, framed = own.numel(), own.device.type == "cpu"
         what = f"exchange of {nbytes} bytes with rank(s) {', '.join(str(of(peer)) for peer in everyone)}"
         self.traffic.count(Op.EXCHANGE, nbytes, self.world_size, peers, sources, label=label, framed=framed)
-        work = self._issue(lambda: self._transmit_to(peers, sources, mine, theirs), what, mine)
+        work = self._issue(lambda: self._transmit_to(peers, sources, own, other), what, own)
         return Pending(self, work, finish, what, label, Op.EXCHANGE)
 
     def _aboard(self, t: Tensor) -> Tensor:
@@ -411,11 +411,11 @@ class Driver:
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(received, handed, **options)
 
-    def _transmit_to(self, peers: Sequence[int], sources: Sequence[int], mine: Tensor, theirs: Tensor) -> Any:
+    def _transmit_to(self, peers: Sequence[int], sources: Sequence[int], own: Tensor, other: Tensor) -> Any:
         """Begin an exchange with neighbours that fills a row of `theirs` per source; return its work."""
         of = self._global_rank
-        sends = [(of(peer), mine) for peer in peers]
-        receives = [(of(source), row) for source, row in zip(sources, theirs, strict=True)]
+        sends = [(of(peer), own) for peer in peers]
+        receives = [(of(source), row) for source, row in zip(sources, other, strict=True)]
         return messages(self.group, sends, receives)
 
     def _transmit_from(self, source: int, tensor: Tensor) -> Any:
@@ -429,8 +429,8 @@ class Driver:
             raise cause
         waited_s = time.perf_counter() - start
         ranks = ranks_of(self.group)
-        if self.presence is not None:
-            absent = self.presence.absent(self._name, self._roll_call_s)
+        if self.detector is not None:
+            absent = self.detector.absent(self._name, self._roll_call_s)
         else:
             absent = roll_call(self._roll_call_s, self._name)
         lost, late = set(ranks).intersection(absent.lost), set(ranks).intersection(absent.late)

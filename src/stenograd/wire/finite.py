@@ -168,9 +168,9 @@ def read(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> list[
     """
     found: list[list[Any]] = [[]] * len(tensors)
     for device in dict.fromkeys(t.device for t in tensors):
-        places = [i for i, t in enumerate(tensors) if t.device == device]
-        rows = [tensors[i].reshape(-1).to(dtype) for i in places]
+        indices = [i for i, t in enumerate(tensors) if t.device == device]
+        rows = [tensors[i].reshape(-1).to(dtype) for i in indices]
         numbers = iter(torch.cat(rows).tolist())
-        for i, row in zip(places, rows, strict=True):
+        for i, row in zip(indices, rows, strict=True):
             found[i] = [next(numbers) for _ in range(row.numel())]
     return found

@@ -158,17 +158,17 @@ def messages(
     return All(dist.batch_isend_irecv(operations))
 
 
-def trade(group: Any, me: int, mine: Tensor, theirs: Tensor) -> All:
+def trade(group: Any, me: int, own: Tensor, received: Tensor) -> All:
     """Begin to send a tensor to the other of two ranks and to receive its; return the work.
 
     Args:
         group: the process group of the two, None for the default one.
         me: this rank's number in it.
-        mine: what the other gets.
-        theirs: what is filled from there.
+        own: what the other gets.
+        received: what is filled from there.
     """
     other = ranks_of(group)[1 - me]
-    return messages(group, [(other, mine)], [(other, theirs)], tag=_COLLECTIVE)
+    return messages(group, [(other, own)], [(other, received)], tag=_COLLECTIVE)
 
 
 def swap(group: Any, me: int, rows: Tensor, received: Tensor) -> All:

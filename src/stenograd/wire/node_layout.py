@@ -104,24 +104,24 @@ def _listed(nodes: Sequence[Sequence[int]], world_size: int) -> Layout:
     return layout
 
 
-def _placed(places: Sequence[Mapping[str, object]]) -> Layout:
+def _placed(indices: Sequence[Mapping[str, object]]) -> Layout:
     """Group ranks by host name, or where one host plays several, by the blocks that local ranks count off."""
     hosts: dict[object, list[int]] = {}
-    for rank, place in enumerate(places):
+    for rank, place in enumerate(indices):
         hosts.setdefault(place["host"], []).append(rank)
     by_host = list(hosts.values())
-    if all(places[rank]["size"] == len(node) for node in by_host for rank in node):
+    if all(indices[rank]["size"] == len(node) for node in by_host for rank in node):
         return Layout(tuple(map(tuple, by_host)))
     blocks: list[list[int]] = []
-    for rank, place in enumerate(places):
+    for rank, place in enumerate(indices):
         if place["local"] == 0:
             blocks.append([])
         if not blocks or place["local"] != len(blocks[-1]):
             break
         blocks[-1].append(rank)
-    whole = all(places[rank]["size"] == len(block) for block in blocks for rank in block)
-    if not whole or sum(map(len, blocks)) != len(places):
-        seen = [(place["local"], place["size"]) for place in places]
+    whole = all(indices[rank]["size"] == len(block) for block in blocks for rank in block)
+    if not whole or sum(map(len, blocks)) != len(indices):
+        seen = [(place["local"], place["size"]) for place in indices]
         raise LaunchError(
             f"the launcher's local ranks and sizes do not tell the nodes apart, got {seen}: {_ADVICE}"
         )

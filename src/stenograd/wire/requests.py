@@ -268,8 +268,8 @@ def gather_lengths(count: Tensor, most: int = _MOST_RAGGED) -> Rounds[tuple[int,
     Raises:
         WireError: a rank's count is outside 0 to `most`.
     """
-    told = yield from gather(count.clone())  # what is handed over may be overwritten
-    own, *lengths = yield from read(torch.cat([count, *(theirs for (theirs,) in told)]))
+    received = yield from gather(count.clone())  # what is handed over may be overwritten
+    own, *lengths = yield from read(torch.cat([count, *(other for (other,) in received)]))
     if min(lengths) < 0 or max(lengths) > most:  # before memory for as many is asked for
         raise WireError(f"a rank may send 0 to {most} entries, got {lengths}: the message is damaged")
     return own, lengths
@@ -280,7 +280,7 @@ def gather_padded(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Rounds[l
     longest = max(lengths)
     padded = tuple(torch.nn.functional.pad(t, (0, longest - t.numel())) for t in tensors)
     everyone = yield from gather(*padded)
-    return [tuple(t[:n] for t in theirs) for theirs, n in zip(everyone, lengths, strict=True)]
+    return [tuple(t[:n] for t in other) for other, n in zip(everyone, lengths, strict=True)]
 
 
 def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
@@ -335,5 +335,5 @@ def _part(op: Op, reply: Reply, part: slice) -> Reply:
     if op is Op.COMMIT:
         return reply
     if op in (Op.GATHER, Op.SCATTER):
-        return [theirs[part] for theirs in reply]
-    return {peer: theirs[part] for peer, theirs in reply.items()}
+        return [other[part] for other in reply]
+    return {peer: other[part] for peer, other in reply.items()}
