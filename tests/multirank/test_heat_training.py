@@ -13,7 +13,7 @@ from torch import nn
 
 from stenograd.comm.node_layout import Layout, _placed
 from stenograd.errors import LaunchError, StenogradError
-from stenograd.heat.cycle import Skips
+from stenograd.heat.across import Skips
 from stenograd.heat.daso import DASO
 from stenograd.heat.data_parallel import DataParallelMultiGPU
 from stenograd.launch.detect import World

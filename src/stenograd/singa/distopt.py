@@ -20,6 +20,7 @@ from stenograd.compression.error_feedback import ErrorFeedback
 from stenograd.compressors.cast import Cast
 from stenograd.compressors.identity import Identity
 from stenograd.data.buckets import Bucket
+from stenograd.data.finite import are_finite
 from stenograd.devices import is_current
 from stenograd.errors import CheckpointError, ConfigError, bad_value
 from stenograd.singa.gradients import DEFAULT_THRESHOLD, Gradients
@@ -271,7 +272,7 @@ class DistOpt(Saved):
         """
         walked, partitions = self._gradients.local(loss, threshold)
         # Other ranks do not learn of a bad gradient here, so only this rank's update is left out.
-        finite = all(bool(p.grad.isfinite().all()) for p in walked if p.grad is not None)
+        finite = are_finite(p.grad for p in walked if p.grad is not None)
         self._update_all(walked, finite)
         self.partial = self.partial + 1 if self.partial < len(partitions) else 1
         self._average([self._gradients.parameters[name] for name in partitions[self.partial - 1]])
