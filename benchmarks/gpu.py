@@ -275,7 +275,11 @@ def _run_tests(part: Part, path: str) -> None:
 
 def kernels(part: Part) -> None:
     """Time the hot primitives against a copy of the same size."""
-    from stenograd.kernels import dispatch, lowrank
+    from stenograd.kernels import lowrank
+    from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
+    from stenograd.kernels.scatter import scatter_mean
+    from stenograd.kernels.select import select, select_feedback
+    from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
 
     n = 1 << (20 if part.small else 26)  # 4 MB, or 256 MB, which no cache holds
     x = torch.randn(n, device=part.device)
@@ -286,20 +290,20 @@ def kernels(part: Part) -> None:
 
     def contenders() -> Mapping[str, tuple[Callable[[], object], int]]:
         """Return what to time, and the bytes that it must read and write."""
-        sparse = [dispatch.select(x, k)] * 4
-        signs = [dispatch.sign_encode_feedback(x, None, 1024, [n])] * 4
-        codes = [dispatch.qsgd_encode_feedback(x, None, 4, 512, [n], 0)] * 4
+        sparse = [select(x, k)] * 4
+        signs = [sign_encode_feedback(x, None, 1024, [n])] * 4
+        codes = [qsgd_encode_feedback(x, None, 4, 512, [n], 0)] * 4
         return {
             "copy": (lambda: out.copy_(x), 8 * n),
-            "top-k 1 %: encode with feedback": (lambda: dispatch.select_feedback(x, r, k), 12 * n),
-            "top-k 1 %: decode 4": (lambda: dispatch.scatter_mean(sparse, n, out), 4 * n),
-            "sign: encode with feedback": (lambda: dispatch.sign_encode_feedback(x, r, 1024, [n]), 12 * n),
-            "sign: decode 4": (lambda: dispatch.sign_decode_mean(signs, 1024, [n], out), 4 * n),
+            "top-k 1 %: encode with feedback": (lambda: select_feedback(x, r, k), 12 * n),
+            "top-k 1 %: decode 4": (lambda: scatter_mean(sparse, n, out), 4 * n),
+            "sign: encode with feedback": (lambda: sign_encode_feedback(x, r, 1024, [n]), 12 * n),
+            "sign: decode 4": (lambda: sign_decode_mean(signs, 1024, [n], out), 4 * n),
             "qsgd 4 bit: encode with feedback": (
-                lambda: dispatch.qsgd_encode_feedback(x, r, 4, 512, [n], 1),
+                lambda: qsgd_encode_feedback(x, r, 4, 512, [n], 1),
                 12 * n,
             ),
-            "qsgd 4 bit: decode 4": (lambda: dispatch.qsgd_decode_mean(codes, 4, 512, [n], out), 6 * n),
+            "qsgd 4 bit: decode 4": (lambda: qsgd_decode_mean(codes, 4, 512, [n], out), 6 * n),
             "PowerSGD 4: add and project": (lambda: lowrank.project_rows(matrix, r, place, right), 12 * n),
         }
 

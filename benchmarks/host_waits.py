@@ -279,7 +279,7 @@ def between_rounds(text: str, steps: int) -> list[int]:
 
 def examples() -> list[str]:
     """Return every example of every compressor, those with a momentum of their own and wrappers included."""
-    found = [example for cls in compressors() for example in cls.examples() if example.own_momentum]
+    found = [example for cls in compressors() for example in cls.examples() if Method(example).own_momentum]
     moving = [Method(compressor=example).text for example in found]
     return list(dict.fromkeys([*configurations(), *wrapped(), *moving]))
 

@@ -19,7 +19,13 @@ import torch
 from harness import command_line, main, number, publish, table
 
 from stenograd.data.finite import not_bounded
-from stenograd.kernels import dispatch, lowrank
+from stenograd.kernels import lowrank
+from stenograd.kernels.indices import pack_places, unpack_places
+from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
+from stenograd.kernels.scatter import scatter_mean
+from stenograd.kernels.select import select, select_feedback
+from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
+from stenograd.kernels.values import pack_values, unpack_values
 
 GOALS = {
     "top-k 1 %: encode with feedback": 1.8,
@@ -36,11 +42,11 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
     g = torch.Generator().manual_seed(0)
     x, lost = torch.randn(n, generator=g) * 0.1, torch.randn(n, generator=g)
     r, out, k = lost.clone(), torch.zeros(n), math.ceil(n / 100)
-    sparse = [dispatch.select(torch.randn(n, generator=g), k) for _ in range(4)]
-    signs = [dispatch.sign_encode_feedback(x, None, 1024, [n])] * 4
-    codes = [dispatch.qsgd_encode_feedback(x, None, 4, 512, [n], 0)] * 4
+    sparse = [select(torch.randn(n, generator=g), k) for _ in range(4)]
+    signs = [sign_encode_feedback(x, None, 1024, [n])] * 4
+    codes = [qsgd_encode_feedback(x, None, 4, 512, [n], 0)] * 4
     places, values = sparse[0]
-    packed, coded = dispatch.pack_places(places, n), dispatch.pack_values(values, "int8")
+    packed, coded = pack_places(places, n), pack_values(values, "int8")
     rare = x * (torch.rand(n, generator=g) < 0.005)
     few, kept = x[:100].clone(), lost[:100].clone()
     matrix, rows = x.clone(), n // _COLUMNS
@@ -48,33 +54,31 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
     left, right = (torch.randn(1, 4, size, generator=g) for size in (rows, _COLUMNS))
     return {
         "copy_": lambda: out.copy_(x),
-        "top-k 1 %: encode with feedback": lambda: dispatch.select_feedback(x, r, k),
-        "top-k 1 %: encode": lambda: dispatch.select(x, k),
-        "top-k 1 %: encode, 99.5 % zeros": lambda: dispatch.select(rare, k),
-        "top-k 1 %: decode and average 4": lambda: dispatch.scatter_mean(sparse, n, out),
-        "top-k 1 %: decode and average 3": lambda: dispatch.scatter_mean(sparse[:3], n, out),
-        "sign: encode with feedback": lambda: dispatch.sign_encode_feedback(x, r, 1024, [n]),
-        "sign: decode and average 4": lambda: dispatch.sign_decode_mean(signs, 1024, [n], out),
-        "qsgd 4 bit: encode with feedback": lambda: dispatch.qsgd_encode_feedback(x, r, 4, 512, [n], 1),
-        "qsgd 4 bit: decode and average 4": lambda: dispatch.qsgd_decode_mean(codes, 4, 512, [n], out),
+        "top-k 1 %: encode with feedback": lambda: select_feedback(x, r, k),
+        "top-k 1 %: encode": lambda: select(x, k),
+        "top-k 1 %: encode, 99.5 % zeros": lambda: select(rare, k),
+        "top-k 1 %: decode and average 4": lambda: scatter_mean(sparse, n, out),
+        "top-k 1 %: decode and average 3": lambda: scatter_mean(sparse[:3], n, out),
+        "sign: encode with feedback": lambda: sign_encode_feedback(x, r, 1024, [n]),
+        "sign: decode and average 4": lambda: sign_decode_mean(signs, 1024, [n], out),
+        "qsgd 4 bit: encode with feedback": lambda: qsgd_encode_feedback(x, r, 4, 512, [n], 1),
+        "qsgd 4 bit: decode and average 4": lambda: qsgd_decode_mean(codes, 4, 512, [n], out),
         "rank 4: add and project rows": lambda: lowrank.project_rows(matrix, lost, place, right),
         "rank 4: project columns": lambda: lowrank.project_columns(matrix, place, left),
         "rank 4: write the product": lambda: lowrank.expand(out, place, (left, right)),
         "rank 4: take the product out": lambda: lowrank.take_out(matrix, place, (left, right)),
-        "places 1 %: pack": lambda: dispatch.pack_places(places, n),
-        "places 1 %: unpack": lambda: dispatch.unpack_places(packed, n, k),
-        "values 1 % as int8: pack": lambda: dispatch.pack_values(values, "int8"),
-        "values 1 % as int8: unpack": lambda: dispatch.unpack_values(coded, "int8", k),
+        "places 1 %: pack": lambda: pack_places(places, n),
+        "places 1 %: unpack": lambda: unpack_places(packed, n, k),
+        "values 1 % as int8: pack": lambda: pack_values(values, "int8"),
+        "values 1 % as int8: unpack": lambda: unpack_values(coded, "int8", k),
         "finite check": lambda: not_bounded(x),
         "torch.aminmax": lambda: torch.aminmax(x),
         "torch.add": lambda: torch.add(x, lost, out=out),
         "zero_": lambda: out.zero_(),
-        "100 elements, 100 times: top-k encode": hundred(lambda: dispatch.select_feedback(few, kept, 1)),
-        "100 elements, 100 times: sign encode": hundred(
-            lambda: dispatch.sign_encode_feedback(few, kept, 1024, [100])
-        ),
+        "100 elements, 100 times: top-k encode": hundred(lambda: select_feedback(few, kept, 1)),
+        "100 elements, 100 times: sign encode": hundred(lambda: sign_encode_feedback(few, kept, 1024, [100])),
         "100 elements, 100 times: qsgd encode": hundred(
-            lambda: dispatch.qsgd_encode_feedback(few, kept, 4, 512, [100], 1)
+            lambda: qsgd_encode_feedback(few, kept, 4, 512, [100], 1)
         ),
     }, lambda: r.copy_(lost)
 

@@ -1,16 +1,16 @@
 """The suite catches compressors that break one rule each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, Transport
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, average_of
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.randomk import RandomK
 from stenograd.compressors.topk import TopK
 from stenograd.data.finite import Finite, finite_of
-from stenograd.data.requests import commit, mean
+from stenograd.data.requests import commit, gather, mean
 from stenograd.errors import ConfigError
 from stenograd.testing.conformance import check
 
@@ -29,53 +29,30 @@ class Broken(Compressor):
         return {} if self.fault in STATELESS else {"total": torch.zeros(like.numel())}
 
     @property
-    def delta(self):
-        return 1.0 if self.fault in ("contraction", "not lossless") else 0.0
-
-    @property
     def feedback(self):
         if self.fault == "not lossless":
-            return Feedback.NEVER
+            return Feedback.EXACT
         return Feedback.OFF if self.fault in ("shrinks", "shrinks at random") else Feedback.ON
 
-    def transport(self, site):
+    def facts(self, site):
         f = self.fault
-        keeps = f in ("hides NaN", "sums wrong", "is not cut anywhere")
-        return Faulty(
-            linear=keeps,
+        return Facts(
+            linear=f in STATELESS,
             rounds=2 if f == "declares more rounds" else 1,
-            reports_finite=f in REPORTING,
+            finite=f in REPORTING,
             frees_residual=f in COMMITTING,
         )
 
-
-REPORTING = (
-    "reports nothing",
-    "reports NaN as finite",
-    "reports large as bad",
-    "reports large as bounded",
-    "never commits",
-    "writes before the commit",
-    "writes elsewhere",
-    "commits to other numbers",
-)
-COMMITTING = REPORTING[4:]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Faulty(Transport):
-    """One all-reduce with the fault of its compressor."""
-
-    def summing(self):
-        return self
-
-    def run(self, codec, x, residual, state, site, want_error):
-        f, n = codec.fault, x.numel()
+    def exchange(self, x, residual, state, site):
+        """One all-reduce with the fault."""
+        f, n = self.fault, x.numel()
         kept = x.clone()
         if residual is not None:
             kept += residual
-        if f in ("shrinks", "contraction", "not lossless"):
+        if f in ("shrinks", "not lossless"):
             kept = 0.9 * x
+        if f == "overshoots":
+            kept = -0.1 * x
         if f == "hides NaN":
             kept = x.nan_to_num(0, 0, 0)
         if f == "is not cut anywhere":
@@ -85,7 +62,10 @@ class Faulty(Transport):
             kept = x * (0.9 + 0.1 * noise)
         if f == "global RNG":
             torch.rand(1)
-        average = yield from mean(kept.clone())
+        if f == "sums wrong":  # nobody can add up where nothing is reduced
+            average = average_of(x for (x,) in (yield from gather(kept)))
+        else:
+            average = yield from mean(kept.clone())
         if f == "asks once more":
             yield from mean(kept.clone())
         if f == "ranks differ":
@@ -104,9 +84,9 @@ class Faulty(Transport):
         if f == "wrong type":
             average = average.double()
         finite = self._told(f, average, kept)
-        if self.frees_residual and f != "never commits":
+        if site.frees_residual and f != "never commits":
             average = yield from self._committed(f, average, residual, finite)
-        lost = (x if residual is None else x + residual) - kept if want_error else None
+        lost = (x if residual is None else x + residual) - kept if site.error else None
         state = {**state, "total": total} if "total" in state else state
         return Exchange(average, state, lost, finite)
 
@@ -132,6 +112,19 @@ class Faulty(Transport):
         return average if f == "writes elsewhere" else residual.copy_(average)
 
 
+REPORTING = (
+    "reports nothing",
+    "reports NaN as finite",
+    "reports large as bad",
+    "reports large as bounded",
+    "never commits",
+    "writes before the commit",
+    "writes elsewhere",
+    "commits to other numbers",
+)
+COMMITTING = REPORTING[4:]
+
+
 @pytest.mark.parametrize(
     ("fault", "rule"),
     [
@@ -140,7 +133,7 @@ class Faulty(Transport):
         ("not lossless", "lossless"),
         ("wrong type", "of x's length and type"),
         ("noise from nothing", "zeros stay zeros"),
-        ("contraction", r"\(1 - delta\)"),
+        ("overshoots", "biased: "),
         ("shrinks", "not random"),
         ("shrinks at random", "unbiased"),
         ("state depends on the rank", "keys, shapes and types"),
@@ -176,9 +169,7 @@ def test_the_suite_passes_the_faultless_one():
 def test_a_biased_random_codec_that_claims_to_be_unbiased_is_caught():
     @dataclass(frozen=True, kw_only=True)
     class Liar(RandomK):
-        @property
-        def feedback(self) -> Feedback:
-            return Feedback.OFF
+        feedback = Feedback.OFF
 
     with pytest.raises(AssertionError, match="unbiased"):
         check(Liar(ratio=0.5))
@@ -200,34 +191,24 @@ def test_the_suite_catches_what_only_a_residual_shows(fault, rule):
 
 def test_freeing_the_residual_blindly_cannot_be_said():
     with pytest.raises(ConfigError, match="without telling whether every x was finite"):
-        Faulty(frees_residual=True)
-    with pytest.raises(ConfigError, match="Faulty is linear"):
-        Faulty(linear=True, reports_finite=True)
+        Facts(frees_residual=True)
+    with pytest.raises(ConfigError, match="linear codes show NaN"):
+        Facts(linear=True, finite=True)
     with pytest.raises(ConfigError, match="rounds must be at least 0"):
-        Faulty(rounds=-1)
+        Facts(rounds=-1)
 
 
 def test_feedback_that_reads_the_residual_after_the_commit_is_caught():
     """Row 5: what was lost is the error less the residual, whose memory the average has taken by then."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Late(Transport):
-        inner: Transport
-
-        def run(self, codec, x, residual, state, site, want_error):
+    class Careless(ErrorFeedback):
+        def exchange(self, x, residual, state, site):
             mine = state["residual"]
-            inner = self.inner if self.frees_residual else self.inner.keeping()
-            done = yield from inner.run(codec.inner, x.to(mine.dtype), mine, state, site, True)
-            lost = (done.error - mine).to(x.dtype) if want_error else None
+            done = yield from self.inner.exchange(x.to(mine.dtype), mine, state, replace(site, error=True))
+            lost = (done.error - mine).to(x.dtype) if site.error else None
             state = {**done.state, "residual": done.error.to(mine.dtype)}
             return done._replace(average=done.average.to(x.dtype), state=state, error=lost)
-
-    @dataclass(frozen=True, kw_only=True)
-    class Careless(ErrorFeedback):
-        def transport(self, site: Site) -> Transport:
-            inner = self.inner.transport(site)
-            flags = {name: getattr(inner, name) for name in ("rounds", "reports_finite", "frees_residual")}
-            return Late(inner=inner, **flags)
 
     with pytest.raises(AssertionError, match=r"sum of \(x - error\) \+ residual"):
         check(Careless(inner=TopK(ratio=0.1)))

@@ -192,8 +192,8 @@ class Ledger:
     def _promised(self, name: str, state: Mapping[str, Tensor]) -> bool:
         how, numel = self.sync.method, self._parameters[name].numel()
         site = Site(shapes=(torch.Size((numel,)),), world_size=dist.get_world_size())
-        votes = how.compressor.transport(site).votes
-        exact = how.compressor.lossless or numel < how.dense_below or name in self._sparse
+        votes = not how.compressor.facts(site).average.is_mean
+        exact = how.lossless or numel < how.dense_below or name in self._sparse
         return exact or ("residual" in state and not votes)
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
@@ -236,7 +236,7 @@ class Rounds:
 
     def __init__(self, model: nn.Module, sync: Any) -> None:
         self.model, self.sync = model, sync
-        self._exact = sync.method.each_round().compressor.lossless
+        self._exact = sync.method.each_round().lossless
         self._seen = sync.round
         self._digests: list[tuple[int, str]] = []
 

@@ -10,7 +10,7 @@ import torch
 from stenograd.comm.driver import Driver
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.half_means import half_means
+from stenograd.compression.means import half_means
 from stenograd.data.requests import exchange as exchange_with
 from stenograd.data.requests import gather, gather_ragged, mean, means
 from stenograd.errors import PeerLost

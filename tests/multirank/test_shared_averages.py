@@ -71,8 +71,8 @@ def _steps(rank, world_size, steps):
         )
         before = driver.traffic.moved_bytes
         for number in range(steps):
-            site = Site(shapes=tuple(SHAPES), rank=rank, world_size=world_size, step=number)
-            done = driver.run(compressor.rounds(_vector(rank, number), state, site, want_error=True))
+            site = Site(shapes=tuple(SHAPES), rank=rank, world_size=world_size, step=number, error=True)
+            done = driver.run(compressor.exchange(_vector(rank, number), None, state, site))
             state = done.state
             averages.append(done.average)
         out.append((averages, done.error, driver.traffic.moved_bytes - before))

@@ -9,7 +9,7 @@ import copy
 import torch
 
 import stenograd
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.gossip import Gossip
 from stenograd.schedules.local import Local

@@ -10,6 +10,7 @@ import mmap
 import os
 import random
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from unittest import mock
 
@@ -23,10 +24,14 @@ from hypothesis import strategies as st
 import stenograd
 from stenograd.comm.packing import pack
 from stenograd.compression.contract import Site
-from stenograd.compression.sparse_format import Message
+from stenograd.compression.sparse import Message
 from stenograd.data.requests import gather_ragged
 from stenograd.errors import StenogradError
-from stenograd.kernels import dispatch
+from stenograd.kernels.indices import pack_places, unpack_places
+from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
+from stenograd.kernels.scatter import scatter_mean
+from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
+from stenograd.kernels.values import pack_values, unpack_values
 from stenograd.launch.failure_detector import Presence
 from stenograd.simulate import run
 from stenograd.testing.methods import configurations
@@ -141,43 +146,40 @@ def compared(kernel, *arguments, writes=None):
 def elias_fano(draw):
     n = draw.randrange(1, draw.choice([9, 70, 600, 5000, 1 << 20]))
     k = draw.randrange(min(n, 64) + 1)
-    ((packed,),) = guarded([damaged((dispatch.pack_places(indices(n, k, draw), n),), draw)])
-    compared(dispatch.unpack_places, packed, n, k)
+    ((packed,),) = guarded([damaged((pack_places(indices(n, k, draw), n),), draw)])
+    compared(unpack_places, packed, n, k)
 
 
 def values(kind, draw):
     count = draw.randrange(MOST)
-    (packed,) = guarded([damaged(dispatch.pack_values(numbers(count, draw), kind), draw)])
-    compared(dispatch.unpack_values, packed, kind, count)
+    (packed,) = guarded([damaged(pack_values(numbers(count, draw), kind), draw)])
+    compared(unpack_values, packed, kind, count)
 
 
 def scatter(draw):
     n = draw.randrange(1, MOST)
     whole = [(k := draw.randrange(n + 1)) and (indices(n, k, draw), numbers(k, draw)) for _ in range(2)]
     vectors = [damaged(v, draw) for v in whole if v] or [(indices(n, 1, draw), numbers(1, draw))]
-    compared(dispatch.scatter_mean, guarded(vectors), n, writes=n)
+    compared(scatter_mean, guarded(vectors), n, writes=n)
 
 
 def sign(draw):
     n, block = draw.randrange(1, MOST), draw.choice([1, 7, 16, 64, 1024])
     numels = pieces(n, draw)
-    sent = [
-        dispatch.sign_encode_feedback(numbers(n, draw), None, block, numels)
-        for _ in range(draw.choice([1, 3]))
-    ]
+    sent = [sign_encode_feedback(numbers(n, draw), None, block, numels) for _ in range(draw.choice([1, 3]))]
     payloads = guarded([damaged(payload, draw) for payload in sent])
-    compared(dispatch.sign_decode_mean, payloads, block, numels, writes=n)
+    compared(sign_decode_mean, payloads, block, numels, writes=n)
 
 
 def qsgd(bits, draw):
     n, block = draw.randrange(1, MOST), draw.choice([1, 7, 64, 512])
     numels = pieces(n, draw)
     sent = [
-        dispatch.qsgd_encode_feedback(numbers(n, draw), None, bits, block, numels, draw.getrandbits(30))
+        qsgd_encode_feedback(numbers(n, draw), None, bits, block, numels, draw.getrandbits(30))
         for _ in range(draw.choice([1, 3]))
     ]
     payloads = guarded([damaged(payload, draw) for payload in sent])
-    compared(dispatch.qsgd_decode_mean, payloads, bits, block, numels, writes=n)
+    compared(qsgd_decode_mean, payloads, bits, block, numels, writes=n)
 
 
 def message(kind, is_compact, draw):
@@ -198,7 +200,7 @@ def exchange(text, draw):
     parts = []
     for rank in range(size):
         site, x = Site(shapes=cut, rank=rank, world_size=size, step=step), numbers(n, draw)
-        parts.append(compressor.rounds(x, compressor.init(x, site), site, want_error=True))
+        parts.append(compressor.exchange(x, None, compressor.init(x, site), replace(site, error=True)))
     _, ranks = outcome(lambda: run([tampered(parts[0], draw), *parts[1:]]))
     assert not ranks or (ranks[0].average.shape, ranks[0].average.dtype) == ((n,), torch.float32)
 

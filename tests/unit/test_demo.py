@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import stenograd
-from stenograd.checkpoint.reshard import SUMMED
+from stenograd.compression import Kind
 from stenograd.compressors.demo import DeMo, cosines
 from stenograd.errors import MethodError
 from stenograd.simulate import exchange
@@ -98,7 +98,7 @@ def test_bytes_and_rules():
         DeMo(), [torch.randn(64 * 64)] * 2, shapes=[torch.Size((64, 64))], spy=lambda r: sent.append(r.nbytes)
     )
     assert sum(sent[:1]) == 32 * (2 + 4)  # 32 indices of 16 bits and values of 32
-    assert "demo_momentum" in SUMMED
+    assert DeMo.state_kinds == {"demo_momentum": Kind.SUM}
     for text, message in {
         "demo:chunk=1": "chunk must be at least 2",
         "demo:chunk=129": "chunk must be at most 128",

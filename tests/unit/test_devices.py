@@ -22,7 +22,7 @@ from stenograd.catalog.method import method
 from stenograd.comm.agreement import agree, everyone, sum_over_ranks
 from stenograd.comm.driver import Driver
 from stenograd.compression.contract import Site
-from stenograd.compression.ef21 import EF21
+from stenograd.compression.feedback import EF21
 from stenograd.compressors.sign import Sign
 from stenograd.data.finite import are_finite
 from stenograd.data.requests import Op, Request, exchange, gather, mean, scatter
@@ -306,7 +306,7 @@ def test_what_ef21_has_begun_is_known_without_asking_the_device():
     state = how.init(x, site)
     for begun in (0.0, 1.0):
         state["ef21_begun/0"].fill_(begun)
-        request = next(how.transport(site).run(how, x, None, state, site, False))
+        request = next(how.exchange(x, None, state, site))
         assert {t.device for t in request.tensors} == {META}
 
 

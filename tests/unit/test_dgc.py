@@ -11,7 +11,7 @@ import stenograd
 from stenograd.checkpoint.reshard import reshard
 from stenograd.compressors.dgc import DGC
 from stenograd.errors import MethodError
-from stenograd.kernels.dispatch import places_bytes
+from stenograd.kernels.indices import places_bytes
 from stenograd.simulate import exchange
 
 SHAPES = [torch.Size(s) for s in [(12, 10), (5,), (0, 3), (), (4, 2, 3)]]

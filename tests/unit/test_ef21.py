@@ -6,7 +6,7 @@ from torch import nn
 
 import stenograd
 from stenograd.checkpoint.reshard import reshard
-from stenograd.compression.ef21 import EF21
+from stenograd.compression.feedback import EF21
 from stenograd.compressors.powersgd import PowerSGD
 from stenograd.compressors.sign import Sign
 from stenograd.compressors.topk import TopK

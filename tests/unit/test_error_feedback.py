@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.cast import Cast
 from stenograd.compressors.identity import Identity
 from stenograd.compressors.topk import TopK

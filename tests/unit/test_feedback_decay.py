@@ -1,11 +1,13 @@
 """Decayed error feedback against a plain loop: e <- beta e + x, send C(e), keep the rest."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import stenograd
 from stenograd.compression.contract import Site
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.lowbit import LowBit
 from stenograd.compressors.powersgd import PowerSGD
 from stenograd.compressors.qsgd import QSGD
@@ -64,7 +66,7 @@ INNER = [TopK(ratio=0.1), Sign(block=16), PowerSGD(rank=2), QSGD(), LowBit()]
 
 
 @pytest.mark.parametrize("inner", INNER, ids=str)
-def test_without_decay_the_residual_goes_straight_to_the_inner_transport(inner):
+def test_without_decay_the_residual_goes_straight_to_the_inner_compressor(inner):
     """Bit for bit what the inner compressor's own pass over x and residual gives, on four ranks."""
     fed, states = ErrorFeedback(inner=inner), None
     residuals = [torch.zeros(NUMEL) for _ in range(4)]
@@ -74,8 +76,7 @@ def test_without_decay_the_residual_goes_straight_to_the_inner_transport(inner):
             site = Site(shapes=tuple(SHAPES), rank=rank, world_size=4, step=step)
             mine = inner.init(x, site) if states is None else states[rank]
             own = {key: t for key, t in mine.items() if key != "residual"}
-            transport = inner.transport(site).keeping()
-            ranks.append(transport.run(inner, x.clone(), residuals[rank].clone(), own, site, True))
+            ranks.append(inner.exchange(x.clone(), residuals[rank].clone(), own, replace(site, error=True)))
         wanted = run(ranks)
         out = exchange(fed, xs, states, shapes=SHAPES, step=step, commits=True)
         states, residuals = [e.state for e in out], [e.error for e in wanted]

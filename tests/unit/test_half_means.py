@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograd.comm.traffic import moved_bytes
-from stenograd.compression.half_means import half_means, half_rounds
+from stenograd.compression.means import half_means, half_rounds
 from stenograd.data.requests import means
 from stenograd.simulate import run
 

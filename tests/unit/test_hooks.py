@@ -71,8 +71,8 @@ def test_clipping_and_warm_up_let_averages_take_the_residuals_memory(text):
     """So a method needs one more tensor like the gradients, not two, with them as without."""
     site = Site(shapes=(torch.Size((5000,)),), world_size=2)
     plain, around = (stenograd.method(t).compressor for t in (text.partition(":")[0], text))
-    assert around.transport(site) == plain.transport(site)
-    assert plain.transport(site).frees_residual
+    assert around.facts(site) == plain.facts(site)
+    assert plain.facts(site).frees_residual
 
 
 def test_a_copy_or_pickle_of_an_attached_model_is_a_plain_model():

@@ -22,16 +22,16 @@ import sys
 from pathlib import Path
 import torch
 from stenograd.kernels import backend
-from stenograd.kernels import dispatch
-assert dispatch.pack_values(torch.tensor([4.0]), "int8")[1] == 4
+from stenograd.kernels import values
+assert values.pack_values(torch.tensor([4.0]), "int8")[1] == 4
 helper = Path(backend.__file__).parent / "cpu" / "jit.py"
 before = helper.read_text()
 helper.write_text(before.replace("np.uint32(0x7FFFFFFF)", "np.uint32(0x3FFFFFFF)"))
 assert helper.read_text() != before
 for name in [name for name in sys.modules if name.startswith("stenograd.kernels")]:
     del sys.modules[name]  # as a new process
-from stenograd.kernels import dispatch
-sys.exit(bool(dispatch.pack_values(torch.tensor([4.0]), "int8")[1] == 4))
+from stenograd.kernels import values
+sys.exit(bool(values.pack_values(torch.tensor([4.0]), "int8")[1] == 4))
 """
 
 

@@ -16,7 +16,7 @@ from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compressors.threshold import Threshold
 from stenograd.compressors.topk import TopK
 from stenograd.errors import WireError
-from stenograd.kernels.reference import indices, scatter, select
+from stenograd.kernels import indices, scatter, select
 from stenograd.simulate import exchange, ranks
 from stenograd.sync.steps import zero_bad
 from stenograd.testing.methods import by_name, wrapped

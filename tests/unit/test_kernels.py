@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograd.errors import WireError
-from stenograd.kernels.reference.bits import block_views, pack_bits, packed_bytes, unpack_bits
+from stenograd.kernels.bits import block_views, pack_bits, packed_bytes, unpack_bits
 
 
 def numpy_packed(values: np.ndarray, bits: int) -> np.ndarray:

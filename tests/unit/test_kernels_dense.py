@@ -13,13 +13,16 @@ from stenograd.compression.contract import Site
 from stenograd.compressors.qsgd import QSGD
 from stenograd.compressors.sign import Sign
 from stenograd.errors import ConfigError, WireError
-from stenograd.kernels import dispatch
 from stenograd.kernels.cpu import quantize as cpu_quantize
 from stenograd.kernels.cpu import sign as cpu_sign
-from stenograd.kernels.cpu import values as cpu_values
-from stenograd.kernels.reference import quantize as plain_quantize
-from stenograd.kernels.reference import sign as plain_sign
-from stenograd.kernels.reference import values as plain_values
+from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
+from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
+from stenograd.kernels.values import pack_values, unpack_values
+from stenograd.testing.checks import Plain
+
+plain_quantize = Plain("quantize")
+plain_sign = Plain("sign")
+plain_values = Plain("values")
 
 KINDS = ("normal", "zeros", "negative zeros", "special", "subnormal", "huge")
 LAYOUTS = st.lists(st.integers(0, 90), max_size=4) | st.sampled_from([[1024], [2049, 3], [31, 33, 64]])
@@ -88,8 +91,8 @@ def test_the_mean_of_signs_is_the_references(numels, block, ranks, at):
 def test_what_signs_lose_stays_in_the_residual():
     x, r = data(5000, "normal", 1)
     v = x + r
-    payload = dispatch.sign_encode_feedback(x, r, 1024, [2000, 3000])
-    sent = dispatch.sign_decode_mean([payload], 1024, [2000, 3000])
+    payload = sign_encode_feedback(x, r, 1024, [2000, 3000])
+    sent = sign_decode_mean([payload], 1024, [2000, 3000])
     assert torch.equal(r, v - sent)
     means = [p.abs().mean() for t in v.split([2000, 3000]) for p in t.split(1024)]
     torch.testing.assert_close(payload[1], torch.stack(means), rtol=1e-6, atol=0)
@@ -141,9 +144,9 @@ def test_rounding_is_unbiased_and_the_error_stays_in_the_residual(bits):
     total = torch.zeros(7, dtype=torch.float64)
     for seed in range(4000):
         r = torch.zeros(7)
-        payload = dispatch.qsgd_encode_feedback(v, r, bits, 8, [7], seed)
+        payload = qsgd_encode_feedback(v, r, bits, 8, [7], seed)
         if seed < 20:
-            assert torch.equal(r, v - dispatch.qsgd_decode_mean([payload], bits, 8, [7]))
+            assert torch.equal(r, v - qsgd_decode_mean([payload], bits, 8, [7]))
             assert (r.abs() <= step).all()
         total += r
     assert (total / 4000).abs().max() < 5 * step / 2 / math.sqrt(4000)
@@ -170,8 +173,8 @@ def test_the_hash_is_uniform_and_independent_over_places_and_seeds(uniforms):
 
 
 CODES = {
-    "sign": lambda x, r, n: dispatch.sign_encode_feedback(x, r, 64, [n]),
-    "qsgd": lambda x, r, n: dispatch.qsgd_encode_feedback(x, r, 4, 64, [n], seed=3),
+    "sign": lambda x, r, n: sign_encode_feedback(x, r, 64, [n]),
+    "qsgd": lambda x, r, n: qsgd_encode_feedback(x, r, 4, 64, [n], seed=3),
 }
 
 
@@ -199,8 +202,8 @@ def test_encoding_in_place_allocates_no_second_tensor(method):
 
 
 def test_payloads_of_another_size_are_refused():
-    bits, scales = dispatch.sign_encode_feedback(torch.ones(20), None, 8, [20])
-    codes, _ = dispatch.qsgd_encode_feedback(torch.ones(20), None, 4, 8, [20], 0)
+    bits, scales = sign_encode_feedback(torch.ones(20), None, 8, [20])
+    codes, _ = qsgd_encode_feedback(torch.ones(20), None, 4, 8, [20], 0)
     for module in (cpu_sign, plain_sign):
         with pytest.raises(WireError, match="take 3 bytes, got 2"):
             module.sign_decode_mean([(bits[:2], scales)], 8, [20])
@@ -222,9 +225,9 @@ def test_payloads_of_another_size_are_refused():
 def test_values_in_few_bits_are_the_references(count, kind, seed):
     x, _ = data(count, kind, seed)
     for name in ("float32", "bfloat16", "int8"):
-        packed = cpu_values.pack_values(x, name)
+        packed = pack_values(x, name)
         same(packed, plain_values.pack_values(x, name))
-        back = cpu_values.unpack_values(packed, name, count)
+        back = unpack_values(packed, name, count)
         same((back,), (plain_values.unpack_values(packed, name, count),))
         if kind == "normal" and count:
             bound = {"float32": 0, "bfloat16": x.abs() / 256, "int8": x.abs().max() / 254 + 1e-6}[name]
@@ -232,15 +235,15 @@ def test_values_in_few_bits_are_the_references(count, kind, seed):
 
 
 def test_values_of_another_form_are_refused():
-    packed = dispatch.pack_values(torch.ones(300), "int8")
+    packed = pack_values(torch.ones(300), "int8")
     with pytest.raises(WireError, match="300 values as int8 are"):
-        dispatch.unpack_values(packed[:1], "int8", 300)
+        unpack_values(packed[:1], "int8", 300)
     with pytest.raises(WireError, match="299 values as int8 are"):
-        dispatch.unpack_values(packed, "int8", 299)
+        unpack_values(packed, "int8", 299)
     with pytest.raises(WireError, match="300 values as bfloat16 are"):
-        dispatch.unpack_values((packed[0],), "bfloat16", 300)
+        unpack_values((packed[0],), "bfloat16", 300)
     with pytest.raises(ConfigError, match="kind must be one of"):
-        dispatch.pack_values(torch.ones(3), "int4")
+        pack_values(torch.ones(3), "int4")
 
 
 def test_uniform_numbers_are_hashes_of_their_places_in_every_part():

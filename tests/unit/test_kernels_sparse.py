@@ -7,13 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograd.errors import ConfigError, TensorTypeError, WireError
-from stenograd.kernels import dispatch
 from stenograd.kernels.cpu import indices as cpu_places
 from stenograd.kernels.cpu import scatter as cpu_scatter
 from stenograd.kernels.cpu import select as cpu_select
-from stenograd.kernels.reference import indices as plain_places
-from stenograd.kernels.reference import scatter as plain_scatter
-from stenograd.kernels.reference import select as plain_select
+from stenograd.kernels.indices import places_bytes
+from stenograd.kernels.scatter import put, scatter_mean
+from stenograd.kernels.select import select, select_feedback
+from stenograd.testing.checks import Plain
+
+plain_places = Plain("indices")
+plain_scatter = Plain("scatter")
+plain_select = Plain("select")
 
 KINDS = ("normal", "ties", "zeros", "special", "rare", "subnormal", "huge", "outliers")
 
@@ -92,7 +96,7 @@ def test_what_is_taken_and_what_stays_add_up(halves):
     """A number is the sum of what bfloat16 makes of it and of what that loses, without rounding."""
     x, r = data(70_001, "normal", 0)
     whole = x + r
-    places, values = dispatch.select_feedback(x, r, 701, halves=halves)
+    places, values = select_feedback(x, r, 701, halves=halves)
     assert torch.equal(values, whole[places])
     assert torch.equal(r.index_add(0, places, values.bfloat16().float() if halves else values), whole)
     assert values.abs().min() >= r.abs().max()
@@ -167,7 +171,7 @@ def test_places_have_the_compact_format(n, share, seed):
     places = torch.from_numpy(np.sort(drawn)).long()
     packed = cpu_places.pack_places(places, n)
     same((packed,), (plain_places.pack_places(places, n),))
-    assert packed.numel() == dispatch.places_bytes(n, places.numel())
+    assert packed.numel() == places_bytes(n, places.numel())
     received = torch.cat([packed[:0], torch.zeros(1, dtype=torch.uint8), packed])[1:]  # misaligned
     for unpack in (cpu_places.unpack_places, plain_places.unpack_places):
         assert torch.equal(unpack(received, n, places.numel()), places.int())
@@ -185,7 +189,7 @@ def test_damaged_places_are_refused_or_in_range(n, share, flips, seed):
         for _ in range(flips if packed.size else 0):
             packed[rng.integers(packed.size)] ^= 1 << rng.integers(8)
     else:
-        packed = rng.integers(0, 256, dispatch.places_bytes(n, k), dtype=np.uint8)
+        packed = rng.integers(0, 256, places_bytes(n, k), dtype=np.uint8)
     said = []
     for unpack in (cpu_places.unpack_places, plain_places.unpack_places):
         try:
@@ -212,26 +216,26 @@ def test_places_that_cannot_be_written_or_read(module):
 def test_wrong_arguments_say_what_is_wrong():
     x = torch.zeros(5)
     with pytest.raises(ConfigError, match="k must be 0 to 5, got 6"):
-        dispatch.select(x, 6)
+        select(x, 6)
     with pytest.raises(ConfigError, match="residual must have the 5 elements of x, got 4"):
-        dispatch.select_feedback(x, torch.zeros(4), 1)
+        select_feedback(x, torch.zeros(4), 1)
     with pytest.raises(TensorTypeError, match="must be flat and floating"):
-        dispatch.select(torch.zeros(2, 2), 1)
+        select(torch.zeros(2, 2), 1)
     with pytest.raises(ConfigError, match="must not be empty"):
-        dispatch.scatter_mean([], 5)
+        scatter_mean([], 5)
     with pytest.raises(ConfigError, match=r"out must have the shape \(5,\), got \(4,\)"):
-        dispatch.scatter_mean([(torch.tensor([0]), torch.ones(1))], 5, torch.zeros(4))
+        scatter_mean([(torch.tensor([0]), torch.ones(1))], 5, torch.zeros(4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_other_types_and_strided_tensors_work(dtype):
     x = torch.randn(400).to(dtype)[::2]
     residual = torch.zeros(400, dtype=dtype)[::2]
-    places, values = dispatch.select_feedback(x, residual, 20)
+    places, values = select_feedback(x, residual, 20)
     assert values.dtype is dtype
     assert torch.equal(values, x[places.long()])
     assert torch.equal(residual, x.index_fill(0, places.long(), 0))
-    mean = dispatch.scatter_mean([(places, values)], 200, torch.empty(400, dtype=dtype)[::2])
+    mean = scatter_mean([(places, values)], 200, torch.empty(400, dtype=dtype)[::2])
     assert torch.equal(mean + residual, x)
 
 
@@ -241,8 +245,8 @@ def test_values_are_put_at_their_places(monkeypatch, kernels, dtype):
     """In any order, among others and up to both ends; none at all change nothing."""
     monkeypatch.setenv("STENOGRAD_KERNELS", kernels)
     x = torch.arange(1000.0)
-    dispatch.put(x, torch.tensor([], dtype=dtype), torch.tensor([]))
-    dispatch.put(x, torch.tensor([999, 0, 17], dtype=dtype), torch.tensor([1.0, torch.inf, -3.0]))
+    put(x, torch.tensor([], dtype=dtype), torch.tensor([]))
+    put(x, torch.tensor([999, 0, 17], dtype=dtype), torch.tensor([1.0, torch.inf, -3.0]))
     wanted = np.arange(1000.0)
     wanted[[999, 0, 17]] = [1.0, np.inf, -3.0]
     np.testing.assert_array_equal(x.numpy(), wanted)

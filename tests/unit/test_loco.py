@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import stenograd
-from stenograd.compression.loco import LoCo
+from stenograd.compression.feedback import LoCo
 from stenograd.compressors.lowbit import LowBit
 from stenograd.compressors.powersgd import PowerSGD
 from stenograd.compressors.sign import Sign

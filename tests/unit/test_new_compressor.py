@@ -28,7 +28,7 @@ from torch import Tensor
 
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Payload, Site
-from stenograd.kernels.reference.bits import pack_bits, unpack_bits
+from stenograd.kernels.bits import pack_bits, unpack_bits
 
 
 @dataclass(frozen=True, kw_only=True)

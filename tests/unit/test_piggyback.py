@@ -14,6 +14,7 @@ from stenograd.data.requests import (
     mean,
     means,
     scatter,
+    summed,
     together,
 )
 from stenograd.simulate import run
@@ -41,7 +42,7 @@ def several(rank):
 CASES = {
     "one mean": lambda r: mean(torch.tensor([1.0, 2.0 * r])),
     "means": lambda r: means((torch.ones(2, 2) * r, torch.zeros(0), torch.tensor(4.0))),
-    "scaled": lambda r: means((torch.ones(3) * r,), Op.SUM),
+    "scaled": lambda r: summed(means((torch.ones(3) * r,))),
     "narrow": lambda r: mean(torch.ones(3, dtype=torch.float16)),
     "gather": lambda r: gather(torch.tensor([r]), torch.full((3,), r, dtype=torch.uint8)),
     "ragged": lambda r: gather_ragged(torch.arange(r)),

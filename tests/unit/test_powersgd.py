@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stenograd.compression.contract import Site
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.powersgd import PowerSGD
 from stenograd.data.requests import Op
 from stenograd.errors import MethodError

@@ -72,7 +72,7 @@ def test_the_error_is_what_the_docstring_says(values, block):
     exact = sum(b.square().sum() - b.abs().sum() ** 2 / len(b) for b in x.split(block))
     energy = float(x.square().sum())
     assert float(e.error.square().sum()) == pytest.approx(float(exact), rel=1e-6, abs=1e-6 * (1 + energy))
-    assert float(exact) <= (1 - Sign(block=block).delta) * energy * (1 + 1e-9)
+    assert float(exact) <= (1 - 1 / block) * energy * (1 + 1e-9)
 
 
 def test_a_block_of_nothing_is_refused():

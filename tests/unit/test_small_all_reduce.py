@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stenograd.catalog.method import method
 from stenograd.comm.traffic import moved_bytes
 from stenograd.compression.contract import Site
-from stenograd.compression.small_all_reduce import small_means
+from stenograd.compression.means import small_means
 from stenograd.data.requests import Op, means
 from stenograd.simulate import run
 from stenograd.testing import check
@@ -74,8 +74,8 @@ def test_what_is_not_finite_arrives(bad):
 
 
 def test_the_dense_small_buckets_of_a_method_conform():
-    """From four ranks on they are averaged in two hops; every promise of that transport is measured."""
+    """From four ranks on they are averaged in two hops; every promise of its facts is measured."""
     small, _ = method("topk:dense_below=100").compressors(dense=True)
     site = Site(shapes=(torch.Size((7,)),), world_size=4)
-    assert small.transport(site).rounds == 2
+    assert small.facts(site).rounds == 2
     check(small)

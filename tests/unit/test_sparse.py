@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stenograd.kernels.dispatch import select
+from stenograd.kernels.select import select
 
 N = 200_000
 

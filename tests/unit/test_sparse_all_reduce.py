@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from stenograd.catalog.method import method
 from stenograd.comm.traffic import moved_bytes
 from stenograd.compression.contract import Site
-from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.sparse_all_reduce import Regions, regions_for
+from stenograd.compression.feedback import ErrorFeedback
+from stenograd.compression.sparse import Regions, regions_for
 from stenograd.compressors.topk import TopK
 from stenograd.data.requests import Op
 from stenograd.errors import MethodError

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograd.comm.traffic import moved_bytes
+from stenograd.compression.blocks import chunks_for
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
-from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.two_phase import chunks_for
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.qsgd import QSGD
 from stenograd.compressors.sign import Sign
 from stenograd.data.requests import Op
@@ -199,5 +199,5 @@ def test_gathered_and_shared_averages_differ_by_the_second_encoding_only():
 
 def _gathering(codec):
     """The same codec with the all-gather of `Codec`."""
-    plain = type("Gathering", (type(codec),), {"transport": Codec.transport})
+    plain = type("Gathering", (type(codec),), {"facts": Codec.facts, "exchange": Codec.exchange})
     return plain(block=codec.block)

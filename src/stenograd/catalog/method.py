@@ -16,14 +16,12 @@ from torch import Tensor
 from stenograd.catalog.presets import PRESETS, spelled_out
 from stenograd.catalog.registry import Entry, entries, entry_of, name_of, schedules
 from stenograd.compression.codec import message_share, one_message
-from stenograd.compression.contract import Compressor, Feedback, Site, Transport
-from stenograd.compression.ef21 import EF21
-from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.loco import LoCo
-from stenograd.compression.small_all_reduce import small_rounds
-from stenograd.compression.transports import SmallAllReduce
+from stenograd.compression.contract import Average, Compressor, Facts, Feedback, Payload, Site
+from stenograd.compression.feedback import EF21, ErrorFeedback, LoCo, Wrapper
+from stenograd.compression.means import small_means, small_rounds
 from stenograd.compressors.identity import Identity
 from stenograd.data.finite import norm_of
+from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.every_step import EveryStep
 from stenograd.schedules.schedule import Schedule, What
@@ -46,6 +44,7 @@ _FEEDBACKS: dict[str, Callable[[Compressor], Compressor]] = {
     "loco": lambda codec: LoCo(inner=codec),
 }
 _DENSE, _EVERY_STEP = Identity(), EveryStep()
+_MATRIX = Site(shapes=(torch.Size((64, 64)),))  # what compressors treat as they treat most
 _ITS_OWN: Any = None  # stands for the compressor's own value until a method is made
 _WORD = 1 << 63  # a seed may have 64 bits; counts have narrower bounds of their own
 _TRUTH = {
@@ -141,27 +140,36 @@ class Method:
     @property
     def lossless(self) -> bool:
         """Whether every element travels in its own precision."""
-        return self.compressor.lossless
+        return self.compressor.feedback is Feedback.EXACT
 
     @property
     def votes(self) -> bool:
-        """Whether the ranks vote, so that what comes out is not the mean of what was sent."""
-        return self._codec().transport(Site(shapes=())).votes
+        """Whether what comes out is not the mean of what was sent, as when the ranks vote."""
+        return not self._codec().facts(_MATRIX).average.is_mean
 
     @property
     def divides_by_senders(self) -> bool:
         """Whether an element's average is the mean over those ranks only that sent it."""
-        return self._codec().divides_by_senders
+        return self._codec().facts(_MATRIX).average is Average.SENDERS
+
+    @property
+    def own_momentum(self) -> bool:
+        """Whether what is delivered has momentum in it, so that the optimizer must have none."""
+        return self.moves(*_MATRIX.shapes)
+
+    def moves(self, shape: torch.Size) -> bool:
+        """Return whether what is delivered of a tensor of this shape has momentum in it."""
+        return self.compressor.facts(Site(shapes=(shape,))).average.has_momentum
 
     @property
     def amplifies(self) -> bool:
         """Whether what is sent is scaled up to be right on average, so that errors are larger than it."""
-        return self._codec().feedback is Feedback.NEVER and not self.lossless
+        return self._codec().feedback is Feedback.NEVER
 
     @property
     def forgets(self) -> bool:
         """Whether it has no error feedback where differences of parameters need it."""
-        return self._codec().feeds_pseudo_gradients and self.compressor is self._codec()
+        return self._codec().feedback is Feedback.ON and self.compressor is self._codec()
 
     @property
     def accumulates(self) -> bool:
@@ -179,7 +187,7 @@ class Method:
     def _written_by(self) -> Compressor:
         """Return what writes the messages, without whatever is around it."""
         codec = self._codec()
-        return codec.inner if isinstance(codec, EF21 | LoCo) else codec
+        return codec.inner if isinstance(codec, Wrapper) else codec
 
     def each_round(self) -> Method:
         """Return what is exchanged whenever the schedule says so: the same method for every step.
@@ -205,7 +213,7 @@ class Method:
 
     def sends_all(self, world_size: int) -> bool:
         """Return whether every element travels, in one all-reduce."""
-        return self.compressor.transport(Site(shapes=(), world_size=world_size)).linear
+        return self.compressor.facts(Site(shapes=(), world_size=world_size)).linear
 
     def share(self, world_size: int, device: torch.device | str = "cpu") -> float:
         """Return about how large a message is beside what it stands for; 0 where it depends on the values.
@@ -246,11 +254,14 @@ class Method:
 class _SmallDense(Identity):
     """Dense averaging of few numbers, which is not compared with DDP's bit for bit, so it may be sooner."""
 
-    def transport(self, site: Site) -> Transport:
-        """Take two hops where a ring takes more."""
-        nbytes = site.numel * site.dtype.itemsize
-        few = small_rounds(nbytes, site.world_size, site.device) == 2
-        return SmallAllReduce() if few else super().transport(site)
+    def facts(self, site: Site) -> Facts:
+        """Two hops where a ring takes more."""
+        nbytes = sum(site.numels) * site.dtype.itemsize
+        return Facts(rounds=small_rounds(nbytes, site.world_size, site.device), linear=True)
+
+    def reduce(self, payload: Payload, site: Site) -> Rounds[Payload]:
+        """Average the codes of all ranks."""
+        return small_means(payload, site.world_size)
 
 
 # What can be made a method: text, or objects that mean what their texts mean.
@@ -276,7 +287,7 @@ def for_any_optimizer() -> list[str]:
         >>> "topk" in for_any_optimizer(), "demo" in for_any_optimizer()
         (True, False)
     """
-    return [name for name in methods() if not method(name).compressor.own_momentum]
+    return [name for name in methods() if not method(name).own_momentum]
 
 
 def method(text: MethodLike) -> Method:
@@ -287,7 +298,7 @@ def method(text: MethodLike) -> Method:
     with certain values, and print as what they stand for.
 
     Besides a compressor's own keys (its fields) every method takes `feedback` (error feedback; on for
-    biased compressors; `ef21`, `ef21-sgdm` or `loco` for what `compression.ef21` and `compression.loco` do
+    biased compressors; `ef21`, `ef21-sgdm` or `loco` for what `compression.feedback` has
     instead), `feedback_decay` (what is owed is multiplied by it at every step; 1), `dense_below` (tensors
     with fewer elements travel densely; 1024 for sign, else 0), `warmup_steps` (dense exchanges before
     compression starts), `clip_value` and `clip_norm` (applied to the local gradient).
@@ -354,7 +365,7 @@ def _plain(text: str, schedule: Schedule) -> Method:
 def _feeds(codec: Compressor, schedule: Schedule) -> bool:
     """Tell whether error feedback is on by default; pseudo-gradients need it less often than gradients."""
     pseudo = schedule.what is What.PSEUDO_GRADIENTS
-    return codec.feeds_pseudo_gradients if pseudo else codec.feedback is Feedback.ON
+    return codec.feedback is Feedback.ON if pseudo else codec.feedback.biased
 
 
 def _text_of(made: Method, feeds: bool) -> str:

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 
 import stenograd.compressors
 import stenograd.schedules
-from stenograd.compression.contract import Compressor
+from stenograd.compression.contract import Compressor, StateKind
 from stenograd.errors import ConfigError, first_line
 from stenograd.schedules.schedule import Schedule
 
-__all__ = ["Entry", "compressors", "entries", "entry_of", "name_of", "schedules"]
+__all__ = ["Entry", "compressors", "entries", "entry_of", "name_of", "schedules", "state_kinds"]
 
 T = TypeVar("T")
 
@@ -43,6 +43,32 @@ class Entry:
 def compressors() -> list[type[Compressor]]:
     """Return every public compressor class, sorted by module and name; last those of other packages."""
     return _walk(stenograd.compressors, Compressor)  # type: ignore[type-abstract]
+
+
+def state_kinds() -> dict[str, StateKind]:
+    """Return what becomes of each kind of state on another number of ranks, whatever compressor has it.
+
+    Besides those that `compressors` finds, all that are imported count: wrappers, and those of programs.
+
+    Raises:
+        ConfigError: two classes say different things of one key.
+
+    Example:
+        >>> state_kinds()["residual"]
+        <Kind.SUM: 'sum'>
+    """
+    known: dict[str, StateKind] = {}
+    below: list[type[Compressor]] = [*compressors(), Compressor]  # type: ignore[type-abstract]
+    while below:
+        cls = below.pop()
+        below += cls.__subclasses__()
+        for key, kind in cls.state_kinds.items():
+            if known.setdefault(key, kind) != kind:
+                raise ConfigError(
+                    f"{cls.__qualname__} says {kind} of the state {key!r}, another compressor {known[key]}: "
+                    "rename one"
+                )
+    return known
 
 
 def entries() -> dict[str, Entry]:

@@ -53,6 +53,7 @@ _MANIFEST = re.compile(r"checkpoint-step(0|[1-9][0-9]*)\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RANK_FILE = re.compile(r"checkpoint-step([0-9]+)-([0-9a-f]+)-rank([0-9]+)\.pt")
 _LEFT = re.compile(r"\.(.+?)(?:\.rank[0-9]+)?\.part")  # what a crash leaves of a file, see `replacing`
+# What `torch.load(weights_only=True)` surely reads; of anything else `_survives` finds out.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter)
 
 
@@ -77,10 +78,11 @@ def replacing(path: Path, mark: str = "") -> Iterator[BinaryIO]:
     try:
         with temporary.open("wb") as file:
             yield file
+            # On the disk before the rename: a name must not stand for content that a crash can lose.
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
@@ -252,7 +254,7 @@ def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping
             raise _unsavable(dict(content), cause) from cause
         if digest.error is not None:
             raise digest.error
-        file.flush()
+        file.flush()  # it is read back by its name
         # Without this, a NumPy number in `extra` is found when the checkpoint is needed, and then in every
         # one that was kept. On the meta device no tensor's bytes are read: for 100 MB it takes 2 ms.
         try:
@@ -289,6 +291,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
             raise CheckpointError(f"{path}: cannot be read ({reason}): another version of stenograd wrote it")
         said.pop("identity", None)  # earlier versions wrote it, always empty
         manifest = Manifest(**{**said, "files": tuple(RankFile(**file) for file in said["files"])})
+    # RecursionError: brackets without end
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
         raise _unreadable(path, cause) from cause
     if reason := _malformed(manifest, step):
@@ -435,7 +438,7 @@ def _checked(folder: Path, manifest: Manifest, rank: int, *, whole: bool) -> Ite
     try:
         with open_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
-            if nbytes != listed.nbytes:
+            if nbytes != listed.nbytes:  # first: hashing a long file takes time
                 reason = f"it has {nbytes} bytes and the manifest says {listed.nbytes}"
             elif whole and _sha256(file, nbytes) != listed.sha256:
                 reason = "its SHA-256 is not the manifest's"

@@ -10,15 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from stenograd.catalog.registry import state_kinds
 from stenograd.checkpoint.files import Found, read_rank
+from stenograd.compression.contract import Kind, Replaced, StateKind
 from stenograd.devices import restore_random_state
 from stenograd.errors import CheckpointError, bad_value
 
 __all__ = [
-    "AVERAGED",
-    "CLEARED",
-    "REPLACED",
-    "SUMMED",
     "Joint",
     "Stateful",
     "alike",
@@ -29,14 +27,6 @@ __all__ = [
     "share_of",
 ]
 
-# State whose sum over the ranks is kept, because it is owed.
-SUMMED = frozenset({"residual", "dgc_u", "dgc_v", "demo_momentum", "dion_momentum"})
-# State whose mean over the ranks is kept, because it is an estimate.
-AVERAGED = frozenset({"ef21_momentum"})
-# State that starts again from what all ranks know; all other state is equal on all ranks.
-REPLACED = {"ef21_known": "ef21_mean"}
-# State that starts again from nothing: what it holds is small, and forgotten from time to time in any case.
-CLEARED = frozenset({"loco_codes", "loco_scales"})
 _OWN = "own"  # the first word of what each rank has of its own in a round, whose mean is kept, too
 _NEIGHBOURS = "neighbours"  # what a rank knows of some others: of no use to new ranks
 _CUDA_STATE_BYTES = 16  # a CUDA generator's state: its seed and its offset, 8 bytes each
@@ -53,7 +43,7 @@ class Stateful(Protocol):
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Turn the states of all N ranks into those of N' ranks.
+    """Turn the states of all N ranks into those of N' ranks, as `Compressor.state_kinds` says of each.
 
     A residual is what a rank still owes to the average. The new ranks share the sum of the old ones evenly:
 
@@ -136,6 +126,7 @@ class Joint:
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._own: list[Any] = []
+        self._kinds = state_kinds()
 
     def add(self, state: Mapping[str, Any]) -> None:
         """Add the next rank's state.
@@ -154,10 +145,11 @@ class Joint:
         self._check(state)
         for name, tensors in state["parameters"].items():
             for key, tensor in tensors.items():
-                where, summed = (name, key), _adds_up(key)
-                if key in REPLACED:
+                where, kind = (name, key), self._kind(key)
+                summed = kind in (Kind.SUM, Kind.MEAN)
+                if isinstance(kind, Replaced):
                     continue
-                tensor = torch.zeros_like(tensor) if key in CLEARED else tensor
+                tensor = torch.zeros_like(tensor) if kind is Kind.CLEAR else tensor
                 if self._count == 0:
                     # float64, so that the sum over many ranks costs one rounding, when it is shared out.
                     self._dtypes[where] = tensor.dtype
@@ -187,18 +179,24 @@ class Joint:
             raise self._wrong_order(f"{self._count} states")
         parameters: dict[str, dict[str, Tensor]] = {name: {} for name in self._layout}
         for (name, key), tensor in self._tensors.items():
-            if _adds_up(key):
-                divisor = world_size if key in SUMMED else self._count
+            kind = self._kind(key)
+            if kind in (Kind.SUM, Kind.MEAN):
+                divisor = world_size if kind is Kind.SUM else self._count
                 parameters[name][key] = (tensor / divisor).to(self._dtypes[name, key])
             else:
                 parameters[name][key] = tensor.clone()
         for name, keys in self._layout.items():
-            for key in REPLACED.keys() & keys.keys():
-                parameters[name][key] = parameters[name][REPLACED[key]].clone()
+            for key in keys:
+                if isinstance(kind := self._kind(key), Replaced):
+                    parameters[name][key] = parameters[name][kind.by].clone()
         about = {**self._about, "rank": rank, "world_size": world_size, "resharded": True}
         about["saved_by"] = self._count
         own = {_OWN: self._own[min(rank, self._count - 1)]} if self._own else {}
         return {**about, **own, "parameters": parameters}
+
+    def _kind(self, key: str) -> StateKind | None:
+        """Return what becomes of state of a key; None for what is equal on all ranks."""
+        return Kind.MEAN if key.split(" ")[0] == _OWN else self._kinds.get(key)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that is not the next rank's, or was not saved together with the others."""
@@ -223,10 +221,6 @@ class Joint:
         return CheckpointError(
             f"re-sharding needs the state of every rank in rank order, got {got}, saved by {ranks} ranks"
         )
-
-
-def _adds_up(key: str) -> bool:
-    return key in SUMMED | AVERAGED or key.split(" ")[0] == _OWN
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -350,6 +344,7 @@ def share_of(found: Found, rank: int, world_size: int) -> dict[str, Any]:
                 f"{world_size} ranks: load it on {found.manifest.world_size}, or let it count the "
                 "samples of all ranks together"
             )
+        # Copies, because these tensors are parts of a mapped file.
         generators.append({name: state.clone() for name, state in content["generators"].items()})
     if "sync" in first:
         new["sync"] = joint.share(rank, world_size)

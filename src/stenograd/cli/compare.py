@@ -100,7 +100,7 @@ def default_methods() -> list[str]:
         (True, True)
     """
     chosen = [method(f"{name}:{_KEYS.get(name, '')}") for name in methods()]
-    return [how.text for how in chosen if not how.compressor.own_momentum]
+    return [how.text for how in chosen if not how.own_momentum]
 
 
 def split_methods(texts: Sequence[str]) -> list[str]:

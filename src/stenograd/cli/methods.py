@@ -136,7 +136,7 @@ def _about(name: str, entry: Entry) -> tuple[str, ...]:
 
 def _feeds(entry: Entry) -> bool:
     """Whether a method has error feedback unless told otherwise."""
-    return entry.compressor(**entry.preset).feedback.value == "on"
+    return entry.compressor(**entry.preset).feedback.biased
 
 
 def _told(name: str, entry: Entry, size: int, workers: int) -> dict[str, Any]:

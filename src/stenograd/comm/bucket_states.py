@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stenograd.catalog.method import Method
 from stenograd.comm.drivers import AnyDriver
-from stenograd.compression.contract import Compressor, Exchange, Site, State, Transport
+from stenograd.compression.contract import Compressor, Exchange, Facts, Site, State
 from stenograd.data.buckets import Bucket, KeptState, join_state, keep, put_back, split_state
 from stenograd.errors import CheckpointError
 
@@ -23,13 +23,15 @@ class Lane:
     """How one bucket travels.
 
     guarded: this rank looks through x before, because neither messages nor average tell what is finite.
+    sums: averages are made by adding up what is divided already.
     scale: what the caller multiplies by when it fills the bucket.
     """
 
     compressor: Compressor
-    transport: Transport
+    facts: Facts
     site: Site
     guarded: bool
+    sums: bool
     scale: float
 
 
@@ -112,6 +114,7 @@ class BucketStates:
         known, self._homeless = self._homeless, {}
         for name in before.keys() - gone:
             self._homeless[names[name]] = known[name]
+        # A state of zeros owes nothing, so nobody needs to hear that it is dropped.
         return [name for name in gone if any(bool(t.any()) for t in known[name].values())]
 
     def forget(self) -> None:
@@ -129,6 +132,7 @@ class BucketStates:
         """Take state by parameter name in place of what there is."""
         buckets = self.buckets
         self.drop_from(0)
+        # copies: what was loaded stays the caller's
         self._homeless = {name: {k: t.clone() for k, t in ts.items()} for name, ts in parameters.items()}
         for index, bucket in enumerate(buckets):
             self.place(index, bucket)
@@ -174,14 +178,15 @@ class BucketStates:
                 slot.state = put_back(slot.state, slot.bucket, kept[i])
 
     def _lane(self, compressor: Compressor, site: Site) -> Lane:
-        transport = compressor.transport(site)
+        facts = compressor.facts(site)
         looked_at = site.dtype is torch.float16  # before the step counts; see `read_end`
         if not self._waits or self._want_errors or looked_at:
-            transport = transport.keeping()
-        sums = self._waits and transport.linear and not self._method.clips
-        guarded = not (transport.linear or transport.reports_finite) or self._method.clip_value is not None
+            facts = replace(facts, frees_residual=False)
+        sums = self._waits and facts.linear and facts.rounds == 1 and not self._method.clips
+        guarded = not (facts.linear or facts.finite) or self._method.clip_value is not None
         scale = 1.0 / site.world_size if sums else 1.0
-        return Lane(compressor, transport.summing() if sums else transport, site, guarded, scale)
+        site = replace(site, error=self._want_errors, frees_residual=facts.frees_residual)
+        return Lane(compressor, facts, site, guarded, sums, scale)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -221,6 +221,7 @@ class Driver:
         kept = [rank for rank in ranks_of(self.group) if rank not in lost]
         start = time.perf_counter()
         try:
+            # Others may find the loss out timeout_s and a roll call later than this rank.
             group = make_group(self.group, kept, "without", 2 * (self.timeout_s + 2 * self._roll_call_s))
         except RuntimeError as cause:
             self._lost(f"meeting of the remaining rank(s) {', '.join(map(str, kept))}", cause, start)
@@ -230,6 +231,7 @@ class Driver:
         driver = self._in_own(group)
         driver.traffic, driver.tracer, driver.presence = self.traffic, self.tracer, self.presence
         driver._carriers = self._carriers
+        # Ranks are numbered anew: by the old numbers bytes would be counted for wrong hosts.
         driver.traffic.keep([rank for rank in range(self.world_size) if self.name_of(rank) in kept])
         return driver
 
@@ -402,9 +404,10 @@ class Driver:
             return dist.all_to_all_single(received, handed, **options)
         if route(op, nbytes, self.world_size, on_gloo=on_gloo) is Route.DIRECT:
             if swaps(nbytes, self.world_size):
-                rows = handed.view(1, -1).expand(self.world_size, -1)
+                rows = handed.view(1, -1).expand(self.world_size, -1)  # all rows are one memory
                 return swap(self.group, self.rank, rows, received.view(self.world_size, -1))
             return dist.all_to_all_single(received, handed.repeat(self.world_size), **options)
+        # one function under its newer and its older name
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(received, handed, **options)
 

@@ -26,7 +26,7 @@ _SMALL_ELEMENTS = 1 << 17
 # another took twice the time of the whole backward pass.
 _FEW_ELEMENTS = 2048
 _KEPT_VIEWS = 3  # memories that a bucket changes between: its own, an old residual's, an average's
-_marks = itertools.count(1)
+_marks = itertools.count(1)  # 0 is for a gradient without a mark
 
 
 class Slot:
@@ -186,6 +186,7 @@ class Filler:
                 torch.mul(grad, scale, out=view)
             elif grad is not view:
                 view.copy_(grad)
+            # Other layouts, such as channels_last, keep a gradient in their own, which a flat bucket has not.
             if self._shares and not slot.stays and parameter.is_contiguous():
                 parameter.grad = view
 
@@ -410,8 +411,9 @@ def is_held(parameter: Tensor, cached: Callable[[Tensor], bool] = lambda _: Fals
         True
     """
     grad = parameter.grad
-    if grad is None or grad._version == 0:
+    if grad is None or grad._version == 0:  # autograd has just made it
         return False
+    # References besides the parameter's own; one of them may be the list of views that a bucket keeps.
     known = sys.getrefcount(grad) - _known_references
     if grad._is_view() or known > 1 or (known == 1 and not cached(grad)):
         return True
@@ -428,7 +430,7 @@ def _references() -> int:
     return sys.getrefcount(grad)
 
 
-_known_references = _references()
+_known_references = _references()  # measured: how many a call itself holds is up to Python
 
 
 def check_gradient(grad: Tensor | None, parameter: Tensor, bucket: Bucket) -> None:

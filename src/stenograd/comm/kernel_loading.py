@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,19 +11,18 @@ from stenograd.catalog.method import Method
 from stenograd.catalog.registry import compressors
 from stenograd.comm.simulate import exchange
 from stenograd.compression.contract import Compressor
-from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.two_phase import FEWEST_RANKS
-from stenograd.compressors.powersgd import PowerSGD
-from stenograd.compressors.topk import TopK
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.kernels.backend import wanted
 from stenograd.kernels.hash import hash_tensor
 from stenograd.kernels.host_cache import compiling
 
 __all__ = ["load_kernels"]
 
-# Enough elements for top-k to guess its bound from a sample (32,768 in a region of two), and a few: a code
-# that short is gathered whatever the number of ranks is. PowerSGD compresses the matrix.
-_SHAPES = ((torch.Size((300, 300)), torch.Size((7,))), (torch.Size((5,)),))
+# Enough elements for top-k to guess its bound from a sample (32,768 in a region of five), and a few: a code
+# that short is gathered whatever the number of ranks is. Low-rank factors have up to 200 columns.
+_SHAPES = ((torch.Size((420, 420)), torch.Size((7,))), (torch.Size((5,)),))
+# Ranks from which on exchanges take no other path: two phases begin at 4, adding up regions at 5.
+_MOST_RANKS = 5
 
 _loaded: set[tuple[str, int, tuple[torch.dtype, ...], bool]] = set()  # by this process
 
@@ -78,19 +76,8 @@ def _call_all(whole: Compressor, shapes: Sequence[torch.Size], dtype: torch.dtyp
         dtype=torch.float32,
         device="cpu",
     ).to(dtype)
-    for one, ranks in _paths(codec, world_size):
-        exchange(one, [noise] * ranks, shapes=shapes, want_error=True)
-        used = ErrorFeedback(inner=one) if corrected else one
+    used = ErrorFeedback(inner=codec) if corrected else codec
+    for ranks in sorted({1, min(world_size, _MOST_RANKS)}):
+        exchange(codec, [noise] * ranks, shapes=shapes, want_error=True)
         for x in (noise, torch.zeros_like(noise)):
             exchange(used, [x] * ranks, shapes=shapes, commits=True)
-
-
-def _paths(codec: Compressor, world_size: int) -> list[tuple[Compressor, int]]:
-    """Return compressors that take all paths that one takes, each with as few ranks as call the kernels."""
-    if isinstance(codec, PowerSGD):
-        return [(replace(codec, rank=min(codec.rank, 4)), 1)]  # a higher rank needs larger matrices
-    if isinstance(codec, TopK):
-        by_regions = codec.by_regions and world_size > 1
-        gathering = (replace(codec, reduce="gather"), 1)  # where k is small, on any number of ranks
-        return [gathering, (replace(codec, reduce="regions"), 2)] if by_regions else [gathering]
-    return [(codec, min(world_size, FEWEST_RANKS))]

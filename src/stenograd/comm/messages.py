@@ -183,5 +183,6 @@ def swap(group: Any, me: int, rows: Tensor, received: Tensor) -> All:
     received[me].copy_(rows[me])
     ranks, size = ranks_of(group), len(rows)
     after = [(me + step) % size for step in range(1, size)]  # so that not all send to one rank first
+    # the rank before sends to this one first
     receives = [(ranks[at], received[at]) for at in reversed(after)]
     return messages(group, [(ranks[at], rows[at]) for at in after], receives, tag=_COLLECTIVE)

@@ -76,7 +76,7 @@ def pack_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Callable[[Tensor], t
     raw = [as_bytes(tensors[i]).view(rows, -1) if tensors[i].numel() else None for i in order]
     sizes = [0 if part is None else part.shape[1] for part in raw]
     parts = [part for part in raw if part is not None]
-    padding = -sum(sizes) % max(t.element_size() for t in tensors)
+    padding = -sum(sizes) % max(t.element_size() for t in tensors)  # so that the next row starts aligned, too
     if padding:
         parts.append(parts[0].new_zeros(rows, padding))
     if not parts:  # nothing travels, and slices of nothing may be misaligned
@@ -107,6 +107,7 @@ def as_bytes(t: Tensor) -> Tensor:
         >>> as_bytes(torch.tensor([[1, -1]], dtype=torch.int16))
         tensor([  1,   0, 255, 255], dtype=torch.uint8)
     """
+    # lazy conjugates have other bytes in memory
     flat = t.resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # one element can have any stride
         flat = flat.new_empty(flat.shape).copy_(flat)

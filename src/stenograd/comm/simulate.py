@@ -7,6 +7,7 @@ mathematics is tested in milliseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -108,9 +109,9 @@ def exchange(
         states = [compressor.init(x, site) for x, site in zip(flats, sites, strict=True)]
     ranks = []
     for x, state, site in zip(flats, states, sites, strict=True):
-        transport = compressor.transport(site)
-        transport = transport.keeping() if commits is None else transport
-        ranks.append(transport.run(compressor, x, None, state, site, want_error))
+        frees = commits is not None and compressor.facts(site).frees_residual
+        asked = replace(site, error=want_error, frees_residual=frees)
+        ranks.append(compressor.exchange(x, None, state, asked))
     return run(ranks, spy=spy, refuse_commits=commits is False)
 
 

@@ -51,7 +51,7 @@ def ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 
     def call(rank: int) -> T:
         try:
             return fn(SimulatedDriver(hub, rank, timeout_s=timeout_s), *args)
-        except BaseException as error:
+        except BaseException as error:  # whatever ended it, others may wait for this rank
             hub.fail(error)
             raise
 
@@ -59,6 +59,7 @@ def ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 
         jobs = [threads.submit(call, rank) for rank in range(world_size)]
     failures = [error for job in jobs if (error := job.exception()) is not None]
     if failures:
+        # a PeerLost is what came of another rank's error
         raise next((error for error in failures if not isinstance(error, PeerLost)), failures[0])
     return [job.result() for job in jobs]
 
@@ -69,6 +70,7 @@ class _Hub:
     def __init__(self, size: int, parent: _Hub | None = None) -> None:
         self.size = size
         self._parent = parent
+        # One for all groups, so that a failure in one wakes those that wait in another.
         self._changed: threading.Condition = threading.Condition() if parent is None else parent._changed
         self._asked: dict[int, dict[int, Request]] = {}
         self._answers: dict[int, dict[int, Reply]] = {}

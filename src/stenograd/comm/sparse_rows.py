@@ -38,7 +38,7 @@ def rows_of(parameter: Tensor, used: bool = True) -> Rows:
     if grad.layout is torch.strided:  # a tied layer added a dense gradient to it
         (index,) = grad.flatten(1).ne(0).any(1).nonzero(as_tuple=True)
         return Rows(index, grad[index])
-    grad = grad.coalesce()
+    grad = grad.coalesce()  # ascending, and each row once: `_added` relies on it
     return Rows(grad.indices()[0], grad.values())
 
 
@@ -87,7 +87,7 @@ def write_rows(parameter: Tensor, average: Rows) -> None:
         average.values,
         parameter.shape,
         device=average.values.device,
-        is_coalesced=True,
+        is_coalesced=True,  # `torch.unique` made the indices
         check_invariants=False,
     )
     parameter.grad = grad.to_dense() if dense else grad

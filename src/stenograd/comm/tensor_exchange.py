@@ -26,7 +26,7 @@ from stenograd.comm.traffic import CONTROL, Label
 from stenograd.compression.contract import Exchange, State
 from stenograd.data.buckets import Bucket, assign
 from stenograd.data.finite import Finite, is_finite, not_bounded, read
-from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, mean
+from stenograd.data.requests import REDUCTIONS, Op, Reply, Request, Rounds, mean, summed
 from stenograd.devices import Streams, put, record
 from stenograd.errors import StenogradError, first_line
 
@@ -96,6 +96,7 @@ class Flags:
 
     def _rider(self, request: Request) -> Tensor | None:
         if request.op in REDUCTIONS:
+            # One all-reduce has one type; zeros and ones are exact in each.
             return self._mine.to(request.tensors[0].dtype) if request.tensors else self._mine
         if request.op is Op.GATHER:
             return self._mine.to(torch.uint8)
@@ -207,6 +208,7 @@ def read_end(
     refuse(doubts, list(numbers))
     fine = {
         i: codes.get(i, Finite.BOUNDED) == Finite.BOUNDED
+        # A sum of finite numbers may overflow; then all of them are looked at.
         and (i not in sums or math.isfinite(sums[i]) or is_finite(e.average))
         for i, e in exchanges.items()
     }
@@ -300,6 +302,7 @@ class TensorExchange:
         self._bucket_bytes = bucket_bytes
         self._slots = BucketStates(self.method, driver, waits=waits, want_errors=want_errors)
         self._streams = Streams()
+        # One worker: collectives leave in the order of submission, which is equal on all ranks.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stenograd")
         self._jobs: list[Future[None]] = []
         self._held: _Filled | None = None
@@ -326,6 +329,7 @@ class TensorExchange:
             They may lie in memory that the next step fills. On CUDA, the stream on which `result()` is called
             waits for them.
         """
+        # No bucket for the last gradients: nothing is computed meanwhile that could hide the others.
         buckets = assign(values, self._bucket_bytes, tail=False, dense_below=self.method.dense_below)
         if buckets != self.buckets:
             self.arrange(buckets)
@@ -505,7 +509,7 @@ class TensorExchange:
         """Return this step's pipeline; where each bucket asks for one collective only, none waits."""
         if self._pipeline is None:
             self._inline = self._waits and all(
-                self._lane(i).transport.rounds == 1 for i in range(len(self._slots))
+                self._lane(i).facts.rounds == 1 for i in range(len(self._slots))
             )
             self._pipeline = Pipeline(self.driver, patient=self._inline)
         return self._pipeline
@@ -538,9 +542,11 @@ class TensorExchange:
                     self._bad[index] = not_bounded(x, most)
                     if x.device.type == "cpu" and bool(self._bad[index]):
                         x.zero_()  # compressors need not be defined on NaN; the result is replaced anyway
+                # After the look, from which clipping would hide an infinity.
                 self.method.clip(x, slot.bucket.numels)
                 site = replace(lane.site, step=self.step, buffer=self._buffer(slot, lane, x))
-                rounds = lane.transport.run(lane.compressor, x, None, slot.state, site, self._want_errors)
+                rounds = lane.compressor.exchange(x, None, slot.state, site)
+                rounds = summed(rounds) if lane.sums else rounds
                 if flags is not None:
                     self._flags = self._control(flags, x.device)
                     rounds = self._flags.carried_by(rounds)
@@ -551,7 +557,7 @@ class TensorExchange:
 
     def _buffer(self, slot: BucketState, lane: Lane, x: Tensor) -> Tensor | None:
         """Return last step's memory for the average of a bucket, if the caller is done with it by now."""
-        if not self._waits or lane.transport.linear or lane.transport.frees_residual:
+        if not self._waits or lane.facts.linear or lane.facts.frees_residual:
             return None  # the average may still be in use, or takes x's own memory or the residual's
         if slot.average is None:
             slot.average = torch.empty_like(x)
@@ -568,12 +574,12 @@ class TensorExchange:
         self, jobs: list[Future[None]], held: _Filled | None, end: _End, extra: Rounds[Any] | None
     ) -> Outcome:
         try:
-            for job in jobs:
+            for job in jobs:  # before this thread issues collectives of its own
                 job.result()
             self._check_sound()
             pipeline, carries = self._running(), False
             if held is not None:
-                dense = self._lane(held[0]).transport.linear
+                dense = self._lane(held[0]).facts.linear
                 carries = not dense or held[1].nbytes <= _PIGGYBACK_BYTES
                 self._launch(*held, end.packed() if carries else None)
             with self._streams.working(self._device):
@@ -623,7 +629,7 @@ class TensorExchange:
         overflowed = False
         for i, exchange in enumerate(exchanges):
             lane, bad = self._lane(i), entered.get(i, False)
-            if bad or (not fine[i] and not lane.transport.linear):
+            if bad or (not fine[i] and not lane.facts.linear):
                 exchange.average.fill_(torch.nan)
             reported = exchange.finite is not None and int(exchange.finite) != Finite.NO
             overflowed |= not fine[i] and not bad and (lane.guarded or reported)

@@ -1,19 +1,32 @@
 """The compressor contract, what corrects compression errors, and how codes travel."""
 
-from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, Transport
-from stenograd.compression.ef21 import EF21
-from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.loco import LoCo
+from stenograd.compression.blocks import BlockCodec
+from stenograd.compression.codec import Additive, Codec
+from stenograd.compression.contract import (
+    Average,
+    Compressor,
+    Exchange,
+    Facts,
+    Feedback,
+    Kind,
+    Replaced,
+    Site,
+)
+from stenograd.compression.feedback import EF21, ErrorFeedback, LoCo
 
 __all__ = [
     "EF21",
+    "Additive",
+    "Average",
+    "BlockCodec",
     "Codec",
     "Compressor",
     "ErrorFeedback",
     "Exchange",
+    "Facts",
     "Feedback",
+    "Kind",
     "LoCo",
+    "Replaced",
     "Site",
-    "Transport",
 ]

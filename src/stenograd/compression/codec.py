@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Compressor, Payload, Site, Transport, average_of
-from stenograd.compression.transports import AllGather
+from stenograd.compression.contract import Compressor, Exchange, Facts, Payload, Site, State, average_of
+from stenograd.data.finite import Finite, finite_of, is_finite
+from stenograd.data.requests import Rounds, commit, gather, gather_ragged, mean, means
 
-__all__ = ["Codec", "message_share", "one_message"]
+__all__ = ["Additive", "Codec", "gathered", "message_share", "one_message", "written"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(Compressor):
     """A compressor with one message per rank: write `encode` and `decode`, and the library does the rest.
 
-    By default every rank gathers all messages and decodes them in rank order; override `transport` where
-    codes can be averaged as they are (`AllReduce()`) or differ in length (`AllGather(ragged=True)`). For
-    speed, override `encode_error` (add the residual, encode and keep the error in one pass), `combine`
-    (decode and add up) and `finite` (then nobody has to look through x).
+    Every rank gathers all messages and decodes them in rank order. For speed, override `encode_error` (add
+    the residual, encode and keep the error in one pass), `combine` (decode and add up) and `finite` (then
+    nobody has to look through x). Codes that can be averaged as they are have the base `Additive`, codes in
+    blocks with scales the base `BlockCodec`.
     """
-
-    def transport(self, site: Site) -> Transport:
-        """Gather all messages."""
-        known = type(self).finite is not Codec.finite
-        return AllGather(reports_finite=known, frees_residual=known)
 
     @abstractmethod
     def encode(self, x: Tensor, site: Site) -> Payload:
@@ -45,12 +41,6 @@ class Codec(Compressor):
         payload = self.encode(x, site)
         return payload, x - self.decode(payload, x, site)
 
-    def message(
-        self, x: Tensor, residual: Tensor | None, site: Site, want_error: bool
-    ) -> tuple[Payload, Tensor | None]:
-        """Encode x, with the residual and what that loses where the error is wanted; for transports."""
-        return self.encode_error(x, residual, site) if want_error else (self.encode(x, site), None)
-
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Return the mean of all ranks' decoded payloads, summed in rank order."""
         return average_of(self.decode(p, like, site) for p in payloads)
@@ -62,11 +52,70 @@ class Codec(Compressor):
         """
         raise NotImplementedError(f"{type(self).__name__} does not tell what is finite")
 
+    def facts(self, site: Site) -> Facts:
+        """One all-gather, from which `finite` tells where the codec has it."""
+        known = type(self).finite is not Codec.finite
+        return Facts(finite=known, frees_residual=known)
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Encode, gather, decode."""
+        return gathered(self, x, residual, state, site)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Additive(Codec):
+    """A codec whose codes are averaged as they are, in one all-reduce.
+
+    If they add up as numbers do, so that x may be cut anywhere, it is `linear`; if not, override `facts`.
+    """
+
+    def facts(self, site: Site) -> Facts:
+        """One all-reduce, in which NaN shows."""
+        return Facts(linear=True)
+
+    def reduce(self, payload: Payload, site: Site) -> Rounds[Payload]:
+        """Average the codes of all ranks."""
+        return means(payload)
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Encode, average, decode."""
+        payload, error = written(self, x, residual, site)
+        averaged = yield from self.reduce(payload, site)
+        finite = yield from _overflow(x, averaged)
+        site = replace(site, buffer=None if error is x else x)  # x is done with
+        return Exchange(self.decode(averaged, x, site), state, error, finite)
+
+
+def written(codec: Codec, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor | None]:
+    """Encode x; where `site.error` asks for it, with the residual and what that loses."""
+    return codec.encode_error(x, residual, site) if site.error else (codec.encode(x, site), None)
+
+
+def gathered(
+    codec: Codec, x: Tensor, residual: Tensor | None, state: State, site: Site, *, ragged: bool = False
+) -> Rounds[Exchange]:
+    """Bring every rank's message to every rank, and decode all of them in rank order.
+
+    Args:
+        codec: what writes them.
+        x: as in `Compressor.exchange`, and so are residual, state and site.
+        residual: see there.
+        state: see there.
+        site: see there.
+        ragged: whether messages differ in length from rank to rank; then their lengths are gathered first.
+    """
+    payload, error = written(codec, x, residual, site)
+    everyone = yield from (gather_ragged(*payload, most=x.numel()) if ragged else gather(*payload))
+    finite = codec.finite(everyone) if type(codec).finite is not Codec.finite else None
+    if finite is not None and site.frees_residual and (yield from commit(finite)):
+        # Where an error is kept it lies in x, and the old residual is free.
+        site = replace(site, buffer=x if error is None else residual)
+    return Exchange(codec.combine(everyone, x, site), state, error, finite)
+
 
 def one_message(compressor: Compressor) -> bool:
     """Return whether each rank writes one message, of a length known before, that others read by itself."""
-    transport = compressor.transport(Site(shapes=()))
-    return isinstance(compressor, Codec) and not (isinstance(transport, AllGather) and transport.ragged)
+    return isinstance(compressor, Codec) and compressor.facts(Site(shapes=())).rounds == 1
 
 
 def message_share(compressor: Compressor, device: torch.device | str = "cpu") -> float:
@@ -79,3 +128,23 @@ def message_share(compressor: Compressor, device: torch.device | str = "cpu") ->
     x = torch.ones(2**16, dtype=torch.float32, device=device)
     site = Site(shapes=(x.shape,), step=2**40, device=x.device)  # where a ramp has long ended
     return sum(t.nbytes for t in compressor.encode(x, site)) / x.nbytes
+
+
+def _overflow(x: Tensor, averaged: Sequence[Tensor]) -> Rounds[Tensor | None]:
+    """Tell a sum that overflowed in float16 from one of bad numbers; None where nothing overflowed.
+
+    Only float16 overflows where float32 does not. All ranks have the same sums, so all ask or none does.
+    """
+    narrow = [t for t in averaged if t.dtype is torch.float16]
+    if x.dtype is torch.float16 or not narrow:
+        return None
+    if x.is_cpu:
+        sound = all(map(is_finite, narrow))
+    else:  # looking at once would make the host wait for each bucket
+        codes = finite_of(narrow)
+        sound = (yield from commit(codes)) or int(codes) == Finite.BOUNDED
+    if sound:
+        return None
+    mine = torch.full((1,), not is_finite(x), dtype=torch.float32, device=x.device)
+    bad = yield from mean(mine)
+    return torch.tensor(Finite.NO if bad.item() > 0 else Finite.YES, dtype=torch.uint8, device=x.device)

@@ -1,9 +1,9 @@
 """The compressor contract: how a tensor that is averaged over the ranks is written on the wire.
 
-A compressor is a frozen description (a ratio, a rank, ...). All that changes from step to step lives in a
-`State`, made by `init` and replaced, never modified. So one object serves every bucket, a step can be taken
-back by keeping the old state, and saving the states saves everything. How its codes reach the other ranks is
-the business of a `Transport`, which the compressor chooses once per bucket.
+A compressor is a coroutine, `exchange`, and a few `Facts` that the engine asks for once per bucket. It is a
+frozen description (a ratio, a rank, ...). All that changes from step to step lives in a `State`, made by
+`init` and replaced, never modified. So one object serves every bucket, a step can be taken back by keeping
+the old state, and saving the states saves everything.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,13 +22,17 @@ from stenograd.data.requests import Rounds
 from stenograd.errors import ConfigError, TensorTypeError
 
 __all__ = [
+    "Average",
     "Compressor",
     "Exchange",
+    "Facts",
     "Feedback",
+    "Kind",
     "Payload",
+    "Replaced",
     "Site",
     "State",
-    "Transport",
+    "StateKind",
     "average_of",
     "require_floating",
 ]
@@ -37,7 +41,6 @@ __all__ = [
 # or belongs to the i-th tensor of x and is called "NAME/i" (PowerSGD's "q/3"). Keys are equal on all ranks.
 State: TypeAlias = Mapping[str, Tensor]
 Payload: TypeAlias = tuple[Tensor, ...]
-T = TypeVar("T", bound="Transport")
 _CPU = torch.device("cpu")
 
 
@@ -45,9 +48,54 @@ class Feedback(Enum):
     """Whether error feedback suits a compressor."""
 
     ON = "on"  # it loses the same things again and again: on unless the method says feedback=false
+    GRADIENTS = "gradients"  # as ON, but not for differences after many steps, of which it loses too little
     OFF = "off"  # unbiased, `E[decode(encode(x))] = x`, or rounding to 8 bits or finer: off unless asked for
     OWN = "own"  # it keeps what it has not sent in its state, so there is nothing left to feed back
-    NEVER = "never"  # nothing is lost, or what is sent is so much larger than x that residuals would diverge
+    NEVER = "never"  # what is sent is so much larger than x that residuals would diverge
+    EXACT = "exact"  # nothing is lost: the average is the mean of x
+
+    @property
+    def biased(self) -> bool:
+        """Whether it is on for gradients unless a method says otherwise."""
+        return self in (Feedback.ON, Feedback.GRADIENTS)
+
+
+class Average(Enum):
+    """What a compressor delivers."""
+
+    MEAN = "mean"  # of what the ranks have sent: `mean over ranks of (x - error)`
+    SENDERS = "senders"  # of each element, over those ranks only that have sent it
+    VOTE = "vote"  # of the ranks, about signs
+    VELOCITY = "velocity"  # the mean of what has momentum in it, so that the optimizer must have none
+    DIRECTION = "direction"  # made of momenta, so that the optimizer must have none
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is the mean of what the ranks have sent."""
+        return self in (Average.MEAN, Average.VELOCITY)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the optimizer must have no momentum."""
+        return self in (Average.VELOCITY, Average.DIRECTION)
+
+
+class Kind(Enum):
+    """What becomes of state that differs from rank to rank when the number of ranks changes."""
+
+    SUM = "sum"  # it is owed: new ranks share the sum evenly
+    MEAN = "mean"  # it is an estimate: new ranks start from the mean
+    CLEAR = "clear"  # it starts again from zeros: what it holds is small, and forgotten in any case
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """State that starts again as a copy of other state, of the key `by`, which is equal on all ranks."""
+
+    by: str
+
+
+StateKind: TypeAlias = Kind | Replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +111,9 @@ class Site:
         dtype: of x.
         device: where x lives.
         buffer: memory that the average may take, flat like x; see `out`.
+        error: whether the exchange must tell what was lost (`Exchange.error`).
+        frees_residual: whether the average may take the residual's memory once the step is committed; only
+            where `Facts.frees_residual` says so, and nobody needs the old state afterwards.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -73,6 +124,8 @@ class Site:
     dtype: torch.dtype = torch.float32
     device: torch.device = _CPU
     buffer: Tensor | None = field(default=None, compare=False, repr=False)
+    error: bool = False
+    frees_residual: bool = False
 
     def out(self, like: Tensor) -> Tensor:
         """Return unset memory like x for the average, kept from step to step where there is some.
@@ -83,11 +136,6 @@ class Site:
         if buffer is None or (buffer.dtype, buffer.shape) != (like.dtype, like.shape):
             return torch.empty_like(like)
         return buffer
-
-    def wide(self) -> Site:
-        """Return the site of x as float32, unless it is wider: what a residual is added to becomes that."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return self if wide == self.dtype else replace(self, dtype=wide)
 
     def generator(self, seed: int, *, shared: bool, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh generator for this step: equal on all ranks if shared, else private to the rank."""
@@ -105,11 +153,6 @@ class Site:
         """Number of elements of each tensor in x."""
         return [math.prod(shape) for shape in self.shapes]
 
-    @property
-    def numel(self) -> int:
-        """Number of elements of x."""
-        return sum(self.numels)
-
 
 class Exchange(NamedTuple):
     """What an exchange returns.
@@ -118,9 +161,9 @@ class Exchange(NamedTuple):
         average: flat tensor with x's length and dtype, equal on every rank bit for bit; may live in x's
             memory.
         state: the next state, with the same keys and shapes as the one given.
-        error: what of this rank's x is not in the average, or None where it was not asked for. Unless the
-            transport votes, `average = mean over ranks of (x - error)`. Mostly `x - error` is x as the
-            others decoded it; where a rank compresses what it has averaged, it keeps that loss too, times
+        error: what of this rank's x is not in the average, or None where it was not asked for. Where
+            `Facts.average` is a mean, `average = mean over ranks of (x - error)`. Mostly `x - error` is x as
+            the others decoded it; where a rank compresses what it has averaged, it keeps that loss too, times
             the world size. It may live in x's memory, and so may a state made of it: whoever owns x must not
             fill it again before copying or replacing it.
         finite: what the messages told (`Finite`, a 0-d uint8 tensor equal on every rank), or None if they
@@ -133,67 +176,44 @@ class Exchange(NamedTuple):
     finite: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transport(ABC):
-    """How the ranks' codes become one average. A compressor chooses one per bucket; the engine asks it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the engine must know of a bucket's exchanges; equal on all ranks and at every step.
 
     Args:
-        rounds: collectives that `run` asks for, one after another.
-        linear: codes add up: x may come divided by the world size already (`summing`), NaN and infinity show
-            in the average, there is no state that they could harm, and x may be cut anywhere.
-        reports_finite: `Exchange.finite` tells whether every rank's x was finite, so that nobody need look
-            through x before, nor agree with the other ranks on what was found.
-        frees_residual: `run` asks by `data.requests.commit` whether the step can still be taken back, and if
-            not, writes the average over the residual, so that no third tensor like x is needed.
-        votes: the average is something else than the mean of what the ranks sent.
+        rounds: collectives that an exchange asks for, one after another.
+        linear: codes add up: NaN and infinity show in the average, there is no state that they could harm, x
+            may be cut anywhere, and where it takes one round, x may come divided by the world size while
+            `MEAN` is answered by a sum (`data.requests.summed`).
+        finite: `Exchange.finite` tells whether every rank's x was finite, so that nobody need look through x
+            before, nor agree with the other ranks on what was found.
+        frees_residual: an exchange that may do so (`Site.frees_residual`) asks by `data.requests.commit`
+            whether the step can still be taken back, and if not, writes the average over the residual, so
+            that no third tensor like x is needed.
+        average: what is delivered.
 
     Raises:
-        ConfigError: the properties contradict each other.
+        ConfigError: they contradict each other.
     """
 
     rounds: int = 1
     linear: bool = False
-    reports_finite: bool = False
+    finite: bool = False
     frees_residual: bool = False
-    votes: bool = False
+    average: Average = Average.MEAN
 
     def __post_init__(self) -> None:
         if self.rounds < 0:
-            raise ConfigError(f"rounds must be at least 0, got {self.rounds}: count the collectives of `run`")
-        if self.frees_residual and not self.reports_finite:
+            raise ConfigError(f"rounds must be at least 0, got {self.rounds}: count the collectives")
+        if self.frees_residual and not self.finite:
             raise ConfigError(
-                f"{type(self).__name__} frees the residual without telling whether every x was finite, so a "
-                "bad step could not be taken back: set reports_finite, or leave out frees_residual"
+                "frees_residual frees the residual without telling whether every x was finite, so a bad step "
+                "could not be taken back: set finite, or leave out frees_residual"
             )
-        if self.linear and (self.reports_finite or self.votes):
+        if self.linear and (self.finite or self.average is not Average.MEAN):
             raise ConfigError(
-                f"{type(self).__name__} is linear, so NaN shows in its average, which is the mean: leave out "
-                "reports_finite and votes"
+                "linear codes show NaN in their average, which is the mean: leave out finite and average"
             )
-
-    @abstractmethod
-    def run(
-        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Average flat `x + residual` over the ranks.
-
-        Args:
-            codec: the compressor that chose this transport.
-            x: flat tensor; handed over, so it may be overwritten.
-            residual: added to x; None for none. Not modified before `commit` returns True: it is still needed
-                if the step is taken back.
-            state: as `init` or the last exchange left it; never modified.
-            site: where and when.
-            want_error: whether the exchange must carry `error`; always where there is a residual.
-        """
-
-    def keeping(self: T) -> T:
-        """Return the same without freeing the residual, for whoever needs the old state after the step."""
-        return replace(self, frees_residual=False) if self.frees_residual else self
-
-    def summing(self: T) -> T:
-        """Return the same for x that is divided by the world size already; only where it is linear."""
-        raise ConfigError(f"{type(self).__name__} does not sum: only linear transports do")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,40 +230,14 @@ class Compressor(ABC):
     summary: ClassVar[str] = ""
     # What `dense_below` is where a method's text does not say.
     default_dense_below: ClassVar[int] = 0
-
-    @property
-    def divides_by_senders(self) -> bool:
-        """Whether an element's average is the mean over those ranks only that sent it."""
-        return False
-
-    @property
-    def feeds_pseudo_gradients(self) -> bool:
-        """Whether error feedback is on by default also for pseudo-gradients, the sums of many local steps."""
-        return self.feedback is Feedback.ON
+    # What becomes of each kind of state (its key without "/i") on another number of ranks, for those that
+    # differ from rank to rank; all other state is equal on all ranks.
+    state_kinds: ClassVar[Mapping[str, StateKind]] = {}
 
     @property
     def feedback(self) -> Feedback:
-        """Whether error feedback suits it."""
+        """Whether error feedback suits it; a constant of the class does as well as a property."""
         return Feedback.OFF
-
-    @property
-    def delta(self) -> float:
-        """Contraction: `||error||^2 <= (1 - delta) ||x||^2` for every x; 0 where none is promised."""
-        return 0.0
-
-    @property
-    def own_momentum(self) -> bool:
-        """Whether what is delivered has momentum in it, so that the optimizer must have none."""
-        return False
-
-    def moves(self, shape: torch.Size) -> bool:
-        """Whether what is delivered of a tensor of this shape has momentum in it; see `own_momentum`."""
-        return self.own_momentum
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the average is exact, so that there is no error to feed back."""
-        return self.delta == 1.0 and self.feedback is Feedback.NEVER
 
     @classmethod
     def examples(cls) -> Iterator[Compressor]:
@@ -256,13 +250,20 @@ class Compressor(ABC):
         return {}
 
     @abstractmethod
-    def transport(self, site: Site) -> Transport:
-        """Choose how the codes of a bucket travel; asked once per bucket, so `site.step` does not count."""
+    def facts(self, site: Site) -> Facts:
+        """Tell how a bucket travels; asked once per bucket, so that `site.step` does not count."""
 
-    def rounds(self, x: Tensor, state: State, site: Site, *, want_error: bool = False) -> Rounds[Exchange]:
-        """Average flat x over the ranks, by the transport that suits it; the state given stays as it is."""
-        transport = self.transport(site).keeping()
-        return (yield from transport.run(self, x, None, state, site, want_error))
+    @abstractmethod
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Average flat `x + residual` over the ranks.
+
+        Args:
+            x: flat tensor; handed over, so it may be overwritten.
+            residual: added to x; None for none. Not modified before `commit` returns True: it is still needed
+                if the step is taken back.
+            state: as `init` or the last exchange left it; never modified.
+            site: where and when, and what the caller wants.
+        """
 
 
 def average_of(tensors: Iterable[Tensor]) -> Tensor:
@@ -279,7 +280,7 @@ def average_of(tensors: Iterable[Tensor]) -> Tensor:
     for t in tensors:
         if total is None:
             dtype = t.dtype
-            total = t.to(torch.promote_types(dtype, torch.float32), copy=True)
+            total = t.to(torch.promote_types(dtype, torch.float32), copy=True)  # a copy: the first one stays
         else:
             total.add_(t)
         count += 1

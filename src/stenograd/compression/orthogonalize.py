@@ -62,5 +62,6 @@ def _scaled(columns: Tensor) -> Tensor:
 def _pseudo_random(r: int, n: int, device: torch.device) -> Tensor:
     """Return r rows of n uniform numbers from a generator of its own."""
     generator = torch.Generator(device="cpu").manual_seed(0x6C61636F)
+    # drawn there: equal for all devices
     rows = torch.rand(r, n, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
     return rows.to(device)

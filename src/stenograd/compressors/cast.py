@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Payload, Site, Transport
-from stenograd.compression.transports import AllReduce
+from stenograd.compression.codec import Additive
+from stenograd.compression.contract import Payload, Site
 from stenograd.errors import MethodError, bad_value
 
 __all__ = ["Cast"]
@@ -20,7 +19,7 @@ _TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Cast(Codec):
+class Cast(Additive):
     """Send x rounded to 16 bits: `average = sum_r cast(x_r) / N`, divided before summing, summed in 16 bits.
 
     float16 keeps 11 significant bits up to 65,504 (dividing first keeps the sum in range whenever the mean
@@ -60,13 +59,10 @@ class Cast(Codec):
         for dtype in _TYPES:
             yield cls(dtype=dtype)
 
-    def transport(self, site: Site) -> Transport:
-        """Average in 16 bits."""
-        return AllReduce()
-
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Round to nearest."""
         wire = _TYPES[self.dtype]
+        # a copy, because the driver may average in place
         return (x.clone() if x.element_size() <= wire.itemsize else x.to(wire),)
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:

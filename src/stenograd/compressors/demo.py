@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import (
+    Average,
     Compressor,
     Exchange,
+    Facts,
     Feedback,
+    Kind,
     Site,
     State,
-    Transport,
+    StateKind,
     require_floating,
 )
 from stenograd.data.finite import finite_of
@@ -89,15 +92,8 @@ class DeMo(Compressor):
         yield cls(chunk=4, keep=2, decay=0.9)
         yield cls(chunk=8, keep=64, decay=0.5)
 
-    @property
-    def feedback(self) -> Feedback:
-        """What is not sent stays in the momentum."""
-        return Feedback.OWN
-
-    @property
-    def own_momentum(self) -> bool:
-        """The momentum is delivered, not the gradient."""
-        return True
+    state_kinds: ClassVar[Mapping[str, StateKind]] = {"demo_momentum": Kind.SUM}
+    feedback = Feedback.OWN  # what is not sent stays in the momentum
 
     def init(self, like: Tensor, site: Site) -> State:
         """Start at rest."""
@@ -105,9 +101,33 @@ class DeMo(Compressor):
         wide = torch.promote_types(like.dtype, torch.float32)
         return {"demo_momentum": torch.zeros(like.numel(), dtype=wide, device=like.device)}
 
-    def transport(self, site: Site) -> Transport:
-        """Gather the coefficients."""
-        return _Frequencies(rounds=1 if site.numel else 0, votes=True)
+    def facts(self, site: Site) -> Facts:
+        """One all-gather of numbered coefficients, the largest, which NaN and infinity are."""
+        return Facts(rounds=1 if sum(site.numels) else 0, finite=True, average=Average.DIRECTION)
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Accumulate, transform, select, gather, transform back."""
+        wide = state["demo_momentum"].dtype
+        g = x.to(wide) if residual is None else x.to(wide) + residual
+        delta = torch.add(g, state["demo_momentum"], alpha=self.decay)
+        chosen, values, sent = [], [], []
+        for part, shape in zip(delta.split(site.numels), site.shapes, strict=True):
+            if not part.numel():
+                continue
+            found = self.forward(part, shape)
+            best = found.abs().topk(min(self.keep, found.shape[1]), dim=1).indices
+            picked = found.gather(1, best)
+            chosen.append(best.to(torch.int16).reshape(-1))
+            values.append(picked.reshape(-1))
+            sent.append(self.backward(torch.zeros_like(found).scatter_(1, best, picked), shape))
+        if not values:
+            return Exchange(torch.zeros_like(x), {"demo_momentum": delta}, torch.zeros_like(x), finite_of([]))
+        mine = torch.cat(sent)
+        everyone = yield from gather(torch.cat(chosen), torch.cat(values))
+        average = self._directions(everyone, site, wide)
+        error = (x.to(wide) - mine).to(x.dtype) if site.error else None
+        finite = finite_of(values for _, values in everyone)
+        return Exchange(average.to(x.dtype), {"demo_momentum": delta - mine}, error, finite)
 
     def blocks(self, shape: torch.Size) -> tuple[int, int, int, int]:
         """Return how many blocks lie below and beside each other, and their two sides."""
@@ -122,68 +142,30 @@ class DeMo(Compressor):
         a, b, height, width = self.blocks(shape)
         blocks = part.view(a, height, b, width).transpose(1, 2)
         left, right = cosines(height, part), cosines(width, part)
-        return (left @ blocks @ right.T).reshape(a * b, height * width)
+        return (left @ blocks @ right.T).reshape(a * b, height * width)  # D B D^T
 
     def backward(self, coefficients: Tensor, shape: torch.Size) -> Tensor:
         """Return the flat tensor of such coefficients."""
         a, b, height, width = self.blocks(shape)
         left, right = cosines(height, coefficients), cosines(width, coefficients)
-        blocks = left.T @ coefficients.view(a, b, height, width) @ right
+        blocks = left.T @ coefficients.view(a, b, height, width) @ right  # D^T S D
         return blocks.transpose(1, 2).reshape(-1)
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Frequencies(Transport):
-    """One all-gather of numbered coefficients, the largest, which NaN and infinity are."""
-
-    reports_finite: bool = True
-
-    def run(
-        self, codec: DeMo, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Accumulate, transform, select, gather, transform back; see `Transport.run`."""
-        wide = state["demo_momentum"].dtype
-        g = x.to(wide) if residual is None else x.to(wide) + residual
-        delta = torch.add(g, state["demo_momentum"], alpha=codec.decay)
-        chosen, values, sent = [], [], []
-        for part, shape in zip(delta.split(site.numels), site.shapes, strict=True):
-            if not part.numel():
-                continue
-            found = codec.forward(part, shape)
-            best = found.abs().topk(min(codec.keep, found.shape[1]), dim=1).indices
-            picked = found.gather(1, best)
-            chosen.append(best.to(torch.int16).reshape(-1))
-            values.append(picked.reshape(-1))
-            sent.append(codec.backward(torch.zeros_like(found).scatter_(1, best, picked), shape))
-        if not values:
-            return Exchange(torch.zeros_like(x), {"demo_momentum": delta}, torch.zeros_like(x), finite_of([]))
-        mine = torch.cat(sent)
-        everyone = yield from gather(torch.cat(chosen), torch.cat(values))
-        average = self._directions(codec, everyone, site, wide)
-        error = (x.to(wide) - mine).to(x.dtype) if want_error else None
-        finite = finite_of(values for _, values in everyone)
-        return Exchange(average.to(x.dtype), {"demo_momentum": delta - mine}, error, finite)
-
-    def _directions(
-        self, codec: DeMo, everyone: list[tuple[Tensor, ...]], site: Site, wide: torch.dtype
-    ) -> Tensor:
+    def _directions(self, everyone: list[tuple[Tensor, ...]], site: Site, wide: torch.dtype) -> Tensor:
         """Average each coefficient over its senders, transform back and take signs."""
         parts, at = [], 0
         for shape in site.shapes:
             if not shape.numel():
                 continue
-            a, b, height, width = codec.blocks(shape)
-            keep = min(codec.keep, height * width)
+            a, b, height, width = self.blocks(shape)
+            keep = min(self.keep, height * width)
             total = torch.zeros(a * b, height * width, dtype=wide, device=everyone[0][1].device)
             senders = torch.zeros_like(total)
-            for (
-                chosen,
-                values,
-            ) in everyone:  # in rank order, and no index twice in a row: the same bits everywhere
+            for chosen, values in everyone:  # in rank order, no index twice in one: the same bits everywhere
                 places = chosen[at : at + a * b * keep].long().view(a * b, keep)
                 total.scatter_add_(1, places, values[at : at + a * b * keep].view(a * b, keep))
                 senders.scatter_add_(1, places, torch.ones_like(places, dtype=wide))
-            parts.append(codec.backward(total / senders.clamp_(min=1), shape).sign_())
+            parts.append(self.backward(total / senders.clamp_(min=1), shape).sign_())
             at += a * b * keep
         return torch.cat(parts)
 
@@ -206,7 +188,7 @@ def cosines(size: int, like: Tensor) -> Tensor:
 
 @cache
 def _cosines(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    i = torch.arange(size, dtype=torch.float64, device="cpu")
+    i = torch.arange(size, dtype=torch.float64, device="cpu")  # rounded once, and alike for all devices
     matrix = torch.cos(math.pi / size * (i + 0.5) * i[:, None]) * math.sqrt(2 / size)
     matrix[0] /= math.sqrt(2)
     return matrix.to(device, dtype)

@@ -11,20 +11,23 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import (
+    Average,
     Compressor,
     Exchange,
+    Facts,
     Feedback,
+    Kind,
     Site,
     State,
-    Transport,
+    StateKind,
     require_floating,
 )
-from stenograd.compression.ratio_ramp import check_ramp, ramped
-from stenograd.compression.sparse_format import Message
+from stenograd.compression.sparse import Message, check_ramp, ramped
 from stenograd.data.finite import finite_of, norm_of
 from stenograd.data.requests import Rounds, gather, mean, together
 from stenograd.errors import MethodError, bad_value
-from stenograd.kernels.dispatch import scatter_mean, select
+from stenograd.kernels.scatter import scatter_mean
+from stenograd.kernels.select import select
 
 __all__ = ["DGC"]
 
@@ -84,9 +87,7 @@ class DGC(Compressor):
     clip: float = 0.0
 
     def __post_init__(self) -> None:
-        check_ramp(
-            self.ratio, max(self.ratio, self.ratio_from), 0
-        )  # without a ramp its start does not matter
+        check_ramp(self.ratio, max(self.ratio, self.ratio_from), 0)  # its start matters to a ramp only
         if self.ramp_steps:
             check_ramp(self.ratio, self.ratio_from, self.ramp_steps)
         if not 0 <= self.momentum < 1:
@@ -106,15 +107,8 @@ class DGC(Compressor):
         yield cls(ratio=0.1, masking=False, ramp_steps=4)
         yield cls(ratio=0.1, momentum=0.0)
 
-    @property
-    def feedback(self) -> Feedback:
-        """What is not sent stays in v."""
-        return Feedback.OWN
-
-    @property
-    def own_momentum(self) -> bool:
-        """The velocity is delivered, not the gradient."""
-        return self.momentum > 0
+    state_kinds: ClassVar[Mapping[str, StateKind]] = {"dgc_u": Kind.SUM, "dgc_v": Kind.SUM}
+    feedback = Feedback.OWN  # what is not sent stays in v
 
     def init(self, like: Tensor, site: Site) -> State:
         """Start at rest."""
@@ -124,13 +118,48 @@ class DGC(Compressor):
         small = {f"dense_momentum/{i}": still.new_zeros(site.shapes[i]) for i in _small(site)}
         return {"dgc_u": still, "dgc_v": still.clone(), **small}
 
-    def transport(self, site: Site) -> Transport:
-        """Gather the selected elements, and average small tensors at the same time."""
-        return _Velocity(rounds=1 if site.numel else 0)
+    def facts(self, site: Site) -> Facts:
+        """One all-gather of what is selected, as NaN is, beside an all-reduce of small tensors."""
+        average = Average.VELOCITY if self.momentum else Average.MEAN
+        return Facts(rounds=1 if sum(site.numels) else 0, finite=True, average=average)
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Accumulate, select, gather."""
+        g = x.to(state["dgc_u"].dtype, copy=True)
+        g = self.clipped(g if residual is None else g.add_(residual), site)
+        pieces, small = g.split(site.numels), _small(site)
+        dense = torch.cat([g.new_zeros(0), *(pieces[i] for i in small)])
+        for i in small:
+            pieces[i].zero_()  # so that neither u nor v holds anything of them
+        u, step = self.moved(state["dgc_u"], g)
+        v = state["dgc_v"] + step
+        count = self.count(site)
+        message = Message(g.numel(), count, compact=True, values=None)
+        chosen, values = select(v, count)
+        asked: list[Rounds[Any]] = [gather(*message.write(chosen, values))] if count else []
+        replies = yield from together(asked + ([mean(dense)] if dense.numel() else []))
+        sparse, exact = (replies[0], replies[1:]) if count else ([], replies)
+        finite = finite_of([*(theirs[1] for theirs in sparse), *exact])
+        average = torch.zeros_like(g)
+        if count:
+            average = scatter_mean([message.read(theirs) for theirs in sparse], g.numel(), out=average)
+        sent = torch.zeros_like(g).index_copy_(0, chosen.long(), values)
+        v.index_fill_(0, chosen.long(), 0)  # v_S = 0
+        if self.masking:
+            u.index_fill_(0, chosen.long(), 0)  # u_S = 0
+        new = {**state, "dgc_u": u, "dgc_v": v}
+        parts = exact[0].split([site.numels[i] for i in small]) if dense.numel() else ()
+        for i, part in zip(small, parts, strict=dense.numel() > 0):
+            momentum, delivered = self.moved(state[f"dense_momentum/{i}"], part.view(site.shapes[i]))
+            new[f"dense_momentum/{i}"] = momentum
+            for whole in (average, sent):
+                whole.split(site.numels)[i].copy_(delivered.reshape(-1))
+        error = (x.to(sent.dtype) - sent).to(x.dtype) if site.error else None
+        return Exchange(average.to(x.dtype), new, error, finite)
 
     def count(self, site: Site) -> int:
         """Return how many elements a rank sends in this step, besides small tensors."""
-        large = site.numel - sum(site.numels[i] for i in _small(site))
+        large = sum(site.numels) - sum(site.numels[i] for i in _small(site))
         return math.ceil(ramped(self.ratio, self.ratio_from, self.ramp_steps, site.step) * large)
 
     def clipped(self, x: Tensor, site: Site) -> Tensor:
@@ -149,52 +178,6 @@ class DGC(Compressor):
             return u, u + g
         u = torch.add(g, u, alpha=self.momentum)
         return u, u
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Velocity(Transport):
-    """One round: an all-gather of what was selected and an all-reduce of small tensors.
-
-    What is not finite is selected as the largest, and shows in a mean.
-    """
-
-    reports_finite: bool = True
-
-    def run(
-        self, codec: DGC, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Accumulate, select, gather; see `Transport.run`."""
-        g = x.to(state["dgc_u"].dtype, copy=True)
-        g = codec.clipped(g if residual is None else g.add_(residual), site)
-        pieces, small = g.split(site.numels), _small(site)
-        dense = torch.cat([g.new_zeros(0), *(pieces[i] for i in small)])
-        for i in small:
-            pieces[i].zero_()  # so that neither u nor v holds anything of them
-        u, step = codec.moved(state["dgc_u"], g)
-        v = state["dgc_v"] + step
-        count = codec.count(site)
-        message = Message(g.numel(), count, compact=True, values=None)
-        chosen, values = select(v, count)
-        asked: list[Rounds[Any]] = [gather(*message.write(chosen, values))] if count else []
-        replies = yield from together(asked + ([mean(dense)] if dense.numel() else []))
-        sparse, exact = (replies[0], replies[1:]) if count else ([], replies)
-        finite = finite_of([*(theirs[1] for theirs in sparse), *exact])
-        average = torch.zeros_like(g)
-        if count:
-            average = scatter_mean([message.read(theirs) for theirs in sparse], g.numel(), out=average)
-        sent = torch.zeros_like(g).index_copy_(0, chosen.long(), values)
-        v.index_fill_(0, chosen.long(), 0)
-        if codec.masking:
-            u.index_fill_(0, chosen.long(), 0)
-        new = {**state, "dgc_u": u, "dgc_v": v}
-        parts = exact[0].split([site.numels[i] for i in small]) if dense.numel() else ()
-        for i, part in zip(small, parts, strict=dense.numel() > 0):
-            momentum, delivered = codec.moved(state[f"dense_momentum/{i}"], part.view(site.shapes[i]))
-            new[f"dense_momentum/{i}"] = momentum
-            for whole in (average, sent):
-                whole.split(site.numels)[i].copy_(delivered.reshape(-1))
-        error = (x.to(sent.dtype) - sent).to(x.dtype) if want_error else None
-        return Exchange(average.to(x.dtype), new, error, finite)
 
 
 def _small(site: Site) -> list[int]:

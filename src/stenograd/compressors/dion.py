@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import (
+    Average,
     Compressor,
     Exchange,
+    Facts,
     Feedback,
+    Kind,
     Site,
     State,
-    Transport,
+    StateKind,
     require_floating,
 )
 from stenograd.compression.orthogonalize import orthogonalize
 from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds, means
 from stenograd.errors import MethodError, bad_value
-from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, take_out
-from stenograd.kernels.reference.lowrank import row_sums
+from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, row_sums, take_out
 
 __all__ = ["Dion"]
 
@@ -92,19 +94,8 @@ class Dion(Compressor):
         yield cls(ratio=1.0)
         yield cls(ratio=1.0, momentum=0.0)
 
-    @property
-    def feedback(self) -> Feedback:
-        """What is not sent stays in the momentum."""
-        return Feedback.OWN
-
-    @property
-    def own_momentum(self) -> bool:
-        """The momentum is delivered, not the gradient."""
-        return True
-
-    def moves(self, shape: torch.Size) -> bool:
-        """Vectors are averaged exactly."""
-        return bool(self.matrices(Site(shapes=(shape,))))
+    state_kinds: ClassVar[Mapping[str, StateKind]] = {"dion_momentum": Kind.SUM}
+    feedback = Feedback.OWN  # what is not sent stays in the momentum
 
     def init(self, like: Tensor, site: Site) -> State:
         """Start at rest, with a random Q that is equal on all ranks."""
@@ -117,10 +108,45 @@ class Dion(Compressor):
             state[f"dion_q/{i}"] = queries.to(like.device, wide)
         return state
 
-    def transport(self, site: Site) -> Transport:
-        """Average the factors on both sides."""
-        rounds = 2 if self.matrices(site) else int(site.numel > 0)
-        return _Subspace(rounds=rounds, votes=True)
+    def facts(self, site: Site) -> Facts:
+        """Two all-reduces, in which NaN and infinity show; vectors are averaged exactly, in the first."""
+        if not self.matrices(site):
+            return Facts(rounds=int(sum(site.numels) > 0), finite=True)
+        return Facts(rounds=2, finite=True, average=Average.DIRECTION)
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Accumulate, project on both sides in two rounds, keep the rest."""
+        places = self.matrices(site)
+        b = state["dion_momentum"] + x.to(state["dion_momentum"].dtype)
+        b = b if residual is None else b.add_(residual)
+        before = b.clone() if site.error else None
+        exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in places]
+        average, new, finite = torch.zeros_like(b), dict(state), finite_of([])
+        if sum(site.numels):
+            # B_r Q, (1, k, n); what is handed over is copied, because the driver may average in place.
+            thin = [project_rows(b, None, at, state[f"dion_q/{i}"][None]) for i, (at, _) in places.items()]
+            reply = yield from means([*thin, *(piece.clone() for piece in exact)])
+            pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(thin)]]  # (1, k, n)
+            outs = [piece for i, piece in enumerate(average.split(site.numels)) if i not in places]
+            for piece, out, mean in zip(exact, outs, reply[len(thin) :], strict=True):
+                out.copy_(mean)
+                piece.zero_()  # these have no momentum
+            # R_r
+            mine = [project_columns(b, at, pt) for (at, _), pt in zip(places.values(), pts, strict=True)]
+            rts = (yield from means([r.clone() for r in mine])) if places else ()  # (1, k, m)
+            finite = finite_of([*reply, *rts])
+            for (i, (at, _)), pt, own, rt in zip(places.items(), pts, mine, rts, strict=True):
+                # The same bits whatever the threads; float64 hides vectors of other widths.
+                length = row_sums(rt.double().square())[..., None].sqrt().to(rt.dtype)
+                unit = torch.where(length > 0, rt / length, 0.0)
+                scale = math.sqrt(at[3] / at[4])
+                take_out(b, at, (pt, own * (1 - self.momentum)))
+                expand(average, at, (pt, unit * scale))  # sqrt(n / m) P Q^T
+                # A column of zeros has no direction: it keeps the last one.
+                new[f"dion_q/{i}"] = torch.where(length > 0, unit, state[f"dion_q/{i}"])[0]
+        new["dion_momentum"] = b
+        error = None if before is None else (x.to(b.dtype) - (before - b)).to(x.dtype)
+        return Exchange(average.to(x.dtype), new, error, finite)
 
     def matrices(self, site: Site) -> dict[int, tuple[Place, int]]:
         """Return, by number in the flat x, where matrices lie and the rank k of each."""
@@ -132,43 +158,3 @@ class Dion(Compressor):
                 found[i] = (start, n * m, 1, n, m), math.ceil(self.ratio * min(n, m))
             start += numel
         return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Subspace(Transport):
-    """Average B Q, make it orthonormal, average B^T P; what is not finite shows in both."""
-
-    reports_finite: bool = True
-
-    def run(
-        self, codec: Dion, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Accumulate, project on both sides in two rounds, keep the rest; see `Transport.run`."""
-        places = codec.matrices(site)
-        b = state["dion_momentum"] + x.to(state["dion_momentum"].dtype)
-        b = b if residual is None else b.add_(residual)
-        before = b.clone() if want_error else None
-        exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in places]
-        average, new, finite = torch.zeros_like(b), dict(state), finite_of([])
-        if site.numel:
-            thin = [project_rows(b, None, at, state[f"dion_q/{i}"][None]) for i, (at, _) in places.items()]
-            reply = yield from means([*thin, *(piece.clone() for piece in exact)])
-            pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(thin)]]  # (1, k, n)
-            outs = [piece for i, piece in enumerate(average.split(site.numels)) if i not in places]
-            for piece, out, mean in zip(exact, outs, reply[len(thin) :], strict=True):
-                out.copy_(mean)
-                piece.zero_()  # these have no momentum
-            mine = [project_columns(b, at, pt) for (at, _), pt in zip(places.values(), pts, strict=True)]
-            rts = (yield from means([r.clone() for r in mine])) if places else ()  # (1, k, m)
-            finite = finite_of([*reply, *rts])
-            for (i, (at, _)), pt, own, rt in zip(places.items(), pts, mine, rts, strict=True):
-                # The same bits whatever the threads; float64 hides vectors of other widths.
-                length = row_sums(rt.double().square())[..., None].sqrt().to(rt.dtype)
-                unit = torch.where(length > 0, rt / length, 0.0)
-                scale = math.sqrt(at[3] / at[4])
-                take_out(b, at, (pt, own * (1 - codec.momentum)))
-                expand(average, at, (pt, unit * scale))
-                new[f"dion_q/{i}"] = torch.where(length > 0, unit, state[f"dion_q/{i}"])[0]
-        new["dion_momentum"] = b
-        error = None if before is None else (x.to(b.dtype) - (before - b)).to(x.dtype)
-        return Exchange(average.to(x.dtype), new, error, finite)

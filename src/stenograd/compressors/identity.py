@@ -8,15 +8,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Feedback, Payload, Site, Transport
-from stenograd.compression.transports import AllReduce
+from stenograd.compression.codec import Additive
+from stenograd.compression.contract import Feedback, Payload, Site
 
 __all__ = ["Identity"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity(Codec):
+class Identity(Additive):
     """Send x as it is: `average = sum_r x_r / N`, divided before summing.
 
     Wire: 32 bits an element for float32, one all-reduce. Lossless: `error = 0`.
@@ -31,19 +30,7 @@ class Identity(Codec):
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"dense": {}}
     summary: ClassVar[str] = "every element, full precision (plain all-reduce)"
 
-    @property
-    def feedback(self) -> Feedback:
-        """Nothing is lost."""
-        return Feedback.NEVER
-
-    @property
-    def delta(self) -> float:
-        """Nothing is lost."""
-        return 1.0
-
-    def transport(self, site: Site) -> Transport:
-        """Average the numbers themselves."""
-        return AllReduce()
+    feedback = Feedback.EXACT
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Hand over x itself, so that it is averaged in place."""

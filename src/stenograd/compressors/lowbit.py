@@ -8,32 +8,32 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stenograd.compression.contract import Feedback, Payload, Site, Transport
-from stenograd.compression.scaled_codes import ScaledCodes
-from stenograd.compression.two_phase import TwoPhase, chunks_for
+from stenograd.compression.blocks import BlockCodec
+from stenograd.compression.contract import Feedback, Payload, Site
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.lowbit import lowbit_decode, lowbit_encode
-from stenograd.kernels.reference.lowbit import BITS, SMALLEST, top_of
+from stenograd.kernels.lowbit import BITS, lowbit_decode, lowbit_encode
 
 __all__ = ["LowBit"]
 
 
 @dataclass(frozen=True)
-class LowBit(ScaledCodes):
+class LowBit(BlockCodec):
     """Send the nearest level: `sent = m * argmin_l |x / m - l|`, `m = max|x|` of the block.
 
     The levels l are `0, +-2^-6, +-2^-5, ..., +-1` for e3m0 (sign, three exponent bits, no mantissa),
     `k / 7` for int4 and `-1, 0, 1` for int2. Zero is a level and the largest element is exact, so no error
     exceeds its element, and what is sent twice is sent unchanged: `C(C(x)) = C(x)`. An element of e3m0 that
     is not lost (`|x| >= 0.75 * 2^-6 m`) is at most a third off; one of the integer formats is at most half
-    a level off, `m / 14` and `m / 2`.
+    a level off, `m / 14` and `m / 2`. So with d elements per block and half the lowest level h, the errors
+    have at most the share `c / (1 + c)` of the energy of x, `c = (d - 1) h^2`, or for e3m0 1/9 if that is
+    more.
 
     Rounding to the nearest is biased, so gradients need error feedback, which is on by default. Averages of
     pseudo-gradients (the change of the parameters over many local steps) lost nothing without it in 4 bits:
     there it is off by default, except for int2.
 
     Wire: 4 bits (int2: 2) per element and 32 bits per block, `n b / 8 + 4 n / 512` bytes: one all-gather up
-    to three ranks, from four ranks on an all-to-all and an all-gather (`stenograd.compression.two_phase`).
+    to three ranks, from four ranks on an all-to-all and an all-gather (`BlockCodec`).
 
     Args:
         format: "e3m0", "int4" or "int2".
@@ -75,31 +75,15 @@ class LowBit(ScaledCodes):
 
     @property
     def feedback(self) -> Feedback:
-        """What is nearer to zero than to the lowest level is dropped at every step."""
-        return Feedback.ON
+        """What is nearer to zero than to the lowest level is dropped at every step.
 
-    @property
-    def feeds_pseudo_gradients(self) -> bool:
-        """4 bits lose nothing that matters there (Streaming DiLoCo's measurements), 2 bits do."""
-        return self.format == "int2"
-
-    @property
-    def delta(self) -> float:
-        """Only the largest element is exact in the worst case.
-
-        No error exceeds its element, nor half the lowest level h; so with d elements per block the errors of
-        all others have at most the energy `c = (d - 1) (h / 2)^2`, against `1 + c` in x: `c / (1 + c)` is
-        lost. An element of e3m0 above that loses at most a ninth of its energy.
+        4 bits lose nothing that matters of pseudo-gradients (Streaming DiLoCo's measurements), 2 bits do.
         """
-        half = SMALLEST / 2 if self.format == "e3m0" else 0.5 / top_of(self.format)
-        energy = (self.block - 1) * half**2
-        lost = energy / (1 + energy)
-        return 1 - (max(lost, 1 / 9) if self.format == "e3m0" else lost)
+        return Feedback.ON if self.format == "int2" else Feedback.GRADIENTS
 
-    def transport(self, site: Site) -> Transport:
-        """Gather all codes, or average them in two phases where that moves less."""
-        chunks = chunks_for(site, BITS[self.format], self.block)
-        return super().transport(site) if chunks is None else TwoPhase(chunks=chunks)
+    def form(self) -> tuple[int, int]:
+        """Two or four bits."""
+        return BITS[self.format], self.block
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Pack the codes, lowest bit first, and the largest magnitude of each block."""

@@ -9,24 +9,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Payload, Site, Transport
-from stenograd.compression.scaled_codes import ScaledCodes
-from stenograd.compression.two_phase import TwoPhase, chunks_for
-from stenograd.kernels.reference.bits import block_views, unpack_bits
-from stenograd.kernels.reference.quantize import uniforms
-from stenograd.kernels.reference.sign import block_count, check_scales
+from stenograd.compression.blocks import WHOLE, BlockCodec
+from stenograd.compression.contract import Payload, Site
+from stenograd.kernels.bits import block_views, unpack_bits
+from stenograd.kernels.quantize import uniforms
+from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = ["Natural"]
 
 _BITS = 8
-_WHOLE = 2**31 - 1  # elements per scale: a block never spans tensors, so each tensor has one
 _PIECE = 1 << 22  # elements at a time, so that what is computed on the way stays small
-_SIGN = 128
+_SIGN = 128  # the highest bit of a code
 _ONE = 126  # the code of the scale itself; 127 is twice the scale
 
 
 @dataclass(frozen=True, kw_only=True)
-class Natural(ScaledCodes):
+class Natural(BlockCodec):
     """Send a power of two: of `2^e <= |x| < 2^(e+1)` the upper with the chance `|x| / 2^e - 1`, or the lower.
 
     So it is right on average, `E[sent] = x`, with a variance of at most `x^2 / 8` per element, and every rank
@@ -34,7 +32,7 @@ class Natural(ScaledCodes):
     seven bits, and what is below the smallest (`2^-125` of the largest) becomes zero.
 
     Wire: 8 bits per element and 32 bits per tensor: one all-gather up to three ranks, from four ranks on an
-    all-to-all and an all-gather (`stenograd.compression.two_phase`), where the average is drawn once more.
+    all-to-all and an all-gather (`BlockCodec`), where the average is drawn once more.
 
     Args:
         seed: of the draws; any integer.
@@ -54,17 +52,16 @@ class Natural(ScaledCodes):
 
     seed: int = 0
 
-    def transport(self, site: Site) -> Transport:
-        """Gather all codes, or average them in two phases where that moves less."""
-        chunks = chunks_for(site, _BITS, _WHOLE)
-        return super().transport(site) if chunks is None else TwoPhase(chunks=chunks)
+    def form(self) -> tuple[int, int]:
+        """Eight bits, and a scale for each tensor."""
+        return _BITS, WHOLE
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Draw a power of two for each element and write its place below the tensor's largest."""
         codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
         draws = uniforms(site.generator(self.seed, shared=False).initial_seed(), x.numel(), x.device)
         scales = [torch.zeros(0, dtype=torch.float32, device=x.device)]
-        rows_of = (block_views(t, _WHOLE, site.numels) for t in (x, draws, codes))
+        rows_of = (block_views(t, WHOLE, site.numels) for t in (x, draws, codes))
         for rows, draw, out in zip(*rows_of, strict=True):
             scale = _power_below(rows.abs().amax(1, keepdim=True).to(torch.float32))
             scales.append(scale.view(-1))
@@ -77,12 +74,12 @@ class Natural(ScaledCodes):
     def read(self, payload: Payload, site: Site) -> Tensor:
         """Return what one message says, in float32."""
         codes, scales = payload
-        check_scales([(codes, scales)], block_count(_WHOLE, site.numels, site.numel))
+        check_scales([(codes, scales)], block_count(WHOLE, site.numels, sum(site.numels)))
         powers = torch.exp2(torch.arange(_SIGN, device=codes.device, dtype=torch.float32) - _ONE)
         powers[0] = 0
         levels = torch.cat([powers, -powers])
-        values = levels.index_select(0, unpack_bits(codes, _BITS, site.numel).to(torch.int32))
-        for rows, scale in zip(block_views(values, _WHOLE, site.numels), scales, strict=True):
+        values = levels.index_select(0, unpack_bits(codes, _BITS, sum(site.numels)).to(torch.int32))
+        for rows, scale in zip(block_views(values, WHOLE, site.numels), scales, strict=True):
             rows.mul_(scale)
         return values
 
@@ -91,8 +88,8 @@ def _codes(share: Tensor, draw: Tensor) -> Tensor:
     """Return the codes of shares of the scale, which are below 2."""
     mantissa, exponent = torch.frexp(share.abs())  # in [0.5, 1), and of the power above
     code = exponent + (_ONE - 1)
-    code += draw < 2 * mantissa - 1
-    code = torch.where((share == 0) | (exponent < 2 - _ONE), 0, code)
+    code += draw < 2 * mantissa - 1  # with the chance |x| / 2^e - 1
+    code = torch.where((share == 0) | (exponent < 2 - _ONE), 0, code)  # below 2^-125 of the largest
     return code.clamp_(0, 127).add_((share < 0).to(code.dtype), alpha=_SIGN)
 
 

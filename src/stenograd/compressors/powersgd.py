@@ -14,15 +14,14 @@ from torch import Tensor
 from stenograd.compression.contract import (
     Compressor,
     Exchange,
+    Facts,
     Feedback,
     Site,
     State,
-    Transport,
     require_floating,
 )
-from stenograd.compression.half_means import half_means, half_rounds
+from stenograd.compression.means import half_means, half_rounds, small_means, small_rounds
 from stenograd.compression.orthogonalize import orthogonalize
-from stenograd.compression.small_all_reduce import small_means, small_rounds
 from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds, commit, means
 from stenograd.devices import bring
@@ -53,7 +52,7 @@ class PowerSGD(Compressor):
 
     Wire: `16 r (n + m)` bits a matrix with `r = min(n, m, rank)` and 16 bits an element for the others, in
     two rounds; with `alternate` `16 r n` and `16 r m` in turns. Twice as many with `values=float32`, four
-    times for float64. What rounding loses stays in the error (`stenograd.compression.half_means`).
+    times for float64. What rounding loses stays in the error (`stenograd.compression.means`).
 
     Args:
         rank: largest rank of an approximation, 1 to 2^31 - 1; 1 to 4 are usual.
@@ -110,27 +109,31 @@ class PowerSGD(Compressor):
         yield cls(rank=2, values="float32")
         yield cls(rank=2, values="float32", alternate=True)
 
-    @property
-    def feedback(self) -> Feedback:
-        """What lies outside the leading subspace is dropped."""
-        return Feedback.ON
+    feedback = Feedback.ON  # what lies outside the leading subspace is dropped
 
-    def transport(self, site: Site) -> Transport:
-        """Average the factors on both sides; the first round tells what is finite."""
+    def facts(self, site: Site) -> Facts:
+        """Averages of the factors on both sides; the first round tells what is finite."""
+        return Facts(rounds=self._round_count(site), finite=True, frees_residual=True)
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Project on both sides in two rounds, or on one in turns."""
+        run = self._one_factor if self.alternate else self._two_factors
+        return run(x, residual, state, site)
+
+    def _round_count(self, site: Site) -> int:
         batches, dense = _plan(site.shapes, self.rank)
         if self.halves(site.dtype):
-            rounds = half_rounds(site.world_size) * (1 if self.alternate else 1 + bool(batches))
-            return _OneFactor(rounds=rounds) if self.alternate else _TwoFactors(rounds=rounds)
+            return half_rounds(site.world_size) * (1 if self.alternate else 1 + bool(batches))
         width = torch.promote_types(site.dtype, torch.float32).itemsize
         left = sum(len(b.tensors) * b.rank * b.rows for b in batches) + sum(b - a for a, b in dense)
         right = sum(len(b.tensors) * b.rank * b.columns for b in batches)
         if self.alternate:
             dense_bytes = width * sum(b - a for a, b in dense)
+            # The longer of the two turns decides for both: a bucket chooses its transport once.
             largest = max(width * left, dense_bytes + width * right)
-            return _OneFactor(rounds=small_rounds(largest, site.world_size, site.device))
+            return small_rounds(largest, site.world_size, site.device)
         sizes = [width * left] + [width * right] * bool(batches)
-        rounds = sum(small_rounds(nbytes, site.world_size, site.device) for nbytes in sizes)
-        return _TwoFactors(rounds=rounds)
+        return sum(small_rounds(nbytes, site.world_size, site.device) for nbytes in sizes)
 
     def halves(self, dtype: torch.dtype) -> bool:
         """Return whether numbers travel as bfloat16 for x of a type."""
@@ -160,60 +163,41 @@ class PowerSGD(Compressor):
             for name in sorted(shapes, key=_order)
         }
 
-
-@dataclass(frozen=True, kw_only=True)
-class _TwoFactors(Transport):
-    """Average P, orthogonalise it, average Q; the residual is added while projecting."""
-
-    rounds: int = 2
-    reports_finite: bool = True
-    frees_residual: bool = True
-
-    def run(
-        self, codec: PowerSGD, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Project on both sides in two rounds; see `Transport.run`."""
-        batches, dense = _plan(site.shapes, codec.rank)
+    def _two_factors(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Average P, orthogonalise it, average Q; the residual is added while projecting."""
+        batches, dense = _plan(site.shapes, self.rank)
         work = x.to(torch.promote_types(x.dtype, torch.float32))
-        queries = codec.queries(state, x, site)
+        queries = self.queries(state, x, site)
         if residual is not None:
             for start, stop in dense:
                 work[start:stop] += residual[start:stop]
         qts = [torch.stack([queries[f"q/{i}"].mT for i in b.tensors]) for b in batches]  # (count, r, m)
+        # M_r Q, (count, r, n)
         thin = [project_rows(work, residual, b.place, qt) for b, qt in zip(batches, qts, strict=True)]
         exact = [work[a:b] for a, b in dense]
-        reply, sent = yield from _averages(thin, exact, codec, site)
+        reply, sent = yield from _averages(thin, exact, self, site)
         finite = finite_of(reply)  # what is not finite makes the mean of M Q so
         pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
+        # M_r^T P, (count, r, m)
         mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
-        qts, mine = (yield from _averages(mine, [], codec, site)) if batches else ([], [])
+        qts, mine = (yield from _averages(mine, [], self, site)) if batches else ([], [])
         # An element that meets a zero of Q shows in M^T P, if anywhere.
         finite = torch.minimum(finite, finite_of(qts).to(finite.device))
-        if self.frees_residual and (yield from commit(finite)):
+        if site.frees_residual and (yield from commit(finite)):
             site = replace(site, buffer=residual)
-        average = site.out(work) if want_error else work
-        _put_exact(average, work if want_error else None, dense, reply[len(batches) :], sent[len(batches) :])
+        average = site.out(work) if site.error else work
+        _put_exact(average, work if site.error else None, dense, reply[len(batches) :], sent[len(batches) :])
         for b, pt, own, mean in zip(batches, pts, mine, qts, strict=True):
-            expand(average, b.place, (pt, mean))
-            if want_error:
-                take_out(work, b.place, (pt, own))
-        state = _next("q", batches, qts) if codec.warm_start else state
-        error = work.to(x.dtype) if want_error else None
+            expand(average, b.place, (pt, mean))  # P Q^T
+            if site.error:
+                take_out(work, b.place, (pt, own))  # M_r - P (M_r^T P)^T
+        state = _next("q", batches, qts) if self.warm_start else state
+        error = work.to(x.dtype) if site.error else None
         return Exchange(average.to(x.dtype), state, error, finite)
 
-
-@dataclass(frozen=True, kw_only=True)
-class _OneFactor(Transport):
-    """Average P for the last Q, or Q for the last P, in turns."""
-
-    reports_finite: bool = True
-    frees_residual: bool = True
-
-    def run(
-        self, codec: PowerSGD, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Project on one side in one round; see `Transport.run`."""
-        batches, dense = _plan(site.shapes, codec.rank)
+    def _one_factor(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Average P for the last Q, or Q for the last P, in turns."""
+        batches, dense = _plan(site.shapes, self.rank)
         work = x.to(torch.promote_types(x.dtype, torch.float32))
         left = site.step % 2 == 0  # whether P is sent
         known, new = ("q", "p") if left else ("p", "q")
@@ -230,19 +214,19 @@ class _OneFactor(Transport):
         else:
             mine = [project_columns(work, b.place, basis) for b, basis in pairs]
         exact = [work[a:b] for a, b in dense]
-        reply, sent = yield from _averages(mine, exact, codec, site, small=self.rounds > 1)
+        reply, sent = yield from _averages(mine, exact, self, site, small=self._round_count(site) > 1)
         finite = finite_of(reply)  # what is not finite makes the projections so
-        if self.frees_residual and (yield from commit(finite)):
+        if site.frees_residual and (yield from commit(finite)):
             site = replace(site, buffer=residual)
-        average = site.out(work) if want_error else work
-        _put_exact(average, work if want_error else None, dense, reply[len(batches) :], sent[len(batches) :])
+        average = site.out(work) if site.error else work
+        _put_exact(average, work if site.error else None, dense, reply[len(batches) :], sent[len(batches) :])
         for (b, basis), own, mean in zip(pairs, sent, reply, strict=False):
             expand(average, b.place, (mean, basis) if left else (basis, mean))
-            if want_error:
+            if site.error:
                 take_out(work, b.place, (own, basis) if left else (basis, own))
         fresh, kept = _next(new, batches, reply), {n: t for n, t in state.items() if n.startswith(known)}
         state = {**fresh, **kept} if left else {**kept, **fresh}
-        error = work.to(x.dtype) if want_error else None
+        error = work.to(x.dtype) if site.error else None
         return Exchange(average.to(x.dtype), state, error, finite)
 
 

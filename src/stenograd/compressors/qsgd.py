@@ -8,18 +8,39 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Payload, Site, Transport
-from stenograd.compression.two_phase import TwoPhase, chunks_for
-from stenograd.data.finite import finite_of
+from stenograd.compression.blocks import BlockCodec
+from stenograd.compression.contract import Payload, Site
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
+from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
 
-__all__ = ["QSGD"]
+__all__ = ["QSGD", "Rounding"]
+
+
+class Rounding(BlockCodec):
+    """Rounds at random to the levels of a block; `form` says how many, the field `seed` by which draws."""
+
+    seed: int
+
+    def encode(self, x: Tensor, site: Site) -> Payload:
+        """Round at random and pack `level + s`, lowest bit first."""
+        return qsgd_encode_feedback(x, None, *self.form(), site.numels, self._key(site))
+
+    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
+        """Add, encode and leave the rest in x, in one pass over each block."""
+        # the sum is the same either way round, and x's memory takes what is left
+        return qsgd_encode_feedback(residual, x, *self.form(), site.numels, self._key(site)), x
+
+    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
+        """Average the messages in rank order."""
+        messages = [(codes, scales) for codes, scales in payloads]
+        return qsgd_decode_mean(messages, *self.form(), site.numels, out=site.out(like))
+
+    def _key(self, site: Site) -> int:
+        return site.generator(self.seed, shared=False).initial_seed()
 
 
 @dataclass(frozen=True)
-class QSGD(Codec):
+class QSGD(Rounding):
     """Send integers: `sent = m / s * floor(s x / m + u)`, `m = max|x|` of the block, u uniform in [0, 1).
 
     There are `s = 2^(bits-1) - 1` levels on each side of zero. u has 16 bits, so the rounding is unbiased but
@@ -30,7 +51,7 @@ class QSGD(Codec):
     most `(m / s)^2 / 4`.
     Wire: `bits` an element and 32 bits a block, 4.06 bits an element by default: one all-gather up to three
     ranks, which moves N-1 times that; from four ranks on an all-to-all and an all-gather
-    (`stenograd.compression.two_phase`), which move `2 (N-1)/N` times that and a few bytes more a rank. Then
+    (`BlockCodec`), which move `2 (N-1)/N` times that and a few bytes more a rank. Then
     the average is rounded once more, by the owner of each chunk and at random again, so it stays unbiased.
 
     Args:
@@ -70,33 +91,6 @@ class QSGD(Codec):
         for bits, block in ((2, 512), (3, 7), (4, 512), (8, 64)):
             yield cls(bits=bits, block=block)
 
-    def transport(self, site: Site) -> Transport:
-        """Gather all codes, or average them in two phases where that moves less."""
-        chunks = chunks_for(site, self.bits, self.block)
-        return super().transport(site) if chunks is None else TwoPhase(chunks=chunks)
-
-    def encode(self, x: Tensor, site: Site) -> Payload:
-        """Round at random and pack `level + s`, lowest bit first."""
-        return qsgd_encode_feedback(x, None, self.bits, self.block, site.numels, self._key(site))
-
-    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
-        """Add, encode and leave the rest in x, in one pass over each block."""
-        # the sum is the same either way round, and x's memory takes what is left
-        key = self._key(site)
-        return qsgd_encode_feedback(residual, x, self.bits, self.block, site.numels, key), x
-
-    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
-        """Multiply the levels by `m / s`."""
-        return self.combine([payload], like, site)
-
-    def finite(self, payloads: Sequence[Payload]) -> Tensor:
-        """Look at the scales: a block that is not finite has such a one."""
-        return finite_of(scales for _, scales in payloads)
-
-    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
-        """Average the messages in rank order."""
-        messages = [(codes, scales) for codes, scales in payloads]
-        return qsgd_decode_mean(messages, self.bits, self.block, site.numels, out=site.out(like))
-
-    def _key(self, site: Site) -> int:
-        return site.generator(self.seed, shared=False).initial_seed()
+    def form(self) -> tuple[int, int]:
+        """The fields say it."""
+        return self.bits, self.block

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
+from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
 from stenograd.data.requests import Rounds, mean
 from stenograd.devices import bring
 from stenograd.errors import MethodError, bad_value
@@ -18,7 +18,7 @@ from stenograd.errors import MethodError, bad_value
 __all__ = ["RandomK"]
 
 _SMALL = 4096
-_SPARSE = 32
+_SPARSE = 32  # with fewer of n places, sorting those takes less than marking all
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,23 @@ class RandomK(Compressor):
         """Unscaled, the expectation is k/n of x; scaled, what is sent is n/k times as large."""
         return Feedback.NEVER if self.unbiased else Feedback.ON
 
-    def transport(self, site: Site) -> Transport:
-        """Average the drawn elements; what was not drawn may hide NaN."""
-        return _Drawn()
+    def facts(self, site: Site) -> Facts:
+        """One all-reduce; what was not drawn may hide NaN."""
+        return Facts()
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Draw, average the drawn elements, put them back."""
+        x = x if residual is None else x.add_(residual)
+        n = x.numel()
+        k = math.ceil(self.ratio * n)
+        scale = n / k if self.unbiased and k else 1.0
+        indices = bring(self.draw(n, k, site.generator(self.seed, shared=True)), x.device)
+        values = x.index_select(0, indices)
+        error = None
+        if site.error:  # x - scale x, which is an exact zero without scaling
+            error = x.index_copy_(0, indices, values * (1 - scale))
+        average = yield from mean(values)
+        return Exchange(torch.zeros_like(x).index_copy_(0, indices, average * scale), state, error)
 
     def draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
         """Return k of n places, every choice of k equally likely, in ascending order.
@@ -92,41 +106,18 @@ class RandomK(Compressor):
         return found[_others(found.numel(), surplus)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Drawn(Transport):
-    """One all-reduce of the elements that all ranks drew alike."""
-
-    def run(
-        self, codec: RandomK, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Draw, average the drawn elements, put them back; see `Transport.run`."""
-        x = x if residual is None else x.add_(residual)
-        n = x.numel()
-        k = math.ceil(codec.ratio * n)
-        scale = n / k if codec.unbiased and k else 1.0
-        indices = bring(codec.draw(n, k, site.generator(codec.seed, shared=True)), x.device)
-        values = x.index_select(0, indices)
-        error = None
-        if want_error:  # x - scale x, which is an exact zero without scaling
-            error = x.index_copy_(0, indices, values * (1 - scale))
-        average = yield from mean(values)
-        return Exchange(torch.zeros_like(x).index_copy_(0, indices, average * scale), state, error)
-
-
 def _distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
     """Return k or a few more distinct places, ascending, without preference for any."""
     found = torch.empty(0, dtype=torch.int64, device="cpu")
     while found.numel() < k:
-        draws = torch.randint(
-            n, (k + k * k // n + 8,), generator=generator, device="cpu"
-        )  # k distinct: n ln(n / (n - k))
+        many = k + k * k // n + 8  # k are distinct among about n ln(n / (n - k))
+        draws = torch.randint(n, (many,), generator=generator, device="cpu")
         found = torch.cat([found, draws])
         if _SPARSE * k < n:
             found = found.unique()
         else:  # marking is faster than sorting
-            found = torch.nonzero(
-                torch.zeros(n, dtype=torch.bool, device="cpu").index_fill_(0, found, True)
-            ).view(-1)
+            marks = torch.zeros(n, dtype=torch.bool, device="cpu").index_fill_(0, found, True)
+            found = torch.nonzero(marks).view(-1)
     return found
 
 

@@ -8,26 +8,24 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Feedback, Payload, Site, Transport, average_of
-from stenograd.compression.two_phase import TwoPhase, chunks_for
-from stenograd.data.finite import finite_of
+from stenograd.compression.blocks import BlockCodec, Chunks
+from stenograd.compression.contract import Average, Facts, Feedback, Payload, Site, average_of
 from stenograd.errors import MethodError, check_count
-from stenograd.kernels.dispatch import sign_decode_mean, sign_encode_feedback
-from stenograd.kernels.reference.bits import block_views, unpack_bits
+from stenograd.kernels.bits import block_views, unpack_bits
+from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
 
 __all__ = ["Sign"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign(Codec):
+class Sign(BlockCodec):
     """Send signs and the mean magnitude of each block: `sent = ||x||_1 / d * sign(x)`, with `sign(0) = +1`.
 
     d is the block's length; blocks are short because layers differ by orders of magnitude. Biased, and a
     contraction: `||error||^2 = ||x||_2^2 - ||x||_1^2 / d`, and `||x||_1 >= ||x||_2` makes `delta = 1 / d`
     (about 2/pi for Gaussian x), so use error feedback. Wire: 1 bit an element and 32 bits a block, 1.03 bits
     an element for blocks of 1024: one all-gather up to three ranks and for the vote, which moves N-1 times
-    that; from four ranks on an all-to-all and an all-gather (`stenograd.compression.two_phase`), which move
+    that; from four ranks on an all-to-all and an all-gather (`BlockCodec`), which move
     at most 2.1 times that (for n of at least 1000 N). Then the average is encoded once more, in blocks as
     short as that allows, and the owner of a chunk keeps what that loses.
 
@@ -68,23 +66,25 @@ class Sign(Codec):
             yield cls(block=block)
         yield cls(block=64, majority=True)
 
-    @property
-    def feedback(self) -> Feedback:
-        """Every element of a block gets the same magnitude."""
-        return Feedback.ON
+    feedback = Feedback.ON  # every element of a block gets the same magnitude
 
-    @property
-    def delta(self) -> float:
-        """The worst case is a block with a single non-zero."""
-        return 1 / self.block
+    def form(self) -> tuple[int, int]:
+        """One bit."""
+        return 1, self.block
 
-    def transport(self, site: Site) -> Transport:
-        """Gather all codes, or average them in two phases where that moves less; a vote gathers them."""
-        chunks = None if self.majority else chunks_for(site, bits=1, block=self.block)
-        if chunks is None:
-            return replace(super().transport(site), votes=self.majority)
+    def chunks(self, site: Site) -> Chunks | None:
+        """Gather all votes."""
+        return None if self.majority else super().chunks(site)
+
+    def again(self, chunks: Chunks) -> tuple[Sign, Chunks]:
+        """Encode the average in blocks as short as `Chunks.finer` allows."""
         block = chunks.finer(self.block)
-        return TwoPhase(chunks=chunks, again=(replace(self, block=block), chunks.blocked(block)))
+        return replace(self, block=block), chunks.blocked(block)
+
+    def facts(self, site: Site) -> Facts:
+        """A vote is no mean."""
+        facts = super().facts(site)
+        return replace(facts, average=Average.VOTE) if self.majority else facts
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Pack the signs, lowest bit first, and take each block's mean magnitude."""
@@ -98,10 +98,6 @@ class Sign(Codec):
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
         """Give every element its block's magnitude."""
         return self._mean([payload], like, site)
-
-    def finite(self, payloads: Sequence[Payload]) -> Tensor:
-        """Look at the scales: a block that is not finite has such a one."""
-        return finite_of(scales for _, scales in payloads)
 
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Average the messages, or vote."""

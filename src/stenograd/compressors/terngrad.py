@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Payload, Site, Transport
-from stenograd.compression.two_phase import TwoPhase, chunks_for
-from stenograd.data.finite import finite_of
+from stenograd.compression.blocks import WHOLE, Chunks
+from stenograd.compression.contract import Payload, Site
+from stenograd.compressors.qsgd import Rounding
 from stenograd.errors import MethodError, bad_value
-from stenograd.kernels.dispatch import qsgd_decode_mean, qsgd_encode_feedback
 
 __all__ = ["TernGrad"]
 
-_BITS = 2
-_WHOLE = 2**31 - 1  # elements per scale: a block never spans tensors, so each tensor has one
-
 
 @dataclass(frozen=True, kw_only=True)
-class TernGrad(Codec):
+class TernGrad(Rounding):
     """Send `m * sign(x) * b`, `m = max|x|` of the tensor, `b` 1 with the chance `|x| / m` and else 0.
 
     Unbiased, and every rank draws for itself. A few large elements make m large and nearly all others zero;
@@ -32,8 +27,8 @@ class TernGrad(Codec):
     and what it cuts off is lost unless `feedback=true` sends it later.
 
     Wire: 2 bits per element and 32 bits per tensor: one all-gather up to three ranks, from four ranks on an
-    all-to-all and an all-gather (`stenograd.compression.two_phase`), where each rank's part of a tensor has
-    its own scale and the average is drawn once more, without clipping.
+    all-to-all and an all-gather (`BlockCodec`), where each rank's part of a tensor has its own scale and the
+    average is drawn once more, without clipping.
 
     Args:
         clip: largest magnitude in units of the tensor's root mean square, such as the paper's 2.5; 0 for no
@@ -70,40 +65,27 @@ class TernGrad(Codec):
         yield cls()
         yield cls(clip=2.5)
 
-    def transport(self, site: Site) -> Transport:
-        """Gather all codes, or average them in two phases where that moves less."""
-        chunks = chunks_for(site, _BITS, _WHOLE)
-        if chunks is None:
-            return super().transport(site)
-        return TwoPhase(chunks=chunks, again=(replace(self, clip=0.0), chunks))
+    def form(self) -> tuple[int, int]:
+        """Two bits, and a scale for each tensor."""
+        return 2, WHOLE
+
+    def again(self, chunks: Chunks) -> tuple[TernGrad, Chunks]:
+        """Draw the average without clipping."""
+        return replace(self, clip=0.0), chunks
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Clip, draw and pack `level + 1`, lowest bit first."""
-        return qsgd_encode_feedback(self._clipped(x, site), None, _BITS, _WHOLE, site.numels, self._key(site))
+        return super().encode(self._clipped(x, site), site)
 
     def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
         """Add, encode and leave the rest, and what was clipped, in x."""
-        key = self._key(site)
-        if not self.clip:  # the sum is the same either way round, and x's memory takes what is left
-            return qsgd_encode_feedback(residual, x, _BITS, _WHOLE, site.numels, key), x
+        if not self.clip:
+            return super().encode_error(x, residual, site)
         x = x if residual is None else x.add_(residual)
         clipped = self._clipped(x, site)
-        x.sub_(clipped)
-        payload = qsgd_encode_feedback(None, clipped, _BITS, _WHOLE, site.numels, key)
-        return payload, x.add_(clipped)
-
-    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
-        """Multiply levels by their tensor's scale."""
-        return self.combine([payload], like, site)
-
-    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
-        """Average the messages in rank order."""
-        messages = [(codes, scales) for codes, scales in payloads]
-        return qsgd_decode_mean(messages, _BITS, _WHOLE, site.numels, out=site.out(like))
-
-    def finite(self, payloads: Sequence[Payload]) -> Tensor:
-        """Look at the scales: a tensor that is not finite has such a one."""
-        return finite_of(scales for _, scales in payloads)
+        x.sub_(clipped)  # what clipping cuts off; below, what drawing loses is added
+        payload, lost = super().encode_error(clipped, None, site)
+        return payload, x.add_(lost)
 
     def _clipped(self, x: Tensor, site: Site) -> Tensor:
         """Return x, or a copy with every tensor clipped; NaN makes all of its tensor NaN."""
@@ -112,10 +94,8 @@ class TernGrad(Codec):
         x = x.clone()
         for part in x.split(site.numels):
             if part.numel():
+                # In float32: squares of more than 255 are beyond float16.
                 bound = torch.linalg.vector_norm(part, dtype=torch.promote_types(x.dtype, torch.float32))
                 bound = (bound * (self.clip / math.sqrt(part.numel()))).to(x.dtype)
                 part.clamp_(-bound, bound)
         return x
-
-    def _key(self, site: Site) -> int:
-        return site.generator(self.seed, shared=False).initial_seed()

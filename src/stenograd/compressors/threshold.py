@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Exchange, Feedback, Payload, Site, State, Transport
-from stenograd.compression.transports import AllGather
+from stenograd.compression.codec import Codec, gathered
+from stenograd.compression.contract import Exchange, Facts, Feedback, Payload, Site, State
 from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds, gather_lengths, gather_padded
 from stenograd.errors import MethodError, bad_value
-from stenograd.kernels.dispatch import scatter_mean
+from stenograd.kernels.scatter import scatter_mean
 
 __all__ = ["Threshold"]
 
@@ -62,14 +61,31 @@ class Threshold(Codec):
         for value in (1e-3, 1.0, 5.0):
             yield cls(value=value)
 
-    @property
-    def feedback(self) -> Feedback:
-        """Small elements are dropped, always the same ones."""
-        return Feedback.ON
+    feedback = Feedback.ON  # small elements are dropped, always the same ones
 
-    def transport(self, site: Site) -> Transport:
+    def facts(self, site: Site) -> Facts:
+        """Lengths first."""
+        return Facts(rounds=2, finite=True)
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
         """Gather messages of different lengths."""
-        return _Counted(ragged=True, reports_finite=True)
+        if x.is_cpu:
+            return gathered(self, x, residual, state, site, ragged=True)
+        return self._counted(x, residual, state, site)
+
+    def _counted(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Let the device count, so that the host reads the lengths of all buckets at once: the same bytes."""
+        x = x if residual is None else x.add_(residual)
+        count = _reaches(x, self.value).sum(dtype=torch.int32)
+        own, lengths = yield from gather_lengths(count.view(1), x.numel())
+        # The i-th place is where the count reaches i: `nonzero` would ask the device for its length again.
+        reached = _reaches(x, self.value).cumsum(0, dtype=torch.int32)
+        numbers = torch.arange(1, own + 1, dtype=torch.int32, device=x.device)
+        payload = _taken(x, torch.searchsorted(reached, numbers))
+        error = _left(x, payload) if site.error else None
+        everyone = yield from gather_padded(payload, lengths)
+        finite = self.finite(everyone)
+        return Exchange(self.combine(everyone, x, site), state, error, finite)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Select and compact."""
@@ -93,34 +109,6 @@ class Threshold(Codec):
         """Add all ranks' elements into one dense tensor."""
         vectors = [(places, values) for places, values in payloads]
         return scatter_mean(vectors, like.numel(), out=site.out(like))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Counted(AllGather):
-    """An all-gather of messages whose lengths a device counts, and the host reads for all buckets at once."""
-
-    def run(
-        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Encode, gather, decode; see `Transport.run`."""
-        run = super().run if x.is_cpu else self._run_counted
-        return run(codec, x, residual, state, site, want_error)
-
-    def _run_counted(
-        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Count, tell the counts, and only then write what the host now knows the size of: the same bytes."""
-        x = x if residual is None else x.add_(residual)
-        count = _reaches(x, codec.value).sum(dtype=torch.int32)
-        own, lengths = yield from gather_lengths(count.view(1), x.numel())
-        # The i-th place is where the count reaches i: `nonzero` would ask the device for its length again.
-        reached = _reaches(x, codec.value).cumsum(0, dtype=torch.int32)
-        numbers = torch.arange(1, own + 1, dtype=torch.int32, device=x.device)
-        payload = _taken(x, torch.searchsorted(reached, numbers))
-        error = _left(x, payload) if want_error else None
-        everyone = yield from gather_padded(payload, lengths)
-        finite = codec.finite(everyone)
-        return Exchange(codec.combine(everyone, x, site), state, error, finite)
 
 
 def _reaches(x: Tensor, value: float) -> Tensor:

@@ -10,15 +10,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stenograd.compression.chunked_selection import chunk_count, select_chunks
 from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Feedback, Payload, Site, Transport
-from stenograd.compression.ratio_ramp import check_ramp, ramped
-from stenograd.compression.sparse_all_reduce import SparseAllReduce, regions_for
-from stenograd.compression.sparse_format import VALUES, Message, mean_over_senders
+from stenograd.compression.contract import Average, Exchange, Facts, Feedback, Payload, Site, State
+from stenograd.compression.sparse import (
+    VALUES,
+    Message,
+    Regions,
+    check_ramp,
+    chunk_count,
+    mean_over_senders,
+    ramped,
+    regions_for,
+    select_chunks,
+    sparse_all_reduce,
+)
 from stenograd.data.finite import finite_of
+from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.dispatch import put, scatter_mean, select, select_feedback
+from stenograd.kernels.scatter import put, scatter_mean
+from stenograd.kernels.select import select, select_feedback
 
 __all__ = ["TopK"]
 
@@ -32,13 +42,14 @@ class TopK(Codec):
 
     Selection is over the whole bucket, or with `chunk` over runs of so many elements of a tensor, of each of
     which `round(ratio * chunk)` are sent, at least 1: then every layer gets its share, and what is sent of it
-    does not depend on buckets. Biased, a contraction with `delta = k / n`: use error feedback.
+    does not depend on buckets. Biased, a contraction with `delta = k / n` (2/3 of that with chunks, whose
+    share is rounded): use error feedback.
     Wire: k places of about `2 + log2(n / k)` bits and k values, one all-gather, which moves N-1 times that:
-    at 1 %, 8.6 bits and 16. `values` makes it 40.6 bits together (float32), 38.6 (float30), 24.6 (bfloat16),
-    16.7 (int8) or 10.6 (int2, and 16 bytes per tensor); error feedback sends later what the rounding loses.
+    at 1 %, 8.6 bits and 16. `values` makes it 40.6 bits together (float32), 24.6 (bfloat16), 16.7 (int8) or
+    10.6 (int2, and 16 bytes per tensor); error feedback sends later what the rounding loses.
     Places as int32 take 32 bits instead of 8.6.
 
-    From five ranks on, a sparse all-reduce (`stenograd.compression.sparse_all_reduce`) moves at most `18
+    From five ranks on, a sparse all-reduce (`stenograd.compression.sparse`) moves at most `18
     k` bytes whatever N is (24 k with float32), if k is at least N: each rank adds up one region of the
     places, and only about the k largest of the *average* come back. So the average has at most k
     non-zeros, not up to `N k`. What was selected and is not in the average stays in the error, so `delta`
@@ -48,9 +59,9 @@ class TopK(Codec):
     Args:
         ratio: share of the elements to send, in (0, 1].
         compact: whether places travel as an Elias-Fano code, not as int32.
-        values: how float32 values travel: "float32"; "float30", exact for all but those below 2**-62 of the
-            largest; "bfloat16"; "int8" with a scale for each 256; or "int2", the means of four bins per
-            tensor. The sparse all-reduce has float32 for the first two and bfloat16 for the others.
+        values: how float32 values travel: "float32"; "bfloat16"; "int8" with a scale for each 256; or "int2",
+            the means of four bins per tensor. The sparse all-reduce has bfloat16 for the last three.
+            "float30", which took 30 bits in earlier versions, means the same as "float32".
         reduce: "gather" for one all-gather; "regions" for the sparse all-reduce; "auto" for what
             moves clearly less.
         chunk: elements per chunk, 1 to 2^31 - 1; 0 to select over the whole bucket. A tensor's last chunk may
@@ -93,7 +104,7 @@ class TopK(Codec):
         # without a ramp it does not matter where it would start
         start = self.ratio_from if self.ramp_steps else max(self.ratio, self.ratio_from)
         check_ramp(self.ratio, start, self.ramp_steps)
-        if self.values not in VALUES:
+        if self._values not in VALUES:
             wanted = f"must be one of {', '.join(VALUES)}"
             raise bad_value("values", wanted, self.values, "float32 is exact", MethodError)
         if self.reduce not in _REDUCE:
@@ -114,7 +125,7 @@ class TopK(Codec):
         for ratio in (0.01, 0.3, 1.0):
             yield cls(ratio=ratio)
             yield cls(ratio=ratio, compact=False)
-        for values in ("float32", "float30", "int8", "int2"):
+        for values in ("float32", "int8", "int2"):
             yield cls(ratio=0.1, values=values)
         yield cls(ratio=0.1, reduce="regions")
         yield cls(ratio=0.1, reduce="regions", compact=False, values="float32")
@@ -123,45 +134,22 @@ class TopK(Codec):
         yield cls(ratio=0.1, ramp_steps=4)
         yield cls(ratio=0.1, chunk=64, values="int2", divide="senders")
 
-    @property
-    def feedback(self) -> Feedback:
-        """Small elements are dropped, always the same ones."""
-        return Feedback.ON
+    feedback = Feedback.ON  # small elements are dropped, always the same ones
 
-    @property
-    def divides_by_senders(self) -> bool:
-        """As SparseLoCo does."""
-        return self.divide == "senders"
-
-    @property
-    def delta(self) -> float:
-        """The k largest hold at least k/n of the energy; chunks of some lengths keep 2/3 of that.
-
-        bfloat16 loses at most 2^-9 of a value, and so 2^-18 of the energy that it sends; float30 less. int8
-        loses at most 1/254 of the largest of 256, so 256 / 254^2 of their energy. A bin of four may hold
-        numbers that cancel out, so int2 promises nothing.
-        """
-        if self.values == "int2":
-            return 0.0
-        lost = {"float32": 0.0, "int8": 256 / 254**2}.get(self.values, 2**-18)
-        share = self.ratio * (1 - lost)
-        return share * (2 / 3) if self.chunk else share  # 1 of 1.5 - eps is the worst rounding
-
-    @property
-    def by_regions(self) -> bool:
-        """Whether some number of ranks makes it a sparse all-reduce."""
-        return self.reduce != "gather" and self._regional
-
-    def transport(self, site: Site) -> Transport:
+    def facts(self, site: Site) -> Facts:
         """Gather all messages, or share the work by regions where that moves less."""
-        if self.by_regions:
-            k = math.ceil(self.ratio * site.numel)
-            regions = regions_for(site.numel, k, site, forced=self.reduce == "regions")
-            if regions is not None:
-                halves = site.dtype is torch.float32 and self.values not in ("float32", "float30")
-                return SparseAllReduce(regions=regions, compact=self.compact, halves=halves)
-        gathered = super().transport(site)
-        return replace(gathered, votes=True) if self.divide == "senders" else gathered
+        if self._regions(site) is not None:
+            return Facts(rounds=2)
+        facts = super().facts(site)
+        return replace(facts, average=Average.SENDERS) if self.divide == "senders" else facts
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Gather all messages, or add up regions."""
+        regions = self._regions(site)
+        if regions is None:
+            return super().exchange(x, residual, state, site)
+        halves = x.dtype is torch.float32 and self._values != "float32"
+        return sparse_all_reduce(regions, x, residual, state, site, compact=self.compact, halves=halves)
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Select and write."""
@@ -178,7 +166,7 @@ class TopK(Codec):
             halves = message.values == "bfloat16"
             places, values = select_feedback(residual, x, self._count(x, site), halves=halves)
         payload = message.write(places, values)
-        if message.is_lossy and not halves:
+        if message.is_lossy and not halves:  # else `select_feedback` has left it there
             put(x, places, values - message.read_values(payload, places))
         return payload, x
 
@@ -197,17 +185,23 @@ class TopK(Codec):
     def finite(self, payloads: Sequence[Payload]) -> Tensor:
         """Look at the values: whatever is not finite counts as largest, so it is among them.
 
-        Rounded values have scales, means, or the exponent of the largest, which tell the same.
+        Rounded values have scales or means, which tell the same.
         """
-        at = 2 if self.values in ("int8", "int2") and len(payloads[0]) > 2 else 1
-        numbers = [p[at] for p in payloads]
-        if not numbers[0].is_floating_point():  # exponents of float32, of which 255 is NaN's and infinity's
-            numbers = [torch.where(n == 255, torch.inf, (n.float() - 127).exp2()) for n in numbers]
-        return finite_of(numbers)
+        return finite_of(p[-1] for p in payloads)
+
+    @property
+    def _values(self) -> str:
+        return "float32" if self.values == "float30" else self.values
 
     @property
     def _regional(self) -> bool:
         return not self.chunk and self.divide == "ranks" and not self.ramp_steps
+
+    def _regions(self, site: Site) -> Regions | None:
+        if self.reduce == "gather" or not self._regional:
+            return None
+        n = sum(site.numels)
+        return regions_for(n, math.ceil(self.ratio * n), site, forced=self.reduce == "regions")
 
     def _select(self, x: Tensor, site: Site) -> tuple[Tensor, Tensor]:
         if self.chunk:
@@ -215,7 +209,7 @@ class TopK(Codec):
         return select(x, self._count(x, site))
 
     def _message(self, x: Tensor, site: Site) -> Message:
-        kind = self.values if x.dtype is torch.float32 else None
+        kind = self._values if x.dtype is torch.float32 else None
         numels = tuple(site.numels) if kind == "int2" else ()
         return Message(x.numel(), self._count(x, site), self.compact, kind, numels)
 

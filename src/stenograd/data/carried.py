@@ -21,6 +21,7 @@ __all__ = [
     "wide",
 ]
 
+# by name: which there are depends on torch
 _FLOAT8 = tuple(dtype for name, dtype in vars(torch).items() if name.startswith("float8_"))
 _AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *_FLOAT8)
 
@@ -141,7 +142,7 @@ def mean_of_finite(
     for row in given[1:]:
         same &= row == given[0]
     mean = torch.where(same, given[0], mean)
-    if is_finite(mean):
+    if is_finite(mean):  # the usual case ends here
         return mean
     total, weight = torch.zeros_like(mean), torch.zeros_like(mean)
     for row, share in zip(given, weights, strict=True):

@@ -52,6 +52,7 @@ def finite_of(tensors: Iterable[Tensor]) -> Tensor:
     if not largest_of:
         return torch.tensor(Finite.BOUNDED, dtype=torch.uint8, device="cpu")
     largest = torch.stack(largest_of).amax()
+    # 0, 1 or 2 as in `Finite`; NaN is below no bound
     return largest.isfinite().to(torch.uint8) + (largest <= bound_of(largest.dtype))
 
 
@@ -80,7 +81,7 @@ def is_finite(x: Tensor) -> bool:
     x = values_of(x)
     if x.numel() == 0 or math.isfinite(x.sum()):  # adding is fastest, and NaN and infinity stay in a sum
         return True
-    return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+    return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())  # a sum of finite numbers may overflow
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -111,6 +112,7 @@ def look_at(tensors: Iterable[Tensor]) -> bool | Tensor:
                 return False
         elif (dense := values_of(x)).numel():
             apart.setdefault((x.device, x.dtype), []).append(dense)
+    # One launch for many tensors: their largest magnitudes are finite if all elements are.
     found = [torch.stack(torch._foreach_norm(some, math.inf)).isfinite().all() for some in apart.values()]
     if len(found) < 2:
         return found[0] if found else True
@@ -149,6 +151,7 @@ def not_bounded(x: Tensor, bound: float | None = None) -> Tensor:
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     ends = torch.stack(torch.aminmax(x))  # NaN is both
+    # Not `>`, with which NaN would count as bounded.
     return (~(ends.abs() <= (bound_of(x.dtype) if bound is None else bound)).all()).float()
 
 

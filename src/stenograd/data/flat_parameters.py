@@ -54,7 +54,7 @@ class Stream:
     def approach(self, target: Tensor, share: float) -> None:
         """Move every parameter by `share` of its way to the target."""
         for p, piece in self._pieces(target):
-            p.copy_(p.to(self.dtype).lerp(piece, share))
+            p.copy_(p.to(self.dtype).lerp(piece, share))  # rounded once, at the end
 
     @property
     def is_narrow(self) -> bool:

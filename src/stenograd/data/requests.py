@@ -33,6 +33,7 @@ __all__ = [
     "means",
     "read",
     "scatter",
+    "summed",
     "together",
 ]
 
@@ -121,10 +122,24 @@ _MOST_RAGGED = (1 << 31) - 1  # an int32 tells lengths
 Rounds: TypeAlias = Generator[Request, Reply, T]
 
 
-def means(tensors: Sequence[Tensor], op: Op = Op.MEAN) -> Rounds[tuple[Tensor, ...]]:
-    """Average tensors of one dtype over the ranks in one collective, or add them up by `Op.SUM`."""
-    reply: tuple[Tensor, ...] = yield Request(op, tuple(tensors))
+def means(tensors: Sequence[Tensor]) -> Rounds[tuple[Tensor, ...]]:
+    """Average tensors of one dtype over the ranks in one collective."""
+    reply: tuple[Tensor, ...] = yield Request(Op.MEAN, tuple(tensors))
     return reply
+
+
+def summed(rounds: Rounds[T]) -> Rounds[T]:
+    """Let a coroutine of averages add up instead: what it is given is divided by the world size already.
+
+    That saves a pass over it where whoever fills x multiplies it in any case.
+    """
+    reply: Reply = None
+    while True:
+        try:
+            request = rounds.send(reply)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        reply = yield Request(Op.SUM, request.tensors) if request.op is Op.MEAN else request
 
 
 def mean(tensor: Tensor) -> Rounds[Tensor]:
@@ -254,7 +269,7 @@ def gather_lengths(count: Tensor, most: int = _MOST_RAGGED) -> Rounds[tuple[int,
     """
     told = yield from gather(count.clone())  # what is handed over may be overwritten
     own, *lengths = yield from read(torch.cat([count, *(theirs for (theirs,) in told)]))
-    if min(lengths) < 0 or max(lengths) > most:
+    if min(lengths) < 0 or max(lengths) > most:  # before memory for as many is asked for
         raise WireError(f"a rank may send 0 to {most} entries, got {lengths}: the message is damaged")
     return own, lengths
 

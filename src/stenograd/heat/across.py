@@ -315,7 +315,7 @@ class ParameterAverager:
         self.method = difference_method(how)
         self.weight = weight
         self._parameters, self._chunk = parameters, chunk
-        self._lossless = self.method.compressor.lossless
+        self._lossless = self.method.lossless
         self._flat = FlatExchange(
             parameters, self.driver, self.method, chunk=chunk, want_errors=not self._lossless
         )

@@ -13,27 +13,28 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from stenograd.errors import ConfigError, TensorTypeError
 
-__all__ = ["check_out", "corrected", "length_of", "matching", "pick", "present", "wanted"]
+__all__ = ["check_out", "corrected", "landed", "length_of", "matching", "pick", "present", "wanted"]
 
+F = TypeVar("F", bound=Callable[..., Any])
 _CHOICES = ("reference", "numba", "triton")
 _MOST = 1 << 31  # elements, whose places an int32 holds
 
 
-def pick(family: str, name: str, *tensors: Tensor, numel: int = 0) -> Callable[..., Any]:
-    """Return the version of a function that suits some tensors.
+def pick(function: F, *tensors: Tensor, numel: int = 0) -> F | None:
+    """Return the fast version of a kernel that suits some tensors; None where plain torch shall run.
 
-    numba is imported on the first call that needs it, not with Stenograd.
+    A fast version is registered by where it lies: `kernels.cpu.sign.f` is that of `kernels.sign.f`, and takes
+    the same arguments. numba is imported on the first call that needs it, not with Stenograd.
 
     Args:
-        family: the modules' common name, such as "sign" for `reference.sign` and `cpu.sign`.
-        name: the function.
+        function: the kernel, whose own body is in plain torch.
         tensors: what it will work on.
         numel: elements of a result that is not among the tensors.
 
@@ -41,8 +42,9 @@ def pick(family: str, name: str, *tensors: Tensor, numel: int = 0) -> Callable[.
         ConfigError: STENOGRAD_KERNELS has an unknown value, or asks for what is not installed.
 
     Example:
-        >>> pick("sign", "sign_encode_feedback", torch.zeros(3, dtype=torch.float64)).__module__
-        'stenograd.kernels.reference.sign'
+        >>> from stenograd.kernels.sign import sign_encode_feedback
+        >>> pick(sign_encode_feedback, torch.zeros(3, dtype=torch.float64)) is None
+        True
     """
     asked = os.environ.get("STENOGRAD_KERNELS", "")
     if asked and asked not in _CHOICES:
@@ -50,11 +52,13 @@ def pick(family: str, name: str, *tensors: Tensor, numel: int = 0) -> Callable[.
             f"STENOGRAD_KERNELS must be one of {list(_CHOICES)}, got {asked!r}: or leave it out"
         )
     if asked == "triton" and all(t.is_cuda for t in tensors):
-        return _triton(family, name)
+        fast: F | None = _triton(function)
+        return fast
     suits = numel <= _MOST and all(map(_suits_numba, tensors))
     if asked != "reference" and suits and _numba_runs(asked == "numba"):
-        return _load("cpu", family, name)
-    return _load("reference", family, name)
+        compiled: F = _load(function)
+        return compiled
+    return None
 
 
 def _suits_numba(t: Tensor) -> bool:
@@ -63,19 +67,17 @@ def _suits_numba(t: Tensor) -> bool:
 
 
 @cache
-def _load(kind: str, family: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(
-        importlib.import_module(f"stenograd.kernels.{kind}.{family}"), name
-    )
-    return function
+def _load(function: Any) -> Any:
+    folder, _, family = function.__module__.rpartition(".")
+    return getattr(importlib.import_module(f"{folder}.cpu.{family}"), function.__name__)
 
 
 @cache
-def _triton(family: str, name: str) -> Callable[..., Any]:
+def _triton(function: Any) -> Any:
     cuda = importlib.import_module("stenograd.kernels.triton")
     if cuda.triton is None:
         raise ConfigError("STENOGRAD_KERNELS is 'triton', which is not installed: pip install triton")
-    return getattr(cuda, name, None) or _load("reference", family, name)
+    return getattr(cuda, function.__name__, None)
 
 
 def wanted() -> str:
@@ -186,3 +188,13 @@ def check_out(
     if out is not None and out.element_size() > 2:
         return out, out
     return payloads[0][1].new_empty(0, dtype=torch.float32), None
+
+
+def landed(mean: Tensor, out: Tensor | None) -> Tensor:
+    """Return a mean, in out where it was to be written there.
+
+    Example:
+        >>> landed(torch.ones(1), torch.zeros(1, dtype=torch.float16))
+        tensor([1.], dtype=torch.float16)
+    """
+    return mean if out is None or out is mean else out.copy_(mean)

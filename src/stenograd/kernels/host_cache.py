@@ -166,7 +166,7 @@ class _Sealed:
         """Keep what was compiled; an OSError leaves nothing."""
         raw = self._numbas._dump(data)
         with self._numbas._open_for_write(str(self._path(key))) as file:
-            os.chmod(file.name, 0o600)
+            os.chmod(file.name, 0o600)  # before there is anything in it
             file.write(hashlib.sha256(raw).digest() + raw)
 
     def _path(self, key: Any) -> Path:
@@ -178,6 +178,7 @@ class _Sealed:
             sealed = read_regular(path, _KERNEL_BYTES, own=True)
         except OSError:
             return None
+        # Compared before it is unpickled, which runs what is in it.
         digest, raw = sealed[:_DIGEST_BYTES], sealed[_DIGEST_BYTES:]
         return pickle.loads(raw) if hashlib.sha256(raw).digest() == digest else None
 
@@ -213,7 +214,7 @@ class _Turn:
         end = time.monotonic() + _LOCK_S
         while time.monotonic() < end:
             try:
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # without NB it has no limit
             except BlockingIOError:
                 if self._line is None:
                     self._say(

@@ -1,17 +1,30 @@
-"""Kernels of low-rank approximation: matrices at equal distances in a flat tensor, and thin factors."""
+"""Low-rank approximation: matrices at equal distances in a flat tensor, and thin factors."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from stenograd.kernels.backend import pick, present
 
-__all__ = ["Factors", "Place", "expand", "orthonormal", "project_columns", "project_rows", "take_out"]
+__all__ = [
+    "Factors",
+    "Place",
+    "expand",
+    "orthonormal",
+    "project_columns",
+    "project_rows",
+    "row_sums",
+    "take_out",
+]
 
 # Where matrices lie in a flat tensor: the first one's start, the distance of their starts, how many they are,
 # rows and columns; in elements.
 Place = tuple[int, int, int, int, int]
+# The thin matrices of a product `P Q^T`, as `P^T` and `Q^T`: shapes (count, r, rows) and (count, r, columns).
+Factors = tuple[Tensor, Tensor]
 
 
 def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor) -> Tensor:
@@ -31,8 +44,13 @@ def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor
         >>> project_rows(x, torch.ones(4), (0, 4, 1, 2, 2), torch.ones(1, 1, 2)), x
         (tensor([[[5., 9.]]]), tensor([2., 3., 4., 5.]))
     """
-    out: Tensor = pick("lowrank", "project_rows", x, *present(addend))(x, addend, place, queries)
-    return out
+    fast = pick(project_rows, x, *present(addend))
+    if fast is not None:
+        return fast(x, addend, place, queries)
+    m = _matrices(x, place)
+    if addend is not None:
+        m.add_(_matrices(addend, place))
+    return queries @ m.mT  # (count, r, rows): several times as fast as M Q
 
 
 def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
@@ -50,12 +68,10 @@ def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
         >>> project_columns(torch.tensor([1.0, 2.0, 3.0, 4.0]), (0, 4, 1, 2, 2), torch.ones(1, 1, 2))
         tensor([[[4., 6.]]])
     """
-    out: Tensor = pick("lowrank", "project_columns", x)(x, place, factors)
-    return out
-
-
-# The thin matrices of a product `P Q^T`, as `P^T` and `Q^T`: shapes (count, r, rows) and (count, r, columns).
-Factors = tuple[Tensor, Tensor]
+    fast = pick(project_columns, x)
+    if fast is not None:
+        return fast(x, place, factors)
+    return factors @ _matrices(x, place)
 
 
 def expand(average: Tensor, place: Place, factors: Factors) -> None:
@@ -72,7 +88,11 @@ def expand(average: Tensor, place: Place, factors: Factors) -> None:
         >>> average
         tensor([2., 2., 2., 2.])
     """
-    pick("lowrank", "expand", average)(average, place, factors)
+    fast = pick(expand, average)
+    if fast is not None:
+        return fast(average, place, factors)
+    torch.bmm(factors[0].mT, factors[1], out=_matrices(average, place))
+    return None
 
 
 def take_out(x: Tensor, place: Place, factors: Factors) -> None:
@@ -89,7 +109,11 @@ def take_out(x: Tensor, place: Place, factors: Factors) -> None:
         >>> x
         tensor([0., 0., 0., 0.])
     """
-    pick("lowrank", "take_out", x)(x, place, factors)
+    fast = pick(take_out, x)
+    if fast is not None:
+        return fast(x, place, factors)
+    _matrices(x, place).baddbmm_(factors[0].mT, factors[1], alpha=-1)
+    return None
 
 
 def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
@@ -106,6 +130,47 @@ def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
         tensor([[[ 0.6000,  0.8000],
                  [ 0.8000, -0.6000]]], dtype=torch.float64)
     """
-    integers = rows.view(torch.int64)  # numba is used for float32 and for integers
-    out: Tensor = pick("lowrank", "orthonormal", integers)(rows, spare, degenerate)
-    return out
+    fast = pick(orthonormal, rows.view(torch.int64))  # numba is used for float32 and integers
+    if fast is not None:
+        return fast(rows, spare, degenerate)
+    q = torch.empty_like(rows)
+    for j in range(rows.shape[1]):
+        # The spare row goes along, so that no branch has to ask a device which of the two counts.
+        pair = torch.stack([rows[:, j], spare[j].expand_as(rows[:, j])], 1)  # (count, 2, n)
+        before = _norm(pair)
+        for _ in range(2 if j else 0):
+            shares = row_sums(pair[:, :, None] * q[:, None, :j])  # (count, 2, j)
+            pair = pair - (shares[..., None] * q[:, None, :j]).sum(2)
+        after = _norm(pair)
+        good = after[:, :1] > degenerate * before[:, :1]
+        chosen = torch.where(good, pair[:, 0], pair[:, 1])
+        q[:, j] = chosen / torch.where(good, after[:, :1], after[:, 1:])
+    return q
+
+
+def _matrices(flat: Tensor, place: Sequence[int]) -> Tensor:
+    start, stride, count, rows, columns = place
+    return flat.as_strided((count, rows, columns), (stride, columns, 1), flat.storage_offset() + start)
+
+
+# Rows that one torch reduction adds: longer ones may be split by the number of threads, which changes bits.
+_ROWS = 1024
+
+
+def _norm(rows: Tensor) -> Tensor:
+    return row_sums(rows * rows).sqrt()
+
+
+def row_sums(rows: Tensor) -> Tensor:
+    """Sum over the last dimension in an order that does not depend on the number of threads.
+
+    Example:
+        >>> row_sums(torch.ones(2, 3000))
+        tensor([3000., 3000.])
+    """
+    n = rows.shape[-1]
+    if n <= _ROWS:
+        return rows.sum(-1)
+    whole = n // _ROWS * _ROWS
+    parts = rows[..., :whole].unflatten(-1, (-1, _ROWS)).sum(-1)
+    return row_sums(parts) + rows[..., whole:].sum(-1)

@@ -2,7 +2,7 @@
 
 They have run in Triton's interpreter only, where they give the bits of plain torch, and never on a GPU, so
 plain torch is the default there. What is missing here (top-k, scatter, places, casts) stays with plain torch.
-Codes are written one a byte and then packed by torch.
+Codes are written one a byte and then packed by torch. None is returned for what is left to plain torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from stenograd.errors import WireError
 from stenograd.kernels.backend import present
-from stenograd.kernels.reference import quantize as reference_quantize
-from stenograd.kernels.reference import sign as reference_sign
-from stenograd.kernels.reference.bits import pack_bits, packed_bytes
+from stenograd.kernels.bits import pack_bits, packed_bytes
+from stenograd.kernels.quantize import MOST, hash_keys, levels_of
+from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = [
     "kernel",
@@ -67,14 +67,14 @@ def _suits(tensors: Sequence[Tensor], width: int) -> bool:
 
 def sign_encode_feedback(
     x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Send signs and mean magnitudes, and leave the error in residual."""
     given = present(x, residual)
     first, left = given[0], given[-1]
-    blocks = reference_sign.block_count(block, numels, first.numel())
+    blocks = block_count(block, numels, first.numel())
     starts, width = _starts(block, tuple(numels), first.device)
     if not (blocks and _suits(given, width)):
-        return reference_sign.sign_encode_feedback(x, residual, block, numels)
+        return None
     codes, scales = torch.empty_like(first, dtype=torch.uint8), first.new_empty(blocks)
     flags = (max(width, _PIECE), len(given) == 2, residual is not None)
     _sign[(blocks,)](first, left, starts, codes, scales, *flags, **_EXACT)
@@ -124,18 +124,18 @@ def _sign(
 
 def qsgd_encode_feedback(
     x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Round at random, and leave the error in residual."""
     given = present(x, residual)
     first, left = given[0], given[-1]
-    levels = reference_quantize.levels_of(bits)
-    blocks = reference_sign.block_count(block, numels, first.numel())
+    levels = levels_of(bits)
+    blocks = block_count(block, numels, first.numel())
     starts, width = _starts(block, tuple(numels), first.device)
     if not (blocks and _suits(given, width)):
-        return reference_quantize.qsgd_encode_feedback(x, residual, bits, block, numels, seed)
+        return None
     codes, scales = torch.empty_like(first, dtype=torch.uint8), first.new_empty(blocks)
-    keys = torch.tensor(reference_quantize.hash_keys(seed), device=first.device)
-    numbers = float(levels), reference_quantize.MOST
+    keys = torch.tensor(hash_keys(seed), device=first.device)
+    numbers = float(levels), MOST
     args = (first, left, starts, keys, codes, scales, *numbers, width, len(given) == 2, residual is not None)
     _quantize[(blocks,)](*args, **_EXACT)
     return pack_bits(codes, bits), scales
@@ -172,8 +172,8 @@ def _quantize(
     draw = (h >> (((start + lane) & 1) * 16).to(tl.uint32)) & 0xFFFF
     inverse = tl.div_rn(levels, tl.where(scale == 0, 1.0, scale))
     inverse = tl.where(inverse > most, most, inverse)
-    inverse = (inverse.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
-    y = draw.to(tl.float32) * 1.52587890625e-05 + v * inverse + levels
+    inverse = (inverse.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)  # the next larger float
+    y = draw.to(tl.float32) * 1.52587890625e-05 + v * inverse + levels  # 2**-16
     y = tl.minimum(tl.where(y > 0, y, 0.0), 2 * levels).to(tl.int32)
     tl.store(scales + row, scale)
     tl.store(codes + start + lane, y.to(tl.uint8), inside)
@@ -184,7 +184,7 @@ def _quantize(
 
 def sign_decode_mean(
     payloads: Sequence[tuple[Tensor, Tensor]], block: int, numels: Sequence[int], out: Tensor | None = None
-) -> Tensor:
+) -> Tensor | None:
     """Add what the ranks sent in rank order and divide by their number."""
     return _decoded(payloads, 1, 2, 1, block, numels, out)
 
@@ -195,9 +195,9 @@ def qsgd_decode_mean(
     block: int,
     numels: Sequence[int],
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """Add what the ranks sent in rank order and divide by their number."""
-    return _decoded(payloads, bits, 1, reference_quantize.levels_of(bits), block, numels, out)
+    return _decoded(payloads, bits, 1, levels_of(bits), block, numels, out)
 
 
 def _decoded(
@@ -208,18 +208,16 @@ def _decoded(
     block: int,
     numels: Sequence[int],
     out: Tensor | None,
-) -> Tensor:
+) -> Tensor | None:
     """Return the mean of `(factor * code - levels) * scale / levels`."""
     n = sum(numels)
-    blocks = reference_sign.block_count(block, numels, n)
-    reference_sign.check_scales(payloads, blocks)
+    blocks = block_count(block, numels, n)
+    check_scales(payloads, blocks)
     total = torch.empty(n, dtype=torch.float32, device=payloads[0][1].device) if out is None else out
     total.zero_()
     starts, width = _starts(min(block, _WIDEST), tuple(numels), total.device)
     if block > _WIDEST or total.dtype is not torch.float32 or not total.is_contiguous():
-        if factor == 2:
-            return reference_sign.sign_decode_mean(payloads, block, numels, total)
-        return reference_quantize.qsgd_decode_mean(payloads, bits, block, numels, total)
+        return None
     for codes, scales in payloads:
         if codes.numel() != packed_bytes(n, bits):
             raise WireError(
@@ -249,6 +247,7 @@ def _add_decoded(
     inside = lane < tl.load(starts + row + 1) - start
     bit = (start + lane) * bits
     low = tl.load(codes + (bit >> 3), inside, 0).to(tl.int32)
+    # A code of 3, 5, 6 or 7 bits may lie in two bytes.
     high = tl.load(codes + (bit >> 3) + 1, inside & ((bit >> 3) + 1 < size), 0).to(tl.int32)
     code = ((low | (high << 8)) >> (bit & 7).to(tl.int32)) & ((1 << bits) - 1)
     value = (code * factor).to(tl.float32) - levels

@@ -127,7 +127,7 @@ class Presence:
             grace_s: seconds that the others have to answer, all together; telling them takes as long again
                 at most.
         """
-        self._gave_up = True
+        self._gave_up = True  # before asking: who asks meanwhile must not take this rank for late
         replies, unasked = self._ask(self._others, {"from": self.rank, "group": group}, grace_s)
         leavers = dict(self._reported_lost)  # they gave up before, and may have ended since
         silent = set(self._others) - set(replies) - set(leavers) - unasked

@@ -131,7 +131,7 @@ def time_interfaces(store: Store, world: World, limit_s: float = 60.0) -> list[R
                     if sender == world.rank:
                         there = {**cards[receiver], "port": ports[receiver]}
                         mine[name] = _timed(cards[sender], there, name, receiver)
-                everyone(f"{name}/{number}", {})
+                everyone(f"{name}/{number}", {})  # all pairs are done before the next turn
     told = [one for one in everyone("found", mine) if one]
     return [_worst(name, cards[0]["interfaces"][name], [one[name] for one in told]) for name in names]
 
@@ -173,6 +173,7 @@ def _timed(mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str, rank: 
     deadline = time.monotonic() + _LIMIT_S
     try:
         with socket.create_connection((there, theirs["port"]), _CONNECT_S, (here, 0)) as link:
+            # else a small write may wait until the one before is acknowledged
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             answered = int.from_bytes(_read(link, 4, deadline), "big")
             if answered != rank:  # an address that somebody between the hosts translates

@@ -187,7 +187,7 @@ class Workers:
                     else:
                         self.processes[rank].kill()
             for process in self.processes:
-                process.wait()
+                process.wait()  # else they stay in the system's table
 
 
 def python(code: str) -> list[str]:
@@ -259,12 +259,14 @@ def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: 
         STORE_VARIABLE: str(Path(directory) / "store"),
         TIMEOUT_VARIABLE: str(timeout_s),
     }
+    # The caller's values win over these two, but not over what makes a rank of it.
     given = {"OMP_NUM_THREADS": str(max(1, cores // workers)), SECRET_VARIABLE: secrets.token_hex(16)}
     return given | kept | own
 
 
 def _run(argv: Sequence[str], shared: dict[str, str], count: int, folder: Path) -> int:
     """Run a command on so many workers, and return its status."""
+    # -I and -S: nothing of the user's is imported there.
     tie = [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid())]
     command, workers = [*(tie if sys.platform == "linux" else []), *argv], Workers(folder)
     try:

@@ -174,13 +174,14 @@ def _sockets() -> set[tuple[int, int]]:
 
 def _port(number: int) -> int:
     """Return the port of this machine that a TCP socket uses; 0 for any other socket."""
+    # Of a copy, because the object closes its descriptor.
     with socket.socket(fileno=os.dup(number)) as copy:
         inet = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
         return int(copy.getsockname()[1]) if inet else 0
 
 
 def _listens(number: int) -> bool:
-    with socket.socket(fileno=os.dup(number)) as copy:
+    with socket.socket(fileno=os.dup(number)) as copy:  # of a copy, as above
         return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 

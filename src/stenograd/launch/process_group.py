@@ -151,7 +151,7 @@ def init(
         gather_ranks(store, world, "came", limit_s, deadline)  # first: a get() of a missing key names nobody
         if detector is not None:
             _introduce(detector, store, world)
-        chose_interface = world.one_host and use_loopback()
+        chose_interface = world.one_host and use_loopback()  # before the group is made, which reads it
         deadline = time.monotonic() + limit_s  # all are here; connecting has a limit of its own, and only one
         _make_group(backend, store, world, limit_s, device_id)
         # The host of the store may leave only when all are connected: connecting reads addresses from it.
@@ -284,7 +284,7 @@ def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
     """
     whole = parent if parent is not None else dist.distributed_c10d._get_default_group()
     counts = _made.setdefault(whole, Counter())
-    counts[what] += 1
+    counts[what] += 1  # on ranks outside of the new group, too
     if dist.get_rank() not in ranks:
         return None
     return _connect(whole, sorted(ranks), f"stenograd/{whole.group_name}/{what}/{counts[what]}", timeout_s)

@@ -324,6 +324,7 @@ def _slurm_address(env: Mapping[str, str]) -> Meeting:
     job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "0")
     if not job.isdigit() or not step.isdigit():
         raise bad_variable("SLURM_JOB_ID", "and SLURM_STEP_ID must be integers", f"{job}.{step}", _EXPORT)
+    # The first 31 steps of jobs with neighbouring numbers get different ports.
     port = _FIRST_PORT + (int(job) * 31 + int(step)) % _PORTS
     return Meeting("tcp", host=expand_hosts(hosts)[0], port=port)
 

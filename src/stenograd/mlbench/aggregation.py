@@ -17,8 +17,8 @@ from stenograd.arguments import choice, number
 from stenograd.comm.driver import Driver
 from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.contract import Compressor
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.contract import Compressor, Feedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.identity import Identity
 from stenograd.compressors.powersgd import PowerSGD
 from stenograd.data.buckets import Bucket, assign
@@ -165,7 +165,7 @@ class Averaging:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that decides this rank's next average; empty if nothing does."""
-        if self.compressor.lossless:
+        if self.compressor.feedback is Feedback.EXACT:
             return {}
         return {**self._running().state_dict(), "skipped": self.skipped}
 
@@ -175,7 +175,7 @@ class Averaging:
         Raises:
             CheckpointError: it is of another rank, world size, method or model; nothing is changed.
         """
-        if not self.compressor.lossless:
+        if self.compressor.feedback is not Feedback.EXACT:
             self._running().load_state_dict(state)
             self.skipped = int(state["skipped"])
 
@@ -191,7 +191,8 @@ class Averaging:
 
     def __getstate__(self) -> dict[str, Any]:
         saved = self._saved
-        if self._exchange is not None and not self.compressor.lossless:  # else there is no memory
+        exact = self.compressor.feedback is Feedback.EXACT  # then there is no memory
+        if self._exchange is not None and not exact:
             saved = (list(self._exchange.buckets), self._exchange.state_dict())
         return {**self.__dict__, "_driver": None, "_exchange": None, "_saved": saved, "_met": None}
 

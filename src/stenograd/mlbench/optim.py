@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from stenograd.arguments import number, whole
 from stenograd.comm.traffic import Traffic
-from stenograd.compression.contract import Compressor, Exchange, Feedback, Site, State, Transport
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.data.finite import is_finite
 from stenograd.data.requests import Rounds, mean
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
@@ -51,14 +51,17 @@ class _Coordinates(Compressor):
     def __post_init__(self) -> None:
         whole("sparse_grad_size", self.count, "10 is the default")
 
-    @property
-    def feedback(self) -> Feedback:
-        """What is not drawn is lost."""
-        return Feedback.ON
+    feedback = Feedback.ON  # what is not drawn is lost
 
-    def transport(self, site: Site) -> Transport:
-        """Average the drawn elements; what was not drawn may hide NaN."""
-        return _DrawnAlike()
+    def facts(self, site: Site) -> Facts:
+        """One all-reduce of what all ranks drew alike; what was not drawn may hide NaN."""
+        return Facts()
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Cut, average, put back."""
+        share = self.cut(x if residual is None else x.add_(residual), site)
+        average = yield from mean(share.values)
+        return Exchange(share.spread(average), state, share.memory if site.error else None)
 
     def cut(self, x: Tensor, site: Site) -> _Share:
         """Take elements out of flat x, which becomes the memory; all ranks draw from (step, key) alike."""
@@ -83,19 +86,6 @@ class _Coordinates(Compressor):
         while found.numel() < k:
             found = torch.cat([found, torch.randint(n, (2 * k,), generator=generator, device="cpu")]).unique()
         return found[torch.randperm(found.numel(), generator=generator, device="cpu")[:k]].sort().values
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DrawnAlike(Transport):
-    """One all-reduce of the elements that all ranks drew alike."""
-
-    def run(
-        self, codec: Any, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
-    ) -> Rounds[Exchange]:
-        """Cut, average, put back; see `Transport.run`."""
-        share = codec.cut(x if residual is None else x.add_(residual), site)
-        average = yield from mean(share.values)
-        return Exchange(share.spread(average), state, share.memory if want_error else None)
 
 
 class SparsifiedSGD(torch.optim.Optimizer):

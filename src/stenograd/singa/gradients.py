@@ -16,7 +16,7 @@ from stenograd.arguments import whole
 from stenograd.catalog.method import Method
 from stenograd.comm.driver import Driver
 from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.data.buckets import Bucket
 from stenograd.data.finite import are_finite
 from stenograd.errors import CheckpointError, ConfigError, StenogradError, TensorTypeError, bad_value

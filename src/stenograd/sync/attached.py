@@ -51,7 +51,7 @@ class _Ends(list[tuple[int, Callable[[], None]]]):
 # By the pass's number in autograd. Engines that one pass reaches must end in the same order on all ranks,
 # whichever was reached first. autograd holds them with its callbacks, and drops both where a pass breaks off.
 _ends: WeakValueDictionary[int, _Ends] = WeakValueDictionary()
-_lock = threading.Lock()
+_lock = threading.Lock()  # autograd runs one thread for each device
 _orders = itertools.count()
 
 
@@ -73,6 +73,7 @@ def at_end(task: int, order: int, action: Callable[[], None]) -> None:
         waiting.append((order, action))
         first = len(waiting) == 1
     if first:
+        # One callback for all: several would run in the order of arrival, which ranks need not share.
         torch.autograd.Variable._execution_engine.queue_callback(partial(_untraced(), task, waiting))
 
 
@@ -105,6 +106,7 @@ def refuse_nested() -> None:
             "compile the forward pass only (torch.compile(model)), and leave compiled_autograd off"
         )
     frame, inside = sys._getframe(), False
+    # The frames tell it: autograd calls a Python backward function, which runs the engine once more.
     while frame is not None:
         if frame.f_code is _engine_run_backward.__code__:
             inside = True
@@ -293,6 +295,7 @@ class Sync(ABC):
     def close(self) -> None:
         """Detach from model and optimizer; safe to call twice."""
         if not self._closed:
+            # Hooks go before the driver: one that ran after it would send on a closed group.
             self._closed = True
             self._detach()
             self._driver.close()
@@ -393,9 +396,12 @@ class Sync(ABC):
     ) -> None:
         """Follow added parameter groups, forward passes of modules, and steps, as `after_closure` says."""
         for optimizer in self._optimizers:
+            # In the instance, so that other optimizers of this class keep theirs; `refuse_taken` knows
+            # attached ones by it.
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
         called = {id(m): m for module in modules for m in entries(module)}
         self._watches = [module.register_forward_pre_hook(self._wrapping) for module in called.values()]
+        # Dynamo would trace what runs while a compiled training step does.
         before = torch.compiler.disable(after_closure(self._check_step, self._exchanges, mean))
         self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
         self._watches += [watch_others(self)]
@@ -406,6 +412,7 @@ class Sync(ABC):
         self._closed = False
         try:
             yield
+        # Ctrl-C included: a hook that was left behind would break the program's next plain backward pass.
         except BaseException:
             self.close()
             raise
@@ -414,9 +421,10 @@ class Sync(ABC):
         """Return the ranks' mean of a loss, the same bits everywhere; in `no_sync()` this rank's."""
         if not self.enabled or self.world_size == 1:
             return loss
+        # float64 holds the loss exactly, and "cpu" whatever torch.set_default_device says.
         mine = torch.tensor([loss], dtype=torch.float64, device="cpu")
         told = [float(theirs) for (theirs,) in self._driver.run(gather(mine))]
-        return sum(told) / len(told)
+        return sum(told) / len(told)  # in rank order: LBFGS decides by its bits
 
     def _unwatch(self) -> None:
         for handle in self._watches:
@@ -426,5 +434,5 @@ class Sync(ABC):
             optimizer.__dict__.pop("add_param_group", None)
 
     def _add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        type(optimizer).add_param_group(optimizer, group)
+        type(optimizer).add_param_group(optimizer, group)  # the instance's is this function
         self.refresh()

@@ -18,15 +18,14 @@ from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.comm.drivers import AnyDriver
 from stenograd.comm.kernel_loading import load_kernels
 from stenograd.comm.tensor_exchange import Outcome, TensorExchange
-from stenograd.compression.contract import Site, Transport
-from stenograd.compression.error_feedback import ErrorFeedback
-from stenograd.compression.small_all_reduce import mean_in_order
-from stenograd.compression.transports import InOrder
+from stenograd.compression.contract import Facts, Payload, Site
+from stenograd.compression.feedback import ErrorFeedback
+from stenograd.compression.means import mean_in_order
 from stenograd.compressors.identity import Identity
 from stenograd.data.carried import averaged_buffers
 from stenograd.data.finite import are_finite
 from stenograd.data.flat_parameters import Stream, by_kind
-from stenograd.data.requests import gather, mean
+from stenograd.data.requests import Rounds, gather, mean
 from stenograd.errors import ConfigError, MethodError, NonFiniteError, StenogradError
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.steps import BITS, refuse_other_passes, tell
@@ -51,8 +50,12 @@ __all__ = [
 class _InOrder(Identity):
     """Dense averaging whose sums go in rank order, so that a loop in one process gets the same bits."""
 
-    def transport(self, site: Site) -> Transport:
-        return InOrder()
+    def facts(self, site: Site) -> Facts:
+        return Facts(rounds=2, linear=True)
+
+    def reduce(self, payload: Payload, site: Site) -> Rounds[Payload]:
+        (x,) = payload
+        return ((yield from mean_in_order(x, site.world_size)),)
 
 
 IN_ORDER = Method(compressor=_InOrder(), text="dense")
@@ -84,6 +87,7 @@ class FlatExchange:
         chunk: int,
         want_errors: bool = False,
     ) -> None:
+        # Now, so that ranks do not wait in their first round for one that compiles.
         load_kernels(how, driver.world_size, parameters.values())
         self.streams = [Stream(part) for part in by_kind(parameters, how.dense_below)]
         whole = not how.sends_all(driver.world_size)
@@ -144,6 +148,7 @@ class FlatExchange:
     def _submit(self, flats: Iterator[Tensor], weight: float, passes: int | None) -> None:
         """Hand over all chunks, times `weight`."""
         for index, flat in enumerate(flats):
+            # Divided before the sum, as in DDP, so that sums cannot overflow.
             if (factor := weight * self.exchange.scale(index)) != 1:
                 flat.mul_(factor)
             try:
@@ -161,8 +166,10 @@ class FlatExchange:
         """
         if self._future is None:
             return None
+        # Taken off first: after an error nothing is under way any more.
         future, self._future = self._future, None
         outcome = future.result()
+        # On a GPU averages are written on side streams; whoever reads them must be behind those.
         self.exchange.join_streams(t for t in (*outcome.averages, *outcome.errors) if t is not None)
         if self._passes is not None:
             refuse_other_passes(outcome.any_flags, self._passes)
@@ -171,7 +178,7 @@ class FlatExchange:
     def put(self, outcome: Outcome, values: Sequence[Tensor]) -> None:
         """Copy the averages to flat tensors, one per stream, unless they lie there."""
         for (at, part), average_ in zip(self.cuts, outcome.averages, strict=True):
-            if average_.data_ptr() != values[at][part].data_ptr():
+            if average_.data_ptr() != values[at][part].data_ptr():  # what was lent comes back where it lay
                 values[at][part].copy_(average_)
 
     def by_name(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -200,6 +207,7 @@ class FlatExchange:
         Raises:
             CheckpointError: it is of another model.
         """
+        # Parts are saved without the identity, which their whole state holds once.
         self.exchange.load_state_dict({**self.exchange.identity, **state})
 
     def close(self) -> None:
@@ -261,6 +269,7 @@ def average(
         mine = [stream.read(stream.empty()).mul_(weight) for stream in streams]
         rounds = [mean_in_order(x, driver.world_size) if in_order else mean(x) for x in mine]
         means = [driver.run(one) for one in rounds]
+        # All means before any is written: one that is bad must leave every tensor as it was.
         if not are_finite(means):
             raise not_finite("tensors")
         for stream, values in zip(streams, means, strict=True):
@@ -315,6 +324,7 @@ def not_finite(what: str) -> NonFiniteError:
     )
 
 
+# torch.optim's names: Adam's, AMSGrad's, those of RMSprop and Adadelta, Adagrad's, Adamax's and Adadelta's.
 _SECOND = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "acc_delta")
 
 
@@ -353,6 +363,7 @@ def average_states(
         for name in sorted(set().union(*told))
         if second or name.rsplit("|", 1)[1] not in _SECOND or name.rsplit("|", 1)[0] in lacking
     ]
+    # NaN, which a mean of what is finite leaves out: a rank without the state has no say in it.
     none = {n: torch.full_like(parameters[n.rsplit("|", 1)[0]], math.nan) for n in names if n not in mine}
     means = average_carried([mine[n] if n in mine else none[n] for n in names], driver)
     if not are_finite(means):
@@ -442,6 +453,7 @@ def _owners(
     parameters: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers that hold parameters."""
+    # reversed: the first that holds it counts
     owners = {id(p): o for o in reversed(optimizers) for group in o.param_groups for p in group["params"]}
     return [owners[id(p)] for p in parameters]
 
@@ -455,7 +467,7 @@ def _moments(
         for optimizer in optimizers:
             for key, value in sorted(optimizer.state.get(p, {}).items()):
                 moment = isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
-                if moment and key != "step":
+                if moment and key != "step":  # a scalar parameter has the shape of its count of steps
                     found[f"{name}|{key}"] = value
     return found
 
@@ -531,13 +543,16 @@ class Copies:
             state: whether copies in the optimizers' states are moved, too.
         """
         with torch.no_grad():
+            # Found before the parameters move: afterwards their copies are not near them.
             pairs = self._found(list(parameters), state) if self._owners else ()
             found = list({copy.data_ptr(): (p, copy) for p, copy in pairs}.values())
             before = {id(p): p.detach().clone() for p, _ in found}
         yield
         with torch.no_grad():
             for p, copy in found:
+                # In the copy's type: a difference rounded to 16 bits would spoil master weights.
                 moved = p.to(copy) - before[id(p)].to(copy)
+                # From NaN or infinity no difference leads back: such a copy starts anew from its parameter.
                 copy.copy_(torch.where(moved.isfinite(), copy + moved, p.to(copy)))
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -560,7 +575,7 @@ class Copies:
             yield
             return
         self._rounds += 1
-        looks = driver is not None and not self._rounds & (self._rounds - 1)
+        looks = driver is not None and not self._rounds & (self._rounds - 1)  # powers of two
         if driver is not None and looks:
             self._refuse(driver)
         before = self._sample() if looks else None
@@ -580,6 +595,7 @@ class Copies:
         if before is not None and moved is not None:
             change = self._step - before
             along, whole, length = change @ moved, moved @ moved, change @ change
+            # `s - s0` against `d`: a squared cosine above 0.9, and a length within a fifth of -1.
             self._undone |= (along**2 > 0.9 * whole * length) & ((along / whole + 1).abs() < 0.2)
 
     def _sample(self) -> Tensor:
@@ -647,7 +663,8 @@ def _fits(value: Any, p: Tensor) -> bool:
 
 def _near(t: Tensor, p: Tensor) -> bool:
     """Return whether a tensor is a parameter's copy: moments are of another size than what they move."""
-    if t.data_ptr() == p.data_ptr():
+    if t.data_ptr() == p.data_ptr():  # the parameter itself
         return False
     mine, own = (x.detach().reshape(-1)[:_SAMPLE].double().cpu() for x in (t, p))
+    # Parameters of zeros only tell nothing: moments would be as near.
     return bool((mine - own).norm() <= own.norm() / 2) and bool(own.norm() > 0)

@@ -126,6 +126,7 @@ class RoundSync(Sync):
         self._check_settings(check_every)
         world = join(timeout_s=timeout_s)
         self._group = group
+        # A group of its own: what the program sends in its backward passes would be paired with rounds.
         self._driver = Driver.own(group, timeout_s=timeout_s)
         self._bucket_bytes, self._check_every = bucket_bytes, check_every
         self._skips, self._left = skip_bad_steps, Leftovers()
@@ -145,6 +146,7 @@ class RoundSync(Sync):
         self._nodes: Nodes | None = None
         self._watches, self._wrapping = [], Wrapping(self)
         with self._wholly():
+            # First, because gradients may be averaged inside nodes.
             if self._levels is not None:
                 self._nodes = Nodes(self._driver, world, self._levels[1])
             self._average_gradients(dense=self._dense_passes > 0)
@@ -243,16 +245,20 @@ class RoundSync(Sync):
         settings = {"bucket_bytes": self._bucket_bytes, "settings": self._settings}
         settings["optimizers that may keep copies"] = self._copies.count
         self._compare(parameters, settings)
+        # Master weights and the like must take over what rank 0's values change.
         with self._copies.follow(self._model.parameters()):
             broadcast_model(self._driver, self._model)
         if self._gradients is not None:
             self._gradients.refresh()
         self._parameters = parameters
+        # whatever the parameters are, float32 or wider travels
         itemsize = max(4, *(p.element_size() for p in parameters.values()))
         self._build(parameters, max(self._bucket_bytes // itemsize, 1))
         for handle in self._handles:
             handle.remove()
+        # A weak reference, because Python's garbage collector does not see what tensors' hooks hold.
         hook = partial(_on_gradient, weakref.ref(self))
+        # Not `disable`, whose wrapper costs a microsecond for each gradient.
         torch._dynamo.decorators.skip(_on_gradient)
         self._handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values()]
         self._wrapping.watch(parameters.values(), self._members_of(parameters))
@@ -280,7 +286,7 @@ class RoundSync(Sync):
         self._left.forget()
         self._close_gradients()
         self._unwatch()
-        self._dismantle()
+        self._dismantle()  # parts before nodes, by whose groups they send
         if self._nodes is not None:
             self._nodes.close()
 
@@ -322,6 +328,7 @@ class RoundSync(Sync):
         """Take what a saved state knows of passes and rounds; nothing is due after it."""
         self._counted = self._begun = int(state["passes"])
         self.round = int(state["round"])
+        # So that `skipped`, which adds the inner engine's count, is the number that was saved.
         self._skipped = int(state["own"]["skipped"]) - (self.skipped - self._skipped)
         self._due, self._finite, self._unread = [], True, []
         self._stepped.clear()
@@ -446,7 +453,7 @@ class RoundSync(Sync):
 
     @torch.no_grad()
     def _hold_if_due(self) -> None:
-        self.after_load()
+        self.after_load()  # a loaded state may have a round to end, which comes before those that are due
         while self._due:
             self._wrapping.look()
             t = self._due.pop(0)
@@ -458,7 +465,7 @@ class RoundSync(Sync):
             drops = self._schedule.lost == "drop"  # a rank, in the middle of it
             with self._copies.round(None if drops else self._driver):
                 self._meet(t)
-            self._count_bad()
+            self._count_bad()  # only here: in a round the host waits anyway, and between rounds it must not
 
 
 def beside(driver: AnyDriver, what: str) -> Driver:

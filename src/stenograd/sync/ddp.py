@@ -191,6 +191,7 @@ class DDPHook(Sync):
             self._exchange.close()
 
     @property
+    # A property in place of the attribute: only the hook's weak reference may hold the DDP model.
     def _model(self) -> Any:  # type: ignore[override]
         ddp = self._ddp()
         if ddp is None:
@@ -204,6 +205,7 @@ class DDPHook(Sync):
         self._exchange.place(index, Bucket(names, shapes, first.dtype, first.device, dense))
         flat, scale = self._exchange.flat(index), self._exchange.scale(index)
         for source, target in zip(sources, flat.split([s.numel() for s in sources]), strict=True):
+            # Divided by the world size in the same pass over memory, and before the sum, as DDP does.
             torch.mul(source, scale, out=target)
         self._exchange.submit(index)
         self._members.append([id(p) for p in parameters])
@@ -247,7 +249,7 @@ class DDPHook(Sync):
         self._passes.count = self.step + self.skipped
         flags = self._passes.flags(shadow=self._shadows) if tells else []
         outcome = self._exchange.finish(used, flags).result()
-        self._exchange.join_streams()
+        self._exchange.join_streams()  # before the averages are read below
         if tells:
             self._passes.exchanged(outcome.any_flags, self._driver)
         self._made.clear()
@@ -256,6 +258,7 @@ class DDPHook(Sync):
             self._left.take(self._bad(outcome))
         for sources, average in zip(self._sources, outcome.averages, strict=True):
             torch._foreach_copy_(sources, list(average.split([s.numel() for s in sources])))
+        # Futures last: DDP goes on with its buffers as soon as these are done.
         waiting, self._waiting = self._waiting, []
         for buffer, future in waiting:
             future.set_result(buffer)

@@ -93,5 +93,6 @@ def distribute(
     kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
     guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
     chosen = parse(method)
+    # FSDP comes first: it refuses schedules by itself, with its own reason.
     kind = ShardedSync if is_sharded(model) else _KINDS.get(chosen.schedule.what, ParameterSync)
     return kind(model, optimizer, chosen, skip_bad_steps=skip_bad_steps, **kept, **guard)

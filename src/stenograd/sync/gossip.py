@@ -189,7 +189,7 @@ class Gossip:
         if separately:
             parts = [*(([t], [], []) for t in coded), *(([], [t], []) for t in plain)]
             parts += [([], [], [t]) for t in carried]
-        while self.step >= self._skip_to:
+        while self.step >= self._skip_to:  # else the ranks that are left are past this mixing already
             try:
                 self._mix(parts, passes)
                 break
@@ -244,6 +244,7 @@ class Gossip:
                 pipeline.add(mixed, Label(method=self.method.text))
         if not all(pipeline.finish()):
             self._left_out()
+        # Last, when the messages of this mixing have gone both ways, so that both ends raise.
         if number is not None:
             number.refuse_others()
 
@@ -403,7 +404,7 @@ class GossipSync(RoundSync):
             push_sum=schedule.push_sum,
         )
         self._driver = self._gossip.driver
-        self._gossip.step = self.round
+        self._gossip.step = self.round  # a new one, after refresh(), goes on in the graph's order
         self._gossip.anchor(self._tensors())
 
     def _dismantle(self) -> None:
@@ -434,7 +435,7 @@ class GossipSync(RoundSync):
         super()._check_step(optimizer, zeros=zeros)
         if self._before and not again:  # else the step may have moved the parameters for a while, as SAM does
             self._hold_if_due()
-            self._copies.steps()
+            self._copies.steps()  # the step starts from what was mixed, not from what `super()` has noted
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._before and self._due:
@@ -493,6 +494,7 @@ class GossipSync(RoundSync):
         self._hold_if_due()
         parameters: dict[str, dict[str, Tensor]] = {}
         for name, p in self._parameters.items():
+            # A copy also of float32, because it is scaled in place.
             wide = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             parameters[name] = {"own": wide.mul_(self.share)}
         if self._gossip.share is not None:

@@ -52,7 +52,7 @@ __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
 
 _graph_task = torch._C._current_graph_task_id
 _NAMED = 3  # parameters that a warning lists
-_SETTINGS = "check_every, repair, check_buffers, skip_bad_steps"
+_SETTINGS = "check_every, repair, check_buffers, skip_bad_steps"  # what a MismatchError calls them
 # Shares of the bytes from which the first, and the last, gradients get a bucket of their own. It is one more
 # collective, about 1 ms, which a slow link saves manyfold: it is busy earlier, and the last bucket, which is
 # on it when nothing is left to compute, is smaller.
@@ -104,7 +104,7 @@ class GradientSync(Sync, Joinable):
         check_interval(check_every, repair)
         refuse_second_momentum(self.method, self._optimizers)
         parameters = self._found()  # complain before connecting
-        assign({}, bucket_bytes)
+        assign({}, bucket_bytes)  # refuses a bad size, also before connecting
         join(timeout_s=timeout_s)
         self._group = group
         self._driver = Driver.own(group, timeout_s=timeout_s)
@@ -122,6 +122,8 @@ class GradientSync(Sync, Joinable):
             self._order = next_order()
             self._exchange = TensorExchange(self.method, self._driver, waits=self._shares_memory)
             self.refresh()
+            # After `refresh` has compared the ranks: tensors are broadcast by position, so another order
+            # would swap layers.
             with Copies(optimizer).follow(self._model.parameters()):
                 broadcast_model(self._driver, self._model)
             self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
@@ -154,6 +156,7 @@ class GradientSync(Sync, Joinable):
         new = [name for name, p in parameters.items() if self._met and id(p) not in met]
         self._compare(parameters, {**settings, "new parameters": new})
         thin = sparse_parameters(self._model)
+        # autograd makes gradients about in the reverse of the order of definition.
         ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
         device = next(iter(parameters.values())).device
         share = self.method.share(self.world_size, device)
@@ -165,6 +168,7 @@ class GradientSync(Sync, Joinable):
             dense_below=self.method.dense_below,
         )
         before, now = vars(self).get("_parameters", {}), {id(p): name for name, p in parameters.items()}
+        # `new` was compared above, so all ranks send the same tensors in the same order.
         broadcast_tensors(self._driver, [parameters[name].detach() for name in new])
         self._met = list(self._model.parameters())
         kept = {name: now.get(id(p), "") for name, p in before.items()}
@@ -195,6 +199,7 @@ class GradientSync(Sync, Joinable):
         """Keep Dynamo, which traces what runs while a compiled training step does, out of the hooks."""
         for hook in (_hook, type(self)._on_gradient, GradientSync._on_gradient, GradientSync._take):
             torch._dynamo.decorators.skip(hook)  # a wrapper would cost a microsecond for each gradient
+        # These two run once in a pass or in a bucket, where a wrapper costs nothing to speak of.
         self._begin_pass = torch.compiler.disable(self._begin_pass)  # type: ignore[method-assign]
         self._ready = torch.compiler.disable(self._ready)  # type: ignore[method-assign]
 
@@ -241,6 +246,8 @@ class GradientSync(Sync, Joinable):
         if slot.bucket >= 0:
             hold = self._filler.holds[slot.bucket]
             hold.missing -= 1
+            # Small tensors wait for one call: each by itself, between autograd's computations, takes 60 us
+            # and not 10.
             if not hold.together or not hold.missing:
                 self._ready(slot.bucket, parameter)
 
@@ -248,6 +255,7 @@ class GradientSync(Sync, Joinable):
         """Fill in a gradient, and send the buckets that are full."""
         self._filler.fill(index, parameter)
         holds = self._filler.holds
+        # By index, whichever is full first: ranks must send the same buckets in the same order.
         while self._next < len(holds) and not holds[self._next].missing:
             self._submit_next()
 
@@ -285,6 +293,7 @@ class GradientSync(Sync, Joinable):
     def _end_pass(self) -> None:
         while self._late:
             self._take(*self._late.pop())
+        # Buckets with tensors that this pass did not use never got full, and other ranks wait for them.
         while self._next < len(self._filler.holds):
             self._submit_next()
         self._await_join()
@@ -302,7 +311,8 @@ class GradientSync(Sync, Joinable):
 
     @torch.no_grad()
     def _write_back(self, outcome: Outcome) -> None:
-        self._exchange.join_streams()
+        self._exchange.join_streams()  # before anything reads averages
+        # Raises where ranks are at different passes, whose average must not become a gradient.
         self._passes.exchanged(outcome.any_flags, self._driver)
         self._finite = outcome.applied
         self._filler.write_back(outcome)

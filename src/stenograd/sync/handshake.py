@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 REFRESH = "call sync.refresh() on every rank, with optimizers that hold what the model has now"
-_state = attrgetter("_cdata", "dtype", "is_cpu")
+_state = attrgetter("_cdata", "dtype", "is_cpu")  # torch may swap the inside, `_cdata`, and keep the object
 
 
 class Members:
@@ -118,7 +118,7 @@ class Members:
         if self._rehooks:
             for p in self._parameters.values():
                 if (hooks := p._post_accumulate_grad_hooks) is not None:
-                    p._post_accumulate_grad_hooks = hooks
+                    p._post_accumulate_grad_hooks = hooks  # C++ takes them over only when they are set
 
     def _now(self) -> dict[str, nn.Parameter]:
         return {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
@@ -176,8 +176,9 @@ def _in_functional_call() -> bool:
     return False
 
 
+# of torch.compile, activation checkpointing, and FSDP's first version
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # which backends can add
 _BROADCAST_BYTES = 25 << 20  # per message, DDP's size: 10,000 small tensors one by one took a minute
 
 
@@ -238,14 +239,14 @@ def refuse_second_momentum(how: Method, optimizers: Iterable[torch.optim.Optimiz
         Traceback (most recent call last):
         stenograd.errors.MethodError: dgc has momentum of its own, and SGD has momentum=0.9: ...
     """
-    if not how.compressor.own_momentum:
+    if not how.own_momentum:
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             mine = {key: group[key] for key in ("momentum", "betas") if group.get(key)}
             if not (mine.get("momentum") or mine.get("betas", (0,))[0]):
                 continue
-            if any(how.compressor.moves(p.shape) for p in group["params"]):
+            if any(how.moves(p.shape) for p in group["params"]):
                 said = " and ".join(f"{key}={value}" for key, value in mine.items())
                 raise MethodError(
                     f"{how} has momentum of its own, and {type(optimizer).__name__} has {said}: set the "
@@ -497,6 +498,7 @@ def compare(
                 RuntimeWarning,
                 stacklevel=2,
             )
+        # Not before this: ranks that have the same tensors raise all together, and none waits.
         refuse_unfit({f"parameter {name}": p for name, p in parameters.items()})
         if model is not None:
             refuse_unfit(_carried(model))

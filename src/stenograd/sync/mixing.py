@@ -13,7 +13,7 @@ from torch import Tensor
 from stenograd.catalog.method import Method
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.data.carried import mean_of_finite, wide
 from stenograd.data.finite import are_finite, is_finite
 from stenograd.data.flat_parameters import holds
@@ -167,12 +167,12 @@ def _pushed(
     A rank that has no finite tensors and gets none keeps its weight, as it keeps its tensors: it has nothing
     that it could give away, and takes part again as soon as it gets some.
     """
-    kept = {r: weights[r] * float(rows[r][-1]) for r in sorted(fit)}
+    kept = {r: weights[r] * float(rows[r][-1]) for r in sorted(fit)}  # W_ij w_j; w_j is the last in a message
     total = math.fsum(kept.values())
     if not total > 0:
         return {rank: 1.0}
     share.fill_(total)
-    return {r: w / total for r, w in kept.items()}
+    return {r: w / total for r, w in kept.items()}  # W_ij w_j / sum_j W_ij w_j
 
 
 def _weighted_sum(rows: Iterable[tuple[float, Tensor]], like: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def codec_of(how: Method) -> Codec | None:
     how.require_every_step("gossip")
     compressor = how.compressor
     inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
-    if inner.lossless:
+    if how.lossless:
         return None
     fit = how.one_message and not (how.votes or how.clips or how.warmup_steps)
     if not isinstance(inner, Codec) or not fit:
@@ -261,6 +261,7 @@ class Estimates:
         known = self._known[group] = {rank: t.to(x.device) for rank, t in known.items()}
         site = replace(site, shapes=tuple(t.shape for t in tensors), dtype=wide, device=x.device)
         sound = is_finite(x)
+        # q_i = C(x_i - h_i); zeros leave the estimates of a rank that is not finite as they are.
         payload = self._codec.encode(x - known[site.rank] if sound else torch.zeros_like(x), site)
         mine = self._codec.decode(payload, x, site)
         if sound and not is_finite(mine):  # the code ends before this type does, as fp16 does at 65,504
@@ -273,8 +274,8 @@ class Estimates:
             *message, _ = theirs[rank]
             known[rank] = known[rank] + self._codec.decode(tuple(message), x, replace(site, rank=rank))
         if sound:
-            known[site.rank] = mine = known[site.rank] + mine
-            for rank, weight in sorted(weights.items()):
+            known[site.rank] = mine = known[site.rank] + mine  # h_i + q_i
+            for rank, weight in sorted(weights.items()):  # x_i + gamma sum_j W_ij (h_j - h_i), in rank order
                 x.add_(known[rank] - mine, alpha=self._consensus * weight)
         moves = sound and is_finite(x) and holds(tensors[0].dtype, x)
         if moves:

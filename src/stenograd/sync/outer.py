@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Nodes", "Part", "by_size", "check_shapes", "fragments_of", "joined", "of_part"]
 
 T = TypeVar("T", bound=Tensor)
-_BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # the first number in a name such as layers.3.weight
 
 
 class Part:
@@ -130,11 +130,13 @@ class Part:
         elif self._diloco is None:
             self._sent = own
             self._flat.send(
+                # theta_i - phi
                 lambda at, part, out: torch.sub(own[at][part], self._outer[at][part], out=out),
                 passes=self.passes,
             )
         else:
             self._flat.send(
+                # phi - theta_i, the pseudo-gradient
                 lambda at, part, out: torch.sub(self._outer[at][part], own[at][part], out=out),
                 passes=self.passes,
             )
@@ -154,7 +156,7 @@ class Part:
         self._flat.put(outcome, self._arrived)
         if self._diloco is None and not self._exact:
             for (at, part), lost in zip(self._flat.cuts, outcome.errors, strict=True):
-                self._sent[at][part] = 0.0 if lost is None else lost
+                self._sent[at][part] = 0.0 if lost is None else lost  # e_i
         return True
 
     @torch.no_grad()
@@ -183,6 +185,7 @@ class Part:
         self.lost_own = not are_finite(values)
         pairs.mix(values, carried=self._beside(), passes=self.passes)
         self.driver = pairs.driver  # another one, if ranks were lost
+        # phi_i - mean(theta); see the class
         found = [outer - mean for outer, mean in zip(self._outer, values, strict=True)]
         if not (are_finite(values) and self._step(found)):
             self.lost_own = True
@@ -191,6 +194,7 @@ class Part:
 
     def _turn(self) -> bool:
         """Merge what was sent a round ago, with this rank's newest share in it, and send that."""
+        # phi_i - theta_i
         own = [outer - mine for outer, mine in zip(self._outer, self._flat.values(), strict=True)]
         self.lost_own = not are_finite(own)
         if self.lost_own:  # this rank brings nothing, and goes on from its outer parameters
@@ -202,7 +206,7 @@ class Part:
                 self._sent = []
                 return False
             for total, new, before in zip(self._arrived, own, old, strict=True):
-                total.add_(new - before, alpha=share)
+                total.add_(new - before, alpha=share)  # this rank's newest in place of its old one
         else:
             self._arrived = [new * share for new in own]
         applied, self._arrived = self._arrived, []
@@ -230,6 +234,7 @@ class Part:
         for i, stream in enumerate(self._flat.streams):
             target = averages[i]
             if not self._exact:
+                # phi + mean_i C(theta_i - phi), and e_i
                 target = torch.add(self._outer[i].add_(averages[i]), own[i])
                 if not stream.holds(target):
                     self.lost_own = True
@@ -261,9 +266,9 @@ class Part:
         assert self._diloco is not None  # else there is no outer optimizer
         momentum, direction = self._diloco.momentum, mean
         if momentum:
-            velocity.mul_(momentum).add_(mean)
-            direction = mean.add_(velocity, alpha=momentum) if self._diloco.nesterov else velocity
-        outer.add_(direction, alpha=-self._diloco.outer_lr)
+            velocity.mul_(momentum).add_(mean)  # v <- m v + g
+            direction = mean.add_(velocity, alpha=momentum) if self._diloco.nesterov else velocity  # g + m v
+        outer.add_(direction, alpha=-self._diloco.outer_lr)  # phi <- phi - lr d
 
     @torch.no_grad()
     def take_outer(self, share: float = 1.0) -> None:
@@ -523,7 +528,7 @@ def by_size(parameters: Mapping[str, T], count: int) -> list[dict[str, T]]:
     sizes, chosen = [0] * count, dict[str, int]()
     for name, p in sorted(parameters.items(), key=lambda item: -item[1].numel()):
         at = min(range(count), key=lambda i: (sizes[i], i))
-        sizes[at] += max(p.numel(), 1)
+        sizes[at] += max(p.numel(), 1)  # an empty one counts, so that each part gets some
         chosen[name] = at
     return [{n: p for n, p in parameters.items() if chosen[n] == at} for at in range(count)]
 

@@ -114,7 +114,8 @@ class ReplicaGuard:
 
     def _agree(self, hashes: Sequence[int], step: int) -> bool:
         """Return, alike on all ranks, whether all have the same hashes at the same step."""
-        all_hashes = hash_tensor(torch.tensor(hashes, dtype=torch.int64, device="cpu"))
+        all_hashes = hash_tensor(torch.tensor(hashes, dtype=torch.int64, device="cpu"))  # hashes have 64 bits
+        # equal replicas at different steps are no agreement
         mine = torch.stack([all_hashes, torch.tensor(step, device="cpu")])
         everyone = torch.stack([row for (row,) in self._driver.run(gather(mine))])
         return bool((everyone == everyone[0]).all())

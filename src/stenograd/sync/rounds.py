@@ -233,7 +233,7 @@ class ParameterSync(RoundSync):
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
         check_state(state, self._identity(), {})
-        check_shapes(self._parts, state)
+        check_shapes(self._parts, state)  # all parts before any changes
         parts = [of_part(part, i, state) for i, part in enumerate(self._parts)]
         for part, mine in zip(self._parts, parts, strict=True):
             part.load_state_dict(mine)
@@ -298,6 +298,7 @@ class ParameterSync(RoundSync):
             if t >= sent + self._schedule.delay:
                 self._finish(fragment)
         for fragment in self._starts(t):
+            # Passes that broke off count, too: one that did on this rank alone shows by it in the round.
             self._parts[fragment].passes = self._begun
             self._parts[fragment].send()
             if self._schedule.delay:
@@ -460,6 +461,7 @@ class ParameterSync(RoundSync):
             ConfigError: on every rank, if their learning rates differ: they would never meet again.
         """
         period = self._period()
+        # Else the period is in the method's text, which was compared: nothing to ask.
         if not isinstance(self._schedule, Local) or not self._schedule.qsr:
             return period
         mine = torch.tensor([period], device="cpu")

@@ -147,6 +147,7 @@ class ShardedSync(GradientSync):
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some."""
         super().refresh()
+        # Asked at the end of a pass, where the engine for plain models asks its sparse gradients.
         self._sparse = self._row  # type: ignore[assignment]
 
     def _detach(self) -> None:
@@ -318,7 +319,7 @@ def _before_backward(sync: weakref.ref[ShardedSync], _: nn.Module, __: Any, outp
 
 def _nothing() -> Rounds[None]:
     return
-    yield
+    yield  # never reached: it makes this a coroutine
 
 
 def _local(tensor: Any) -> Any:
@@ -351,6 +352,7 @@ def _mesh(model: nn.Module) -> Any:
                 f"every trainable parameter must be sharded, got {name} whole on each rank: call "
                 "fully_shard on the root module, too"
             )
+        # What has a mesh is a DTensor, which mypy does not know.
         if mesh.ndim != 1 or not p.placements[0].is_shard():  # type: ignore[attr-defined]
             raise ConfigError(
                 f"the model must be sharded on a mesh of one dimension, got {name} on {mesh}, whose "

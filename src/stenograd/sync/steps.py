@@ -143,7 +143,7 @@ Watcher: TypeAlias = Callable[[torch.optim.Optimizer, Any, Any], Changed]
 # change what somebody iterates over. torch's own dictionary of hooks gets one of ours, and keeps it.
 _watchers: dict[int, Watcher] = {}
 _numbers = itertools.count()
-_watchers_lock = threading.RLock()
+_watchers_lock = threading.RLock()  # the garbage collector may end a `Watch` in the middle of such a block
 _leftovers_lock = threading.Lock()
 _hooked = False
 
@@ -181,7 +181,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
 
 
 BITS = 4  # of a pass's number, and of the settings' hash: other ones each time, so 8 exchanges tell all
-_TURNS = 32 // BITS
+_TURNS = 32 // BITS  # of a CRC's 32 bits
 _GROUPS = 8  # whose learning rates are looked at, for each optimizer: a group a layer may mean thousands
 _DEEPEST = 30  # frames from a step's pre-hook up to `GradScaler.step`, with the hooks and wrappers between
 
@@ -572,6 +572,7 @@ class _PassFlags(Told):
     settings: list[bool]
 
 
+# neither a bit nor its opposite: unequal to nobody's
 _SILENT = _PassFlags([False], [False] * (2 * BITS), [False] * (2 * BITS))
 
 
@@ -646,6 +647,7 @@ class Passes:
         """Take the other ranks' number from their `flags`: this rank shadowed their pass."""
         told = self._checked(any_flags, driver)
         theirs = sum(bool(one) << bit for bit, one in enumerate(told.number[:BITS]))
+        # flags tell it modulo 16: the next number that fits
         self.count += (theirs - self.count) % (1 << BITS)
         self._exchanges += 1
 

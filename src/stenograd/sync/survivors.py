@@ -88,6 +88,7 @@ class Survivors:
                     raise
                 takes = self._go_on_without(error, bool(brought), number)
             for part in parts:
+                # what is taken was sent; what is not is sent again
                 part.move(self.driver, undo=part is sent and not takes)
             if takes:
                 break

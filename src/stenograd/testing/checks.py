@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import wraps
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stenograd.comm.simulate import exchange
 from stenograd.compression.contract import Compressor, Exchange, Site, State
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.data.requests import REDUCTIONS, Request
 
 __all__ = [
     "NUMEL",
     "SHAPES",
+    "Plain",
     "base",
     "close",
     "data",
@@ -41,7 +46,7 @@ def base(c: Compressor) -> Compressor:
 
 def votes(c: Compressor, world: int) -> bool:
     """Tell whether averages are something else than the mean of what the ranks send."""
-    return c.transport(Site(shapes=SHAPES, world_size=world)).votes
+    return not c.facts(Site(shapes=SHAPES, world_size=world)).average.is_mean
 
 
 def expect(condition: object, rule: str, **values: object) -> None:
@@ -104,3 +109,34 @@ def wire_eps(c: Compressor) -> float:
 def form_of(state: State) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and type of every tensor in a state."""
     return {key: (tuple(t.shape), t.dtype) for key, t in state.items()}
+
+
+class Plain:
+    """The kernels of a family in plain torch, which faster versions are compared with.
+
+    Args:
+        family: a module of `stenograd.kernels`.
+
+    Example:
+        >>> Plain("select").select(torch.tensor([1.0, -3.0]), 1)
+        (tensor([1], dtype=torch.int32), tensor([-3.]))
+    """
+
+    def __init__(self, family: str) -> None:
+        self._module = import_module(f"stenograd.kernels.{family}")
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+
+        @wraps(found)
+        def plain(*args: Any, **options: Any) -> Any:
+            before = os.environ.get("STENOGRAD_KERNELS")
+            os.environ["STENOGRAD_KERNELS"] = "reference"
+            try:
+                return found(*args, **options)
+            finally:
+                os.environ.pop("STENOGRAD_KERNELS")
+                if before is not None:
+                    os.environ["STENOGRAD_KERNELS"] = before
+
+        return plain

@@ -11,7 +11,7 @@ from stenograd.catalog.method import Method, method, methods
 from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import compressors, entry_of, schedules
 from stenograd.compression.contract import Compressor, Feedback
-from stenograd.compression.error_feedback import ErrorFeedback
+from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.identity import Identity
 from stenograd.compressors.topk import TopK
 from stenograd.errors import MethodError
@@ -52,7 +52,7 @@ def by_name() -> list[str]:
         (['bf16', 'dense'], True)
     """
     texts = [_text(name, {}) for name in methods()]
-    return [text for text in texts if not method(text).compressor.own_momentum]
+    return [text for text in texts if not method(text).own_momentum]
 
 
 def differences() -> list[str]:
@@ -156,7 +156,7 @@ def _often(preset: str) -> str:
 def _examples() -> list[tuple[str, dict[str, Any]]]:
     """Return names and keys of the examples that may run with any optimizer: its momentum acts alone."""
     found = [example for cls in compressors() for example in cls.examples()]
-    return [_keys(example) for example in found if not example.own_momentum]
+    return [_keys(example) for example in found if not Method(example).own_momentum]
 
 
 def _text(name: str, keys: Mapping[str, Any], *, sized: bool = True) -> str:

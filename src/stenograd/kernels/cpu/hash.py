@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.cpu.jit import kernel, view
-from stenograd.kernels.reference.hash import GOLDEN
+from stenograd.kernels.hash import GOLDEN
 
 __all__ = ["hash_words"]
 

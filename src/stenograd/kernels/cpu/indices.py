@@ -11,7 +11,7 @@ from torch import Tensor
 from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.cpu.jit import kernel, peek, view
 from stenograd.kernels.cpu.lanes import bit_count, load_word, lowest_bit, store_word
-from stenograd.kernels.reference.indices import mark_count, places_bytes, planes_of
+from stenograd.kernels.indices import mark_count, places_bytes, planes_of
 
 __all__ = ["pack_places", "unpack_places"]
 
@@ -29,6 +29,7 @@ def _pack(places: Any, n: int, low: int, packed: Any) -> bool:
     """Fill `packed`, which is all zeros, and return whether the places were in order."""
     if places.size == 0:
         return True
+    # Before anything is written: kernels do not check bounds.
     good = places[0] >= 0 and places[places.size - 1] < n
     for i in range(1, places.size):
         good &= places[i - 1] < places[i]
@@ -48,6 +49,7 @@ def _pack_plane(places: Any, shift: int, bits: int, packed: Any) -> int:
     Eight places fill `bits` bytes; what is written behind them is zeros, where zeros are or more places come.
     """
     mask = np.int64((1 << bits) - 1)
+    # Groups whose eight bytes all lie in the plane.
     whole = min(places.size // 8, (packed.size - 8) // bits + 1) if packed.size >= 8 else 0
     for group in range(whole):
         word = np.uint64(0)
@@ -113,7 +115,7 @@ def _unpack(packed: Any, n: int, low: int, marks: int, places: Any) -> tuple[int
     unary, found = packed[start:], np.int64(0)
     for first in range(0, marks, 64):
         found += bit_count(_marked(unary, first, marks))
-    if found != k:
+    if found != k:  # more than k would be written behind the places
         return found, False
     good, previous, at = True, np.int64(-1), np.uint64(0)
     for first in range(0, marks, 64):
@@ -132,6 +134,7 @@ def _unpack(packed: Any, n: int, low: int, marks: int, places: Any) -> tuple[int
 def _unpack_plane(plane: Any, shift: int, bits: int, places: Any) -> None:
     """Read what `_pack_plane` wrote into places, where these bits are zeros."""
     mask = np.uint64((1 << bits) - 1)
+    # Groups whose eight bytes all lie in the plane.
     whole = min(places.size // 8, (plane.size - 8) // bits + 1) if plane.size >= 8 else 0
     for group in range(whole):
         word = load_word(plane, group * bits)

@@ -68,10 +68,13 @@ def reordering(function: F) -> F:
         >>> double(21)
         42
     """
+    # no more of fastmath: NaN and infinity must stay
     return _compiled(function, fastmath={"reassoc", "contract"})
 
 
 def _compiled(function: F, **more: Any) -> F:
+    # nogil, as exchanges run beside training; numpy's error model, as a division by zero gives infinity in
+    # torch.
     settings: Any = {"nogil": True, "boundscheck": False, "error_model": "numpy", **more}
     compiler: Any = njit  # numba's own types differ from version to version
     config: Any = numba.config

@@ -81,7 +81,7 @@ def at_least_32(typing: Any, array: Any, start: Any, bound: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _LANES)
-        return _at_least(builder, builder.load(pointer, align=4), args[2])
+        return _at_least(builder, builder.load(pointer, align=4), args[2])  # else LLVM relies on 128
 
     return types.uint32(array, types.int64, types.uint32), code
 
@@ -141,7 +141,7 @@ def prefetch_32(typing: Any, array: Any, start: Any) -> Any:
         ask = insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         read, keep, data = (ir.Constant(number, k) for k in (0, 3, 1))
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], ir.IntType(8))
-        for line in (0, 64):
+        for line in (0, 64):  # 32 floats are two lines
             builder.call(ask, [builder.gep(pointer, [ir.Constant(number, line)]), read, keep, data])
         return context.get_dummy_value()
 
@@ -209,6 +209,7 @@ def _add_eighths(builder: Any, into: Any, lanes_of: Callable[[int], Any]) -> Non
     for i in range(8):
         bits = builder.bitcast(lanes_of(i), _LANES)
         lanes = builder.bitcast(builder.and_(bits, ir.Constant(_LANES, [0x7FFFFFFF] * 32)), _FLOATS)
+        # so that eight of them cannot overflow
         lanes = builder.fmul(lanes, ir.Constant(_FLOATS, [0.125] * 32))
         eight = lanes if eight is None else builder.fadd(eight, lanes)
     total = builder.fadd(builder.load(into, align=8), builder.fpext(eight, _DOUBLES))
@@ -222,7 +223,7 @@ def in_pairs_32(typing: Any, sums: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zero = ir.Constant(ir.IntType(64), 0)
         lanes = builder.load(_pointer(context, builder, signature.args[0], args[0], zero, _DOUBLES), align=8)
-        for half in (16, 8, 4, 2, 1):
+        for half in (16, 8, 4, 2, 1):  # the order of `reference.sign.lane_means`
             number = ir.VectorType(ir.IntType(32), half)
             first, second = (
                 builder.shuffle_vector(lanes, lanes, ir.Constant(number, list(range(at, at + half))))
@@ -262,9 +263,9 @@ def round_32(
         inverse, levels, step = (_splat(builder, s, _FLOATS) for s in args[5:8])
         y = builder.fadd(builder.fadd(y, builder.fmul(lanes, inverse)), levels)
         zero, most = ir.Constant(_FLOATS, [0.0] * 32), builder.fadd(levels, levels)
-        y = builder.select(builder.fcmp_ordered(">", y, zero), y, zero)
+        y = builder.select(builder.fcmp_ordered(">", y, zero), y, zero)  # ordered: NaN becomes 0
         y = builder.select(builder.fcmp_ordered("<", y, most), y, most)
-        whole = builder.fptosi(y, _LANES)
+        whole = builder.fptosi(y, _LANES)  # floor, since y >= 0
         to = _pointer(context, builder, kinds[4], args[4], args[1], _BYTES)
         builder.store(builder.trunc(whole, _BYTES), to, align=1)
         with builder.if_then(builder.fcmp_unordered("!=", args[7], ir.Constant(ir.FloatType(), 0.0))):

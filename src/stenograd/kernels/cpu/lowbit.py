@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import WireError
+from stenograd.kernels.bits import packed_bytes
 from stenograd.kernels.cpu.jit import aligned, bits_of, kernel, view
-from stenograd.kernels.reference.bits import packed_bytes
-from stenograd.kernels.reference.lowbit import BITS, levels, top_of
-from stenograd.kernels.reference.sign import block_count, check_scales
+from stenograd.kernels.lowbit import BITS, levels, top_of
+from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = ["lowbit_decode", "lowbit_encode"]
 
@@ -25,7 +25,7 @@ def lowbit_encode(x: Tensor, name: str, block: int, numels: Sequence[int]) -> tu
     """Pack the codes, lowest bit first, and the largest magnitude of each block."""
     scales = torch.empty(block_count(block, numels, x.numel()), dtype=torch.float32, device="cpu")
     bits, n = BITS[name], x.numel()
-    codes = np.zeros(n + -n % 8, np.uint8)
+    codes = np.zeros(n + -n % 8, np.uint8)  # whole bytes, whatever the bits
     lengths, top = np.array(numels, np.int64), np.float32(0 if name == "e3m0" else top_of(name))
     _encode(view(x), block, lengths, top, codes, view(scales))
     packed = np.empty(codes.size * bits // 8, np.uint8)

@@ -64,7 +64,7 @@ def _rows(x: Any, addend: Any, place: Any, queries: Any, out: Any) -> None:
                 more = more[:0]
             for k in range(0, queries.shape[1], 4):
                 _dots(piece, more, queries[c, k : k + 4], out[c, k : k + 4, i : i + here])
-                more = more[:0]
+                more = more[:0]  # it is added once
 
 
 @kernel
@@ -189,6 +189,8 @@ def _add_four(rows: Any, weights: Any, others: Any, fresh: bool) -> None:
         row, wa, wb, wc, wd = rows[i], weights[i, 0], weights[i, 1], weights[i, 2], weights[i, 3]
         if fresh:
             for j in range(a.size):
+                # Grouped as in `_add_four_to_four`: which of the two runs depends on the rows that are left,
+                # and bits must not.
                 row[j] = (wa * a[j] + wb * b[j]) + (wc * c[j] + wd * d[j])
         else:
             for j in range(a.size):
@@ -228,7 +230,7 @@ def _orthonormal(rows: Any, spare: Any, degenerate: float, out: Any) -> None:
             before = np.sqrt(_dot(row, row))
             _take_out(out[c], k)
             after = np.sqrt(_dot(row, row))
-            if not after > degenerate * before:
+            if not after > degenerate * before:  # NaN, too
                 row[:] = spare[k]
                 _take_out(out[c], k)
                 after = np.sqrt(_dot(row, row))

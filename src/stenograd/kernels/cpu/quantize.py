@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.backend import length_of
+from stenograd.kernels.bits import packed_bytes
 from stenograd.kernels.cpu.jit import (
     CHUNK,
     addresses,
@@ -22,9 +23,8 @@ from stenograd.kernels.cpu.jit import (
     view,
 )
 from stenograd.kernels.cpu.lanes import prefetch_32, round_32, store_word
-from stenograd.kernels.reference.bits import packed_bytes
-from stenograd.kernels.reference.quantize import MOST, hash_keys, levels_of
-from stenograd.kernels.reference.sign import block_count, check_scales
+from stenograd.kernels.quantize import MOST, hash_keys, levels_of
+from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = ["qsgd_decode_mean", "qsgd_encode_feedback"]
 
@@ -63,6 +63,7 @@ def _encode(
     packed: Any,
     scales: Any,
 ) -> None:
+    # Two draws a word, and one word more where a piece begins in the middle of one.
     codes, draws = words_of_codes.view(np.uint8), np.empty(CHUNK // 2 + 1, np.uint32)
     start = row = 0
     for numel in numels:
@@ -162,7 +163,7 @@ def _pack(words_of_codes: Any, size: int, bits: int, packed: Any, bit: int) -> N
     for j in range(whole):
         word = words_of_codes[j] << shift | pending
         store_word(packed, at, word)
-        pending = word >> width if shift else np.uint64(0)
+        pending = word >> width if shift else np.uint64(0)  # by 64 bits it would be undefined
         at += bits
     if size & 7:
         word = words_of_codes[whole] & _ones(bits * (size & 7))

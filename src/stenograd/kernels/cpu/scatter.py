@@ -36,7 +36,7 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
         addresses,
         np.zeros(len(everyone), np.int64),
         view(total),
-        _REGION if ascending else n,
+        _REGION if ascending else n,  # in any order, all of it is one region
         one_over(len(vectors)),
     )
     return total
@@ -101,6 +101,7 @@ def _mean(addresses: Any, done: Any, out: Any, region: int, inverse: Any) -> Non
 def _stream(piece: Any, goal: Any, factor: Any) -> None:
     """Write a piece times a factor past the caches, but for what does not fill lines of 64 bytes."""
     before = -goal.ctypes.data % 64
+    # from an odd address, no line begins at a float
     head = goal.size if before % 4 else min(goal.size, before // 4)
     whole = (goal.size - head) // 32 * 32
     for i in range(head):

@@ -41,12 +41,13 @@ def _largest(addend: Any, v: Any, k: int, *, clear: bool, halves: bool) -> tuple
     n = v.size
     places, values = _room(k)
     last = None
+    # Else a guess does not pay: the sample is half of all, or candidates are a sixteenth or more.
     if n >= 2 * _SAMPLE and 0 < k <= n // 16:
         sample = _sampled(addend, v, n // (_SAMPLE // _NEIGHBOURS) | 1)
         expected = k / n * sample.size
         reach = math.ceil(expected + 3.5 * math.sqrt(expected)) + 4  # k or more, but for 1 in 4,000
-        bound = max(np.uint32(_kth(sample, reach, np.uint32(0))[0]), np.uint32(1))
-        room = 3 * k + n // 256
+        bound = max(np.uint32(_kth(sample, reach, np.uint32(0))[0]), np.uint32(1))  # 0 would take all zeros
+        room = 3 * k + n // 256  # more means a wrong guess, which costs time only
         some, theirs = _room(room + CHUNK)
         count = _sweep(addend, v, bound, clear, halves, room, some, theirs)
         some, theirs = some[:count], theirs[:count]
@@ -54,6 +55,7 @@ def _largest(addend: Any, v: Any, k: int, *, clear: bool, halves: bool) -> tuple
             kept = _choose(some, theirs, *_kth(theirs, k, bound), v, clear)
             places[:], values[:] = some[:kept], theirs[:kept]
             return torch.from_numpy(places), torch.from_numpy(values)
+        # What was taken out goes back before all are ranked.
         if clear:
             put_at(some, theirs, v)
         if count < k and bound == 1:  # all but a few are zeros

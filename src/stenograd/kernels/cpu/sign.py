@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.backend import length_of
+from stenograd.kernels.bits import packed_bytes
 from stenograd.kernels.cpu.jit import (
     addresses,
     array_at,
@@ -30,8 +31,7 @@ from stenograd.kernels.cpu.lanes import (
     sum_magnitudes_256,
     take_signs_32,
 )
-from stenograd.kernels.reference.bits import packed_bytes
-from stenograd.kernels.reference.sign import block_count, check_scales
+from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = ["mean_magnitude", "sign_decode_mean", "sign_encode_feedback"]
 

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.cpu.jit import bits_of, kernel, view
-from stenograd.kernels.reference import values as reference_values
-from stenograd.kernels.reference.values import VALUE_BLOCK, check_values
+from stenograd.kernels.values import VALUE_BLOCK, check_values
 
 __all__ = ["pack_values", "unpack_values"]
 
 
 def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
-    """Write float32 numbers as float32, bfloat16 or int8 with scales."""
-    if kind != "int8":
-        return reference_values.pack_values(values, kind)  # torch casts as fast as memory allows
+    """Write float32 numbers as int8 with scales."""
     count = values.numel()
     codes, scales = (
         torch.empty(count, dtype=torch.int8, device="cpu"),
@@ -39,15 +36,14 @@ def _to_int8(values: Any, codes: Any, scales: Any) -> None:
         scale = np.uint32(largest).view(np.float32)
         unit = scale if scale != 0 else np.float32(1)
         for i in range(v.size):
-            y = np.rint(v[i] / unit * np.float32(127))
+            y = np.rint(v[i] / unit * np.float32(127))  # halves to even, as torch rounds
+            # NaN has no integer that is the same on every machine.
             out[i] = np.int8(np.int32(y if y == y else np.float32(0)))
         scales[row] = scale
 
 
 def unpack_values(packed: tuple[Tensor, ...], kind: str, count: int) -> Tensor:
     """Read back what `pack_values` wrote, as float32."""
-    if kind != "int8":
-        return reference_values.unpack_values(packed, kind, count)
     check_values(packed, kind, count)
     values = torch.empty(count, dtype=torch.float32, device="cpu")
     codes, scales = packed

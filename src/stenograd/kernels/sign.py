@@ -1,4 +1,4 @@
-"""One bit an element and one scale a block, in plain torch."""
+"""One bit an element and one scale a block: plain torch, and whatever is faster."""
 
 from __future__ import annotations
 
@@ -10,22 +10,48 @@ from torch import Tensor
 from torch.nn import functional
 
 from stenograd.errors import ConfigError, WireError
-from stenograd.kernels.backend import corrected, length_of
-from stenograd.kernels.reference.bits import block_views, pack_bits, unpack_bits
+from stenograd.kernels.backend import check_out, corrected, landed, length_of, matching, pick, present
+from stenograd.kernels.bits import block_views, pack_bits, unpack_bits
 
 __all__ = ["block_count", "check_scales", "lane_means", "sign_decode_mean", "sign_encode_feedback"]
 
-_LANES = 32
+_LANES = 32  # as many as the CPU's kernels add at once
 
 
 def sign_encode_feedback(
     x: Tensor | None, residual: Tensor | None, block: int, numels: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Send signs and mean magnitudes, and leave the error in residual."""
-    block_count(block, numels, length_of(x, residual))
+    """Send signs and mean magnitudes: `v = x + r`, `scale = mean|v|` of a block, `r' = v - scale sign(v)`.
+
+    `sign(0) = +1` and `sign(NaN) = -1`. The mean is added in float64 in a fixed order, so it is the same on
+    every machine.
+
+    Args:
+        x: flat tensor (n,); left alone. None where all that is to send is in residual.
+        residual: flat tensor (n,), overwritten; None for none.
+        block: elements a scale; blocks never span tensors, so a tensor's last may be shorter.
+        numels: lengths of the tensors that lie one after another in x.
+
+    Returns:
+        Bits, uint8 (ceil(n / 8),), lowest first, set for `v >= 0`; scales, float32, one a block.
+
+    Raises:
+        ConfigError: block below 1, lengths that do not fit, or neither x nor residual.
+        TensorTypeError: a tensor is not flat and floating.
+
+    Example:
+        >>> sign_encode_feedback(torch.tensor([3.0, -1.0, 0.5]), None, block=2, numels=[3])
+        (tensor([5], dtype=torch.uint8), tensor([2.0000, 0.5000]))
+    """
+    x = matching(x, residual) if x is not None else None
+    fast = pick(sign_encode_feedback, *present(x, residual))
+    if fast is not None and (sent := fast(x, residual, block, numels)) is not None:
+        return sent
+    # refuses lengths that do not fit
+    block_count(block, numels, length_of(x, residual))  # refuses lengths that do not fit
     v = corrected(x, residual)
     scales = [v.new_zeros(0, dtype=torch.float32)]
-    bits = pack_bits((v >= 0).view(torch.uint8), 1)
+    bits = pack_bits((v >= 0).view(torch.uint8), 1)  # before v becomes what is left
     for rows in block_views(v, block, numels):
         scales.append(lane_means(rows))
         if residual is not None:
@@ -57,10 +83,30 @@ def lane_means(rows: Tensor) -> Tensor:
 def sign_decode_mean(
     payloads: Sequence[tuple[Tensor, Tensor]], block: int, numels: Sequence[int], out: Tensor | None = None
 ) -> Tensor:
-    """Add what the ranks sent, one after another, and divide by their number."""
+    """Return the mean over ranks of what `sign_encode_feedback` sent, added in rank order.
+
+    Args:
+        payloads: per rank `(bits, scales)`.
+        block: as in encoding.
+        numels: as in encoding; they add up to n.
+        out: where to write it, (n,); new float32 memory otherwise.
+
+    Raises:
+        ConfigError: there are no payloads, block below 1, or out has another length.
+        WireError: a payload has another length.
+
+    Example:
+        >>> payload = sign_encode_feedback(torch.tensor([3.0, -1.0, 0.5]), None, block=2, numels=[3])
+        >>> sign_decode_mean([payload], block=2, numels=[3])
+        tensor([ 2.0000, -2.0000,  0.5000])
+    """
     n = sum(numels)
+    kind, wide = check_out(payloads, n, out)
+    fast = pick(sign_decode_mean, kind, numel=n)
+    if fast is not None and (mean := fast(payloads, block, numels, wide)) is not None:
+        return landed(mean, out)
     check_scales(payloads, block_count(block, numels, n))
-    total = torch.empty(n, dtype=torch.float32, device=payloads[0][1].device) if out is None else out
+    total = torch.empty(n, dtype=torch.float32, device=kind.device) if wide is None else wide
     total.zero_()
     for bits, scales in payloads:
         signs = unpack_bits(bits, 1, n).to(total.dtype).mul_(2).sub_(1)
@@ -69,7 +115,7 @@ def sign_decode_mean(
             rows.mul_(scales[start : start + len(rows), None].to(total.dtype))
             start += len(rows)
         total += signs
-    return total.div_(len(payloads))
+    return landed(total.div_(len(payloads)), out)
 
 
 def block_count(block: int, numels: Sequence[int], n: int) -> int:

@@ -1,4 +1,7 @@
-"""Selection of the largest elements in plain torch."""
+"""Selection of the largest elements.
+
+Magnitudes are compared by their bits, so NaN is larger than infinity and is sent first.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from stenograd.kernels.reference.indices import place_type
+from stenograd.errors import ConfigError
+from stenograd.kernels.backend import matching, pick
+from stenograd.kernels.indices import place_type
 
 __all__ = ["magnitude_bits", "select", "select_feedback"]
 
@@ -26,8 +31,39 @@ def magnitude_bits(x: Tensor) -> Tensor:
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 
 
-def select_feedback(x: Tensor, residual: Tensor, k: int, halves: bool) -> tuple[Tensor, Tensor]:
-    """Take the k largest of `x + residual` and leave the rest in residual."""
+def select_feedback(x: Tensor, residual: Tensor, k: int, halves: bool = False) -> tuple[Tensor, Tensor]:
+    """Take the k largest after correction: `v = x + r`, `S = top_k(|v|)`, `r' = v` outside S, else 0.
+
+    A bound that slightly more than k elements reach is guessed from a regular sample. One pass adds, writes
+    the residual and compacts what reaches the bound; only that is ranked, by counting. So the result is
+    exact, and a wrong guess costs time only.
+
+    Args:
+        x: flat tensor (n,), any floating type; left alone.
+        residual: flat tensor (n,), overwritten.
+        k: 0 to n.
+        halves: whether values will travel as bfloat16, so that on S `r' = v - bfloat16(v)`.
+
+    Returns:
+        Places (k,), ascending, int32 (int64 above 2**31 elements), and values (k,) in residual's type. Of
+        equal magnitudes those at lower places are taken.
+
+    Raises:
+        ConfigError: k outside its range, or lengths that differ.
+        TensorTypeError: a tensor is not flat and floating.
+
+    Example:
+        >>> residual = torch.tensor([0.0, 2.0, 0.0])
+        >>> select_feedback(torch.tensor([1.0, 1.0, -4.0]), residual, k=2)
+        (tensor([1, 2], dtype=torch.int32), tensor([ 3., -4.]))
+        >>> residual
+        tensor([1., 0., 0.])
+    """
+    x = matching(x, residual)
+    _check_k(x, k)
+    fast = pick(select_feedback, x, residual)
+    if fast is not None:
+        return fast(x, residual, k, halves)
     places, values = select(residual.add_(x), k)
     left = values - values.bfloat16().to(values.dtype) if halves else torch.zeros_like(values)
     residual.index_copy_(0, places.long(), left)
@@ -35,11 +71,28 @@ def select_feedback(x: Tensor, residual: Tensor, k: int, halves: bool) -> tuple[
 
 
 def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest and their places, ascending.
+    """Return the k elements of largest magnitude and their places, like `select_feedback` without residual.
 
-    Only the elements that reach a bound, guessed from a regular sample, are sorted: if there are at least k
-    of them, all of the k largest are among them.
+    Plain torch sorts only the elements that reach a bound, guessed from a regular sample: if there are at
+    least k of them, all of the k largest are among them.
+
+    Args:
+        x: flat tensor (n,), any floating type; left alone.
+        k: 0 to n.
+
+    Raises:
+        ConfigError: k outside its range.
+        TensorTypeError: x is not flat and floating.
+
+    Example:
+        >>> select(torch.tensor([0.1, -0.9, 0.3, 0.2]), k=2)
+        (tensor([1, 2], dtype=torch.int32), tensor([-0.9000,  0.3000]))
     """
+    x = matching(x, None)
+    _check_k(x, k)
+    fast = pick(select, x)
+    if fast is not None:
+        return fast(x, k)
     bits = magnitude_bits(x)
     if not x.is_cpu:
         return _taken(x, _largest(bits, k))
@@ -81,3 +134,8 @@ def _bound(bits: Tensor, k: int) -> Tensor | int:
     sample = bits[:: (n // _SAMPLE) | 1]
     reach = math.ceil(1.5 * k / n * sample.numel()) + 8  # 1.5 k candidates, and some for small k
     return sample.topk(reach, sorted=False).values.amin()
+
+
+def _check_k(x: Tensor, k: int) -> None:
+    if not 0 <= k <= x.numel():
+        raise ConfigError(f"k must be 0 to {x.numel()}, got {k}")

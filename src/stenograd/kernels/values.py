@@ -1,4 +1,4 @@
-"""Numbers in fewer bits, in plain torch."""
+"""Numbers in fewer bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import ConfigError, WireError
-from stenograd.kernels.reference.bits import block_views
+from stenograd.kernels.backend import pick
+from stenograd.kernels.bits import block_views
 
 __all__ = [
     "VALUE_BLOCK",
@@ -20,7 +21,28 @@ _KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.in
 
 
 def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
-    """Write float32 numbers as float32, bfloat16 or int8 with scales."""
+    """Write numbers as float32, as bfloat16 (rounded to nearest even), or as int8 with a scale for each 256.
+
+    Args:
+        values: float32 tensor (k,).
+        kind: "float32", "bfloat16" or "int8".
+
+    Returns:
+        One tensor (k,), for int8 followed by the scales: `value = code * scale / 127`, scale the largest
+        magnitude of the 256. A scale that is infinite or NaN makes its values so.
+
+    Raises:
+        ConfigError: there is no such kind.
+
+    Example:
+        >>> pack_values(torch.tensor([1.0, -2.0]), "int8")
+        (tensor([  64, -127], dtype=torch.int8), tensor([2.]))
+    """
+    values = values.contiguous()
+    fast = pick(pack_values, values)
+    # torch casts as fast as memory allows
+    if fast is not None and kind == "int8":
+        return fast(values, kind)
     if kind not in _KINDS:
         raise ConfigError(f"kind must be one of {list(_KINDS)}, got {kind!r}: choose one")
     if kind != "int8":
@@ -35,8 +57,26 @@ def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
 
 
 def unpack_values(packed: tuple[Tensor, ...], kind: str, count: int) -> Tensor:
-    """Read back what `pack_values` wrote, as float32."""
+    """Read back what `pack_values` wrote, as float32.
+
+    Args:
+        packed: what `pack_values` returned.
+        kind: as in packing.
+        count: number of values.
+
+    Raises:
+        ConfigError: there is no such kind.
+        WireError: packed has other types or lengths.
+
+    Example:
+        >>> unpack_values(pack_values(torch.tensor([1.0, 3.14159]), "bfloat16"), "bfloat16", count=2)
+        tensor([1.0000, 3.1406])
+    """
+    packed = tuple(t.contiguous() for t in packed)
+    fast = pick(unpack_values, *packed)
     check_values(packed, kind, count)
+    if fast is not None and kind == "int8":
+        return fast(packed, kind, count)
     y = packed[0].to(torch.float32)
     if kind == "int8":
         start = 0

@@ -1,7 +1,8 @@
-"""Average dense codes in two phases: chunks are scattered, averaged, encoded again and gathered."""
+"""Dense codes in blocks with scales: one all-gather of them, or two phases in which ranks own chunks."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,13 +11,15 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from stenograd.compression.codec import Codec
-from stenograd.compression.contract import Exchange, Payload, Site, State, Transport
+from stenograd.compression.codec import Codec, written
+from stenograd.compression.contract import Exchange, Facts, Payload, Site, State
+from stenograd.data.finite import finite_of
 from stenograd.data.requests import Rounds, gather, scatter
-from stenograd.kernels.reference.bits import packed_bytes
+from stenograd.kernels.bits import packed_bytes
 
-__all__ = ["FEWEST_RANKS", "Chunks", "TwoPhase", "chunks_for"]
+__all__ = ["FEWEST_RANKS", "WHOLE", "BlockCodec", "Chunks", "chunks_for"]
 
+WHOLE = 2**31 - 1  # elements per scale that give each tensor one, since blocks do not span tensors
 FEWEST_RANKS = 4  # with fewer, an all-gather moves at most twice the code
 _MOST = 2.08  # of the coded size may be moved by a rank
 _SHORTEST = 16  # elements a block of the second encoding
@@ -111,55 +114,105 @@ def chunks_for(site: Site, bits: int, block: int) -> Chunks | None:
     numels = tuple(m for m in site.numels if m)
     chunks = _chunks(numels, bits, block, site.world_size)
     coded_bytes = packed_bytes(sum(numels), bits) + 4 * _blocks(numels, block)
+    # Two rows go to each other rank, in place of one whole code.
+    # Two rows go to each other rank, in place of one whole code.
     return chunks if 2 * 4 * chunks.row_words < coded_bytes else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoPhase(Transport):
-    """Average x in two phases: rank j collects chunk j of every code, averages, and all gather that, encoded.
+class BlockCodec(Codec):
+    """A codec of `bits` bits per element and one scale per `block` elements, as `Chunks` describes them.
 
-    With `C` for encoding and decoding, rank j computes `a = (x_j + sum_{r != j} C(x_r)) / N` of chunk j and
-    all ranks take `C(a)`. Its own chunk does not travel, so it enters uncompressed. What the second encoding
-    loses is `N (a - C(a))` in this rank's error, which enters its next average divided by N and again
-    uncompressed: one residual serves both encodings, and `average = mean_r(x_r - error_r)` holds.
+    Its payload is `(codes, scales)`, and a scale is NaN or infinite where something that it belongs to is. Up
+    to three ranks gather all messages. From four ranks on, where that moves less, x is averaged in two
+    phases: rank j collects chunk j of every code, averages, and all gather that, encoded. With `C` for
+    encoding and decoding, rank j computes `a = (x_j + sum_{r != j} C(x_r)) / N` of chunk j and all ranks take
+    `C(a)`. Its own chunk does not travel, so it enters uncompressed. What the second encoding loses is
+    `N (a - C(a))` in this rank's error, which enters its next average divided by N and again uncompressed:
+    one residual serves both encodings, and `average = mean_r(x_r - error_r)` holds.
 
-    Each rank moves `2 (N-1)/N` times the coded size, and decodes as much as two codes, whatever N is. The
-    codec writes codes and scales as `Chunks` describes them, and is unbiased only if what it draws is private
-    to the rank and the key, which tell the second encoding from the first.
+    Then each rank moves `2 (N-1)/N` times the coded size, and decodes as much as two codes, whatever N is. It
+    is unbiased only if what it draws is private to the rank and the key, which tell the second encoding from
+    the first.
 
-    Args:
-        chunks: from `chunks_for`.
-        again: codec of the second encoding and the chunks as it writes them; None for the same. What it loses
-            is not averaged over the ranks, so a finer one may be worth its bytes.
+    Write `encode` and `read`; or for speed `encode`, `encode_error` and `combine`.
 
     Reference: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
     Error-Compensated Compression", ICML 2019 (two encodings with a residual each); Bernstein et al., "signSGD
     with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019 (chunks owned by ranks).
     """
 
-    chunks: Chunks
-    again: tuple[Codec, Chunks] | None = None
-    rounds: int = 2
-    reports_finite: bool = True
+    @abstractmethod
+    def form(self) -> tuple[int, int]:
+        """Return the bits per element and the elements per scale."""
 
-    def run(
-        self, codec: Codec, x: Tensor, residual: Tensor | None, state: State, site: Site, want_error: bool
+    def chunks(self, site: Site) -> Chunks | None:
+        """Return how to average in two phases; None to gather all messages."""
+        return chunks_for(site, *self.form())
+
+    def again(self, chunks: Chunks) -> tuple[BlockCodec, Chunks]:
+        """Return the codec of the second encoding, and the chunks as it writes them.
+
+        What it loses is not averaged over the ranks, so a finer one may be worth its bytes.
+        """
+        return self, chunks
+
+    def read(self, payload: Payload, site: Site) -> Tensor:
+        """Return what one message says, in float32."""
+        raise NotImplementedError(f"{type(self).__name__} reads no single message")
+
+    def facts(self, site: Site) -> Facts:
+        """One all-gather, or two phases where that moves less; scales tell what is finite."""
+        return super().facts(site) if self.chunks(site) is None else Facts(rounds=2, finite=True)
+
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Encode, gather, decode; or scatter, average, encode again and gather."""
+        chunks = self.chunks(site)
+        if chunks is None:
+            return super().exchange(x, residual, state, site)
+        return self._two_phases(chunks, x, residual, state, site)
+
+    def encode_error(self, x: Tensor, residual: Tensor | None, site: Site) -> tuple[Payload, Tensor]:
+        """Add, encode and leave the rest in x."""
+        x = x if residual is None else x.add_(residual)
+        payload = self.encode(x, site)
+        return payload, x.sub_(self.read(payload, site))
+
+    def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:
+        """Read one message."""
+        return self.combine([payload], like, site)
+
+    def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
+        """Average the messages in rank order, in float32 or wider."""
+        wide = torch.promote_types(like.dtype, torch.float32)
+        total = site.out(like).zero_() if like.dtype == wide else torch.zeros_like(like, dtype=wide)
+        for payload in payloads:
+            total += self.read(payload, site)
+        return total.div_(len(payloads)).to(like.dtype)
+
+    def finite(self, payloads: Sequence[Payload]) -> Tensor:
+        """Look at the scales."""
+        return finite_of(scales for _, scales in payloads)
+
+    def _two_phases(
+        self, chunks: Chunks, x: Tensor, residual: Tensor | None, state: State, site: Site
     ) -> Rounds[Exchange]:
-        """Encode, scatter, average, encode again, gather; see `Transport.run`."""
-        chunks, world, mine = self.chunks, site.world_size, self.chunks.span(site.rank)
+        world, mine = site.world_size, chunks.span(site.rank)
         whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key, buffer=None)
+        # a copy: encoding writes over x
+        # a copy: encoding writes over x
         own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
         if residual is not None:
             own.add_(residual[mine])
-        payload, error = codec.message(x, residual, whole, want_error)
+        payload, error = written(self, x, residual, whole)
         rows = yield from scatter(chunks.cut(payload))
-        theirs = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
-        average = codec.combine(theirs, own, part)
-        average.mul_((world - 1) / world).add_(own, alpha=1 / world)
-        codec, chunks = self.again or (codec, chunks)
-        second, lost = codec.message(average, None, part, want_error)
+        received = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
+        average = self.combine(received, own, part)
+        average.mul_((world - 1) / world).add_(own, alpha=1 / world)  # (sum_{r != j} C(x_r) + x_j) / N
+        codec, chunks = self.again(chunks)
+        second, lost = written(codec, average, None, part)
         if error is not None and lost is not None:
-            error[mine] = lost.mul_(world).to(error.dtype)
+            error[mine] = lost.mul_(world).to(error.dtype)  # N (a - C(a))
         everyone = yield from gather(chunks.row(second))
         final = chunks.join(row for (row,) in everyone)
         return Exchange(codec.decode(final, x, whole), state, error, codec.finite([final]))
@@ -221,7 +274,7 @@ def _bounds(numels: tuple[int, ...], bits: int, block: int, world_size: int) -> 
             at += 1
         missing = numels[at] * (reached[at] - target) // costs[at] if at < len(numels) else 0
         end = ends[at] - missing if at < len(numels) else numel
-        bounds.append(max(bounds[-1], min(8 * ((end + 4) // 8), numel)))
+        bounds.append(max(bounds[-1], min(8 * ((end + 4) // 8), numel)))  # whole bytes
     return (*bounds, numel)
 
 

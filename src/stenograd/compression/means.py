@@ -1,4 +1,4 @@
-"""Averages of few numbers in two hops, where a ring takes two for each other rank."""
+"""Averages by scatter and gather: in two hops, in rank order, or in 16 bits with what that loses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from stenograd.data.carried import mean_of_finite
-from stenograd.data.requests import Op, Rounds, gather, means, scatter
+from stenograd.data.requests import Rounds, gather, means, scatter
 
-__all__ = ["added_in_order", "mean_in_order", "small_means", "small_rounds"]
+__all__ = ["added_in_order", "half_means", "half_rounds", "mean_in_order", "small_means", "small_rounds"]
 
 _FEWEST_RANKS = 4  # with fewer, a ring has hardly more hops
+_FEWEST_HALVED = 4  # with fewer, gathering moves no more than a reduce-scatter and a gather, in one hop
 _MOST_BYTES = 1 << 16  # of a rank; more takes longer on the link than in its hops
 
 
@@ -22,7 +23,7 @@ def small_rounds(nbytes: int, world_size: int, device: torch.device) -> int:
     return 2 if small else 1
 
 
-def small_means(tensors: Sequence[Tensor], world_size: int, op: Op = Op.MEAN) -> Rounds[tuple[Tensor, ...]]:
+def small_means(tensors: Sequence[Tensor], world_size: int) -> Rounds[tuple[Tensor, ...]]:
     """Average tensors of one dtype, as `requests.means` does and with as many bytes, but sooner.
 
     Every rank sends each other one its part of the numbers, adds up its own part of all ranks' numbers in
@@ -33,7 +34,6 @@ def small_means(tensors: Sequence[Tensor], world_size: int, op: Op = Op.MEAN) ->
     Args:
         tensors: floating, of one dtype; not overwritten unless `requests.means` is taken.
         world_size: number of ranks.
-        op: `MEAN`, or `SUM` to add up.
 
     Example:
         >>> from stenograd.simulate import run
@@ -42,9 +42,9 @@ def small_means(tensors: Sequence[Tensor], world_size: int, op: Op = Op.MEAN) ->
     """
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     if small_rounds(nbytes, world_size, tensors[0].device) == 1:
-        return (yield from means(tensors, op))
+        return (yield from means(tensors))
     flat = torch.cat([t.reshape(-1) for t in tensors])
-    average = yield from mean_in_order(flat, world_size, op)
+    average = yield from mean_in_order(flat, world_size)
     pieces = average.split([t.numel() for t in tensors])
     return tuple(piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True))
 
@@ -62,9 +62,7 @@ def added_in_order(rows: Sequence[Tensor], share: float) -> Tensor:
     return total
 
 
-def mean_in_order(
-    x: Tensor, world_size: int, op: Op = Op.MEAN, *, weights: Sequence[float] | None = None
-) -> Rounds[Tensor]:
+def mean_in_order(x: Tensor, world_size: int, *, weights: Sequence[float] | None = None) -> Rounds[Tensor]:
     """Average a flat tensor by numbers that are added up in rank order: `sum_r (x_r / N)`, r ascending.
 
     So the result is that of a loop in one process, bit for bit; the order in which an all-reduce adds depends
@@ -73,7 +71,6 @@ def mean_in_order(
     Args:
         x: floating.
         world_size: N.
-        op: `MEAN`, or `SUM` to add up.
         weights: of all ranks, with mean 1, for `sum_r (w_r x_r / N)` by the rule of `carried.mean_of_finite`.
 
     Example:
@@ -85,7 +82,7 @@ def mean_in_order(
         return x
     padded = torch.nn.functional.pad(x, (0, -x.numel() % world_size))
     rows = yield from scatter(padded.view(world_size, -1))
-    share = 1.0 if op is Op.SUM else 1.0 / world_size
+    share = 1.0 / world_size
     found = [row for (row,) in rows]
     if weights is None:
         mine = added_in_order(found, share)
@@ -94,3 +91,45 @@ def mean_in_order(
         mine = mean_of_finite(found, weights, added_in_order(weighted, share))
     everyone = yield from gather(mine)
     return torch.cat([part for (part,) in everyone])[: x.numel()]
+
+
+def half_rounds(world_size: int) -> int:
+    """Return how many collectives `half_means` asks for."""
+    return 1 if world_size < _FEWEST_HALVED else 2
+
+
+def half_means(x: Tensor, rank: int, world_size: int) -> Rounds[tuple[Tensor, Tensor]]:
+    """Average flat x over the ranks, written as bfloat16, and tell what of this rank's x is in the average.
+
+    Up to three ranks gather the numbers of all. More divide the places among them: each averages its part of
+    all ranks' numbers in float32, rounds it, sends it to all, and counts what it has rounded away, times the
+    number of ranks, as not sent by itself. So `average = mean_r(sent_r)` up to float32's rounding, and `x -
+    sent` is all that was lost. An all-reduce of bfloat16 rounds partial sums; nobody knows what that loses.
+
+    Args:
+        x: float32 (n,); left alone.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Returns:
+        The average, equal on all ranks bit for bit, and sent; float32 (n,) each.
+
+    Example:
+        >>> from stenograd.simulate import run
+        >>> x = torch.tensor([1.0, 1.001])
+        >>> run([half_means(x, rank, 2) for rank in range(2)])[0]
+        (tensor([1., 1.]), tensor([1., 1.]))
+    """
+    codes = x.to(torch.bfloat16)
+    sent = codes.to(x.dtype)
+    if world_size < _FEWEST_HALVED:
+        everyone = yield from gather(codes)
+        return added_in_order([theirs.to(x.dtype) for (theirs,) in everyone], 1 / world_size), sent
+    padded = torch.nn.functional.pad(codes, (0, -codes.numel() % world_size))
+    rows = yield from scatter(padded.view(world_size, -1))
+    exact = added_in_order([row.to(x.dtype) for (row,) in rows], 1 / world_size)
+    rounded = exact.to(torch.bfloat16)
+    mine = sent[rank * exact.numel() :][: exact.numel()]  # the last ranks' parts may be shorter, or empty
+    mine.sub_((exact - rounded)[: mine.numel()], alpha=world_size)
+    everyone = yield from gather(rounded)
+    return torch.cat([part for (part,) in everyone])[: x.numel()].to(x.dtype), sent

@@ -1,4 +1,4 @@
-"""Rounding at random to 2 to 8 bits, in plain torch; the random numbers come from a hash of the place."""
+"""Rounding at random to 2 to 8 bits; the random numbers come from a hash of the place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import ConfigError
-from stenograd.kernels.backend import corrected, length_of
-from stenograd.kernels.reference.bits import block_views, pack_bits, unpack_bits
-from stenograd.kernels.reference.sign import block_count, check_scales
+from stenograd.kernels.backend import check_out, corrected, landed, length_of, matching, pick, present
+from stenograd.kernels.bits import block_views, pack_bits, unpack_bits
+from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = [
     "MOST",
@@ -31,9 +31,37 @@ _CHUNK = {"cpu": 1 << 15}  # hashes at a time: on the CPU they stay in the cache
 def qsgd_encode_feedback(
     x: Tensor | None, residual: Tensor | None, bits: int, block: int, numels: Sequence[int], seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Round at random, and leave the error in residual."""
+    """Send integers: `code = floor(s v / m + u) + s`, `v = x + r`, `m = max|v|` of a block.
+
+    There are `s = 2^(bits-1) - 1` levels on each side of zero. u is a hash of seed and place, uniform in
+    [0, 1), so the rounding is unbiased and needs no generator; `r' = v - m / s (code - s)`. A block with an
+    infinite or NaN element has such a scale.
+
+    Args:
+        x: flat tensor (n,); left alone. None where all that is to send is in residual.
+        residual: flat tensor (n,), overwritten; None for none.
+        bits: bits an element, 2 to 8.
+        block: elements a scale; blocks never span tensors.
+        numels: lengths of the tensors that lie one after another in x.
+        seed: any integer; another one for each rank and step.
+
+    Returns:
+        Codes, uint8 (ceil(n bits / 8),), lowest bit first; scales m, float32, one a block.
+
+    Raises:
+        ConfigError: bits or block outside its range, lengths that do not fit, or neither x nor residual.
+        TensorTypeError: a tensor is not flat and floating.
+
+    Example:
+        >>> qsgd_encode_feedback(torch.tensor([1.0, -1.0, 0.0]), None, bits=2, block=4, numels=[3], seed=0)
+        (tensor([18], dtype=torch.uint8), tensor([1.]))
+    """
+    x = matching(x, residual) if x is not None else None
+    fast = pick(qsgd_encode_feedback, *present(x, residual))
+    if fast is not None and (sent := fast(x, residual, bits, block, numels, seed)) is not None:
+        return sent
     levels = levels_of(bits)
-    block_count(block, numels, length_of(x, residual))
+    block_count(block, numels, length_of(x, residual))  # refuses lengths that do not fit
     v = corrected(x, residual)
     u = short_uniforms(seed, v.numel(), v.device)
     scales = [torch.zeros(0, dtype=torch.float32, device=v.device)]
@@ -58,10 +86,32 @@ def qsgd_decode_mean(
     numels: Sequence[int],
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add what the ranks sent, one after another, and divide by their number."""
-    n, levels = sum(numels), levels_of(bits)
+    """Return the mean over ranks of what `qsgd_encode_feedback` sent, added in rank order.
+
+    Args:
+        payloads: per rank `(codes, scales)`.
+        bits: as in encoding.
+        block: as in encoding.
+        numels: as in encoding; they add up to n.
+        out: where to write it, (n,); new float32 memory otherwise.
+
+    Raises:
+        ConfigError: there are no payloads, bits or block outside its range, or out has another length.
+        WireError: a payload has another length.
+
+    Example:
+        >>> payload = torch.tensor([18], dtype=torch.uint8), torch.tensor([1.0])
+        >>> qsgd_decode_mean([payload], bits=2, block=4, numels=[3])
+        tensor([ 1., -1.,  0.])
+    """
+    n = sum(numels)
+    kind, wide = check_out(payloads, n, out)
+    fast = pick(qsgd_decode_mean, kind, numel=n)
+    if fast is not None and (mean := fast(payloads, bits, block, numels, wide)) is not None:
+        return landed(mean, out)
+    levels = levels_of(bits)
     check_scales(payloads, block_count(block, numels, n))
-    total = torch.empty(n, dtype=torch.float32, device=payloads[0][1].device) if out is None else out
+    total = torch.empty(n, dtype=torch.float32, device=kind.device) if wide is None else wide
     total.zero_()
     for codes, scales in payloads:
         y = unpack_bits(codes, bits, n).to(total.dtype).sub_(levels)
@@ -70,7 +120,7 @@ def qsgd_decode_mean(
             rows.mul_(scales[start : start + len(rows), None] / levels)
             start += len(rows)
         total += y
-    return total.div_(len(payloads))
+    return landed(total.div_(len(payloads)), out)
 
 
 def levels_of(bits: int) -> int:
@@ -121,7 +171,7 @@ def uniforms(seed: int, n: int, device: torch.device | None = None) -> Tensor:
     """
     out = torch.empty(n, dtype=torch.float32, device=device)
     for part, h in _hashes(seed, out):
-        part.copy_(h >> 8).mul_(2.0**-24)
+        part.copy_(h >> 8).mul_(2.0**-24)  # 24 bits, which float32 holds exactly
     return out
 
 
@@ -153,6 +203,8 @@ def _hashes(seed: int, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     chunk = _CHUNK.get(out.device.type, 1 << 22)
     for start in range(0, len(out), chunk):
         part = out[start : start + chunk]
+        # int64, masked: torch has no arithmetic of uint32
+        # int64, masked: torch has no arithmetic of uint32
         h = torch.arange(start, start + len(part), device=out.device)
         h ^= first
         h ^= h >> 16

@@ -1,4 +1,4 @@
-"""Hot primitives in plain torch, for any device: the versions that faster ones are compared with."""
+"""Numbers of a few bits in bytes, and a flat tensor as blocks: what codecs in plain torch share."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     low = pad(packed, (0, groups * bits - packed.numel()))
     if bits in _WORDS:
         words = _aligned(low).view(_WORDS[bits]).to(torch.int64)
-        words &= (1 << 8 * bits) - 1
+        words &= (1 << 8 * bits) - 1  # widening repeats the sign
     else:
         words = pad(low.view(groups, bits), (0, 8 - bits)).view(-1).view(torch.int64)
     for lane in (32, 16, 8):

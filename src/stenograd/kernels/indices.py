@@ -1,4 +1,4 @@
-"""Ascending places in about `2 + log2(n / k)` bits each (Elias-Fano), in plain torch."""
+"""Ascending places in about `2 + log2(n / k)` bits each (Elias-Fano)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from stenograd.checks import require
 from stenograd.errors import ConfigError, WireError
-from stenograd.kernels.reference.bits import pack_bits, packed_bytes, unpack_bits
+from stenograd.kernels.backend import pick
+from stenograd.kernels.bits import pack_bits, packed_bytes, unpack_bits
 
 __all__ = ["mark_count", "pack_places", "place_type", "places_bytes", "planes_of", "unpack_places"]
 
@@ -39,7 +40,29 @@ def places_bytes(n: int, k: int) -> int:
 
 
 def pack_places(places: Tensor, n: int) -> Tensor:
-    """Write ascending places: low bits as they are, the rest in unary."""
+    """Write ascending places: `l = floor(log2(n / k))` low bits of each as they are, the rest in unary.
+
+    The unary part has one bit for each place and one for each of the `n / 2**l` values of the high bits: bit
+    `(p_i >> l) + i` is set for the i-th place. So the size, `places_bytes(n, k)`, follows from n and k alone.
+
+    Args:
+        places: int32 or int64 tensor (k,), strictly ascending, in [0, n).
+        n: number of places there are.
+
+    Raises:
+        ConfigError: places are not in order or outside the range.
+
+    Example:
+        >>> packed = pack_places(torch.tensor([3, 500, 999]), n=1000)
+        >>> packed.numel(), unpack_places(packed, n=1000, k=3)
+        (4, tensor([  3, 500, 999], dtype=torch.int32))
+
+    Reference: Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", 1974.
+    """
+    places = places.contiguous()
+    fast = pick(pack_places, places)
+    if fast is not None:
+        return fast(places, n)
     places, k = places.long(), places.numel()
     planes = planes_of(n, k)
     # On other devices reading them would make the host wait, and all that come here were sorted before.
@@ -54,7 +77,25 @@ def pack_places(places: Tensor, n: int) -> Tensor:
 
 
 def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
-    """Read back what `pack_places` wrote."""
+    """Read back what `pack_places` wrote, as int32 (int64 above 2**31 places).
+
+    Args:
+        packed: uint8 tensor of `places_bytes(n, k)` bytes.
+        n: number of places there are.
+        k: number of places written.
+
+    Raises:
+        ConfigError: k outside [0, n].
+        WireError: packed has another length, or does not hold k ascending places below n.
+
+    Example:
+        >>> unpack_places(pack_places(torch.arange(2), n=2), n=2, k=2)
+        tensor([0, 1], dtype=torch.int32)
+    """
+    packed = packed.contiguous()
+    fast = pick(unpack_places, packed) if place_type(n) is torch.int32 else None
+    if fast is not None:
+        return fast(packed, n, k)
     planes, marks = planes_of(n, k), mark_count(n, k)
     if packed.numel() != places_bytes(n, k):
         raise WireError(f"{k} of {n} places take {places_bytes(n, k)} bytes, got {packed.numel()}")

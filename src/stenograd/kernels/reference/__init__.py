@@ -1,1 +1,0 @@
-"""The kernels in plain torch, for every device and type."""

@@ -1,0 +1,93 @@
+"""The dense mean of sparse vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stenograd.checks import require
+from stenograd.errors import WireError
+from stenograd.kernels.backend import check_out, landed, pick
+
+__all__ = ["inside", "put", "scatter_mean"]
+
+
+def put(x: Tensor, places: Tensor, values: Tensor) -> None:
+    """Write `x[places] = values` in place.
+
+    Args:
+        x: flat tensor (n,), overwritten.
+        places: int32 or int64 tensor (k,), in [0, n), which is not checked, unique.
+        values: (k,), of x's type.
+
+    Example:
+        >>> x = torch.zeros(3)
+        >>> put(x, torch.tensor([0, 2]), torch.tensor([1.0, 3.0]))
+        >>> x
+        tensor([1., 0., 3.])
+    """
+    fast = pick(put, x, places, values)
+    if fast is not None:
+        return fast(x, places, values)
+    x.index_copy_(0, places.long(), values)
+    return None
+
+
+def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor | None = None) -> Tensor:
+    """Return the dense mean of sparse vectors: added in rank order into zeros, then divided by their number.
+
+    Ascending places are fastest: then the result is finished piece by piece in the first-level cache.
+
+    Args:
+        vectors: per rank `(places, values)`, places int32 or int64, unique within a rank, in any order.
+        n: length of the result.
+        out: where to write it, (n,); new float32 memory otherwise, which costs several times more.
+
+    Raises:
+        ConfigError: there are no vectors, or out has another length.
+        WireError: a place outside [0, n), or other than one value a place.
+
+    Example:
+        >>> a, b = (torch.tensor([0]), torch.tensor([2.0])), (torch.tensor([1]), torch.tensor([4.0]))
+        >>> scatter_mean([a, b], n=3)
+        tensor([1., 2., 0.])
+    """
+    kind, wide = check_out(vectors, n, out)
+    fast = pick(scatter_mean, kind, numel=n)
+    if fast is not None:
+        return landed(fast(vectors, n, wide), out)
+    total = torch.empty(n, dtype=torch.float32, device=kind.device) if wide is None else wide
+    total.zero_()
+    for places, values in vectors:
+        places = inside(places, n)
+        if places.numel() != values.numel():
+            raise WireError(f"{places.numel()} places came with {values.numel()} values")
+        total.index_add_(0, places, values.to(total.dtype))
+    return landed(total.div_(len(vectors)), out)
+
+
+def inside(places: Tensor, n: int) -> Tensor:
+    """Return places, of which those outside a vector of n elements are refused.
+
+    Elsewhere than on the CPU they are looked at later, and moved to the ends until then.
+
+    Raises:
+        WireError: naming the least and the greatest.
+
+    Example:
+        >>> inside(torch.tensor([0, 4]), 4)
+        Traceback (most recent call last):
+        stenograd.errors.WireError: places lie in [0, 4), got 0 to 4: the message is damaged
+    """
+    rule = f"places lie in [0, {n})"
+    if not places.numel():
+        return places
+    lowest, highest = places.aminmax()
+    if places.is_cpu:
+        if int(lowest) < 0 or int(highest) >= n:
+            raise WireError(f"{rule}, got {int(lowest)} to {int(highest)}: the message is damaged")
+        return places
+    require((lowest >= 0) & (highest < n), f"{rule}: the message is damaged")
+    return places.clamp(0, n - 1)
