@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from stenograd.comm.driver import Driver
 from stenograd.comm.traffic import Traffic
 from stenograd.data.carried import can_average
-from stenograd.data.finite import is_finite
+from stenograd.data.finite import are_finite
 from stenograd.errors import bad_value
 from stenograd.launch import process_group
-from stenograd.mlbench.arguments import check_lr
-from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
+from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, check_lr, evaluate
 from stenograd.sync.gossip import Gossip
 from stenograd.sync.handshake import compare
 from stenograd.topology.mixing import Graph
@@ -199,7 +198,7 @@ class DecentralizedSGD(Wrapper):
             PeerLost: a neighbour did not answer in time; this rank's own step is done.
         """
         loss = evaluate(closure)
-        if all(p.grad is None or is_finite(p.grad) for p in self._parameters()):
+        if are_finite(p.grad for p in self._parameters() if p.grad is not None):
             self.optimizer.step()
         else:
             self.skipped += 1

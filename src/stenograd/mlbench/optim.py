@@ -14,12 +14,12 @@ from stenograd.arguments import number, whole
 from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
 from stenograd.compression.feedback import ErrorFeedback
-from stenograd.data.finite import is_finite
+from stenograd.data.carried import wide
+from stenograd.data.finite import are_finite
 from stenograd.data.requests import Rounds, mean
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
-from stenograd.mlbench.aggregation import Averaging, RememberingAggregation
-from stenograd.mlbench.arguments import check_lr, gradient, unused_names
-from stenograd.mlbench.wrapper import Closure, Marks, evaluate, kept_attributes
+from stenograd.mlbench.aggregation import Averaging, RememberingAggregation, gradient, unused_names
+from stenograd.mlbench.wrapper import Closure, Marks, check_lr, evaluate, kept_attributes
 
 __all__ = ["CentralizedSparsifiedSGD", "SignSGD", "SparsifiedAggregation", "SparsifiedSGD"]
 
@@ -121,6 +121,8 @@ class SparsifiedSGD(torch.optim.Optimizer):
     Reference: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
     """
 
+    _scattered = False  # what groups that say nothing of `random_sparse` do
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -128,21 +130,11 @@ class SparsifiedSGD(torch.optim.Optimizer):
         weight_decay: float = 0,
         sparse_grad_size: int = 10,
     ) -> None:
-        self._set_up(params, lr, weight_decay, sparse_grad_size, random_sparse=False)
-
-    def _set_up(
-        self,
-        params: Iterable[Any],
-        lr: float | None,
-        weight_decay: float,
-        sparse_grad_size: int,
-        random_sparse: bool,
-    ) -> None:
         decay = number("weight_decay", weight_decay, "use 0 for none", least=0)
         self.skipped = 0
         defaults = {"lr": check_lr(lr), "weight_decay": decay}
-        _Coordinates(count=sparse_grad_size, scattered=random_sparse)  # checks
-        sparse = {"sparse_grad_size": sparse_grad_size, "random_sparse": random_sparse}
+        _Coordinates(count=sparse_grad_size, scattered=self._scattered)  # checks
+        sparse = {"sparse_grad_size": sparse_grad_size, "random_sparse": self._scattered}
         super().__init__(params, {**defaults, **sparse})
 
     @torch.no_grad()
@@ -157,7 +149,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
                 )
         self._meet(added)
         for p in added:
-            memory = torch.zeros(p.shape, dtype=_wide(p), device=p.device)
+            memory = torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
             self.state[p] = {"step": 0, "memory": memory, "estimated_w": p.detach().clone()}
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -244,7 +236,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
             raise ConfigError("a step needs parameters that require a gradient, got none: unfreeze some")
         shares = {name: self._share(int(name), group, p) for name, (group, p) in moving.items()}
         unused = unused_names({name: p for name, (_, p) in moving.items()})
-        bad = not all(is_finite(s.values) and is_finite(s.memory) for s in shares.values())
+        bad = not are_finite(x for share in shares.values() for x in (share.values, share.memory))
         averages = self._average({name: share.values for name, share in shares.items()}, unused, bad)
         if averages is None:
             self.skipped += 1
@@ -253,7 +245,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
 
     def _share(self, at: int, group: dict[str, Any], p: Tensor) -> _Share:
         state = self.state[p]
-        x = torch.add(state["memory"], gradient(p, _wide(p)), alpha=group["lr"]).reshape(-1)
+        x = torch.add(state["memory"], gradient(p, wide(p.dtype)), alpha=group["lr"]).reshape(-1)
         drawn = _Coordinates(count=group["sparse_grad_size"], scattered=group["random_sparse"])
         return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"], key=at))
 
@@ -307,7 +299,8 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         self._averaging = Averaging(world_size)
         self.world_size = self._averaging.world_size
         self.average_world = bool(average_world)
-        self._set_up(params, lr, weight_decay, sparse_grad_size, bool(random_sparse))
+        self._scattered = bool(random_sparse)
+        super().__init__(params, lr, weight_decay, sparse_grad_size)
 
     @property
     def traffic(self) -> Traffic:
@@ -439,7 +432,3 @@ def _share_of_newest(t: int, tau: float) -> float:
     """
     total = (1 + t) * (6 * tau * tau + t + 6 * tau * t + 2 * t * t) / 6
     return (t + tau) ** 2 / total if total else 1.0
-
-
-def _wide(p: Tensor) -> torch.dtype:
-    return torch.promote_types(p.dtype, torch.float32)
