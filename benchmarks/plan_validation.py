@@ -26,7 +26,7 @@ from scenarios import WORKS, loss
 
 import stenograd
 from stenograd.comm.driver import Driver
-from stenograd.planning.measure_link import measure_link
+from stenograd.planning.link import measure_link
 from stenograd.planning.plan import plan, with_ranks
 
 METHODS = [

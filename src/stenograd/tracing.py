@@ -80,11 +80,13 @@ class Tracing:
         agree(self.driver, self._check_path)
         self._clocks = clock_offsets(self.driver)
         self._phases.watch()
+        # After the clocks: the all-gathers that compare them are no part of the training.
         for driver in self._drivers:
             driver.tracer = self._tracer
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Before the events are gathered, which would be recorded too.
         for driver in self._drivers:
             driver.tracer = None
         self._phases.close()

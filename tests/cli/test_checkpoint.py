@@ -103,6 +103,21 @@ def test_any_damage_ends_in_a_whole_checkpoint_or_a_named_error(two_checkpoints,
         assert time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize("place", ["relative", "absolute"])
+def test_a_manifest_names_no_whole_file_elsewhere(tmp_path, place):
+    """Its length and digest are right, so nothing but the name tells."""
+    run = tmp_path / "run"
+    run.mkdir()
+    manifest = save(run, 3, w=torch.ones(3))
+    (name,) = (file.name for file in manifest.files)
+    (run / name).rename(tmp_path / "elsewhere.pt")
+    other = "../elsewhere.pt" if place == "relative" else str(tmp_path / "elsewhere.pt")
+    path = run / "checkpoint-step3.json"
+    path.write_text(path.read_text().replace(name, other))
+    with pytest.raises(CheckpointError, match="the name or SHA-256 of rank 0's file has another form"):
+        checkpoint.read_manifest(run, 3)
+
+
 def test_a_folder_that_is_a_file_is_no_empty_folder(tmp_path, pool):
     """On rank 1 alone, where ranks have disks of their own; none waits for another."""
     (tmp_path / "file").touch()

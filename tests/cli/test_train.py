@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -153,11 +154,11 @@ def test_a_long_run_keeps_the_times_of_its_newest_steps(here, monkeypatch):
 
     def run_epoch(trainer, *arguments):
         row = real(trainer, *arguments)
-        kept.append((row.steps, len(trainer.step_s)))
+        kept.append((row.steps, len(trainer.times.kept["step"])))
         return row
 
     monkeypatch.setattr(loop.Trainer, "run_epoch", run_epoch)
-    monkeypatch.setattr(loop, "_STEPS_TIMED", 5)
+    monkeypatch.setattr(loop, "_STEPS_KEPT", 5)
     assert here("train", *QUICK, "--epochs", 1)[0] == 0
     assert kept == [(23, 5)]
 
@@ -217,6 +218,20 @@ def test_alone_then_damaged(here, tmp_path):
     assert (status, err.count("\n")) == (2, 1), err
     assert f"{checkpoint}: cannot be read" in err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_damaged_newest_checkpoint_is_told_once(here, tmp_path):
+    """The command prints what `load_checkpoint` warns of otherwise."""
+    folder = tmp_path / "run"
+    assert here("train", "--epochs", 2, "--lr", 0.01, "--out", folder)[0] == 0
+    damaged = next(folder.glob(f"checkpoint-step{saved_steps(folder)[-1]}-*.pt"))
+    damaged.write_bytes(damaged.read_bytes()[:100_000])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        status, out, err = here("train", "--epochs", 2, "--lr", 0.01, "--out", folder, "--resume")
+    assert (status, err) == (0, ""), err
+    assert out.count(f"a newer checkpoint is damaged and was left: {damaged}") == 1
+    assert rows(folder)[-1]["epoch"] == 2
 
 
 def test_evaluation_only(here):

@@ -1,25 +1,36 @@
 """Rounds when a rank dies: an error, or a round that the others hold without it."""
 
 import os
-import pickle
 import warnings
 
 import pytest
 import torch
+from support.losses import loss_of, survivors, tell
 from torch import nn
 
 import stenograd
 from stenograd.errors import ConfigError, MethodError, PeerLost
-from stenograd.testing.pool import RanksFailed
 
 EVERY, STEPS, DIES_IN = 3, 9, 1
 
 
+def _attached(text, between, timeout_s=10):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), between, nn.Linear(3, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sync = stenograd.distribute(model, optimizer, text, timeout_s=timeout_s, bucket_bytes=64)
+    return model, optimizer, sync
+
+
+def _backward(model, optimizer, rank, step):
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    model(torch.randn(5, 4, dtype=torch.float64, generator=generator)).square().mean().backward()
+
+
 def _rank(rank, folder, text, phase):
     """Train; rank 2 dies in its second round, before, between or after the messages of it."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sync = stenograd.distribute(model, optimizer, text, timeout_s=6, bucket_bytes=64)
+    model, optimizer, sync = _attached(text, nn.BatchNorm1d(3), timeout_s=6)
     brought, ends = [], []
     _note(sync, brought)
     if rank == 2:
@@ -27,20 +38,17 @@ def _rank(rank, folder, text, phase):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(STEPS):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            x = torch.randn(5, 4, dtype=torch.float64, generator=generator)
-            model(x).square().mean().backward()
+            _backward(model, optimizer, rank, step)
             try:
                 optimizer.step()
             except PeerLost as error:
-                (folder / f"{rank}").write_bytes(pickle.dumps(error.ranks))
+                tell(folder, rank, error.ranks)
                 return
             if (step + 1) % EVERY == 0:
                 ends.append(_flat(sync))
     told = [str(w.message) for w in caught if "were lost" in str(w.message)]
     found = (brought, ends, sync.round, sync.events, told, sync.rank, sync.world_size)
-    (folder / f"{rank}").write_bytes(pickle.dumps(found))
+    tell(folder, rank, found)
     sync.close()
 
 
@@ -95,10 +103,7 @@ def _expected(text, brought):
 @pytest.mark.parametrize("text", [f"diloco:every={EVERY},lost=drop", f"local:every={EVERY},lost=drop"])
 def test_survivors_hold_the_round_without_the_lost_rank(pool, tmp_path, text, phase):
     """Whatever the others had of the lost rank: they take the mean of those left, or all of them of all."""
-    with pytest.raises(RanksFailed) as failed:
-        pool.run(4, _rank, tmp_path, text, phase)
-    assert list(failed.value.errors) == [2], failed.value
-    told = {rank: pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in (0, 1, 3)}
+    told = survivors(pool, 4, _rank, tmp_path, text, phase)
     for place, (_, _, rounds, events, words, rank, size) in enumerate(told.values()):
         assert (rounds, rank, size) == (STEPS // EVERY, place, 3)
         assert [(event["round"], event["lost"]) for event in events] == [(DIES_IN, [2])]
@@ -114,10 +119,7 @@ def test_survivors_hold_the_round_without_the_lost_rank(pool, tmp_path, text, ph
 
 def _half_confirmed(rank, folder, text, dies_in, evaluates):
     """Rank 2 dies while something is confirmed: rank 0 has heard that message, the others have not."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sync = stenograd.distribute(model, optimizer, text, timeout_s=10, bucket_bytes=64)
+    model, optimizer, sync = _attached(text, nn.Tanh())
     survivors, heard = sync._survivors, []
     confirm = survivors._confirm
 
@@ -127,19 +129,14 @@ def _half_confirmed(rank, folder, text, dies_in, evaluates):
         if len(heard) == dies_in + 1 and rank == 2:
             os._exit(9)
         if len(heard) == dies_in + 1 and rank != 0:
-            lost = PeerLost("rank 2 did not answer")
-            lost.ranks = (2,)
-            raise lost
+            raise loss_of(2)
 
     survivors._confirm = confirming
     ends = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(4 * 4):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            x = torch.randn(5, 4, dtype=torch.float64, generator=generator)
-            model(x).square().mean().backward()
+            _backward(model, optimizer, rank, step)
             optimizer.step()
             if evaluates and step % 4 == 1:
                 own = _flat(sync)
@@ -148,7 +145,7 @@ def _half_confirmed(rank, folder, text, dies_in, evaluates):
                 assert torch.equal(_flat(sync), own)
             if (step + 1) % 4 == 0:
                 ends += [p._outer[0].clone() if p._outer else _flat(sync) for p in sync._parts]
-    (folder / f"{rank}").write_bytes(pickle.dumps((ends, sync.round, sync.events)))
+    tell(folder, rank, (ends, sync.round, sync.events))
     sync.close()
 
 
@@ -156,36 +153,30 @@ def _half_confirmed(rank, folder, text, dies_in, evaluates):
 @pytest.mark.parametrize("text", ["local:every=4", "diloco:every=4", "diloco:every=4,fragments=2"])
 def test_a_loss_while_a_round_is_confirmed_leaves_survivors_equal(pool, tmp_path, text, world):
     """Rank 0 has taken round 1 and meets the loss in round 2; the others hear there that they may take it."""
-    with pytest.raises(RanksFailed) as failed:
-        pool.run(world, _half_confirmed, tmp_path, f"{text},lost=drop", DIES_IN, False)
-    _equal_survivors(failed.value, world, tmp_path)
+    _equal(survivors(pool, world, _half_confirmed, tmp_path, f"{text},lost=drop", DIES_IN, False))
 
 
 @pytest.mark.parametrize("text", ["local:every=4", "local:every=4,qsr=0.1"])
 @pytest.mark.parametrize("dies_in", [1, 2, 3])
 def test_a_loss_in_evaluation_or_between_rounds_leaves_survivors_equal(pool, tmp_path, text, dies_in):
     """What is confirmed in turn: a mean to evaluate, a round, and with QSR the pass of the next one."""
-    with pytest.raises(RanksFailed) as failed:
-        pool.run(3, _half_confirmed, tmp_path, f"{text},lost=drop", dies_in, True)
-    _equal_survivors(failed.value, 3, tmp_path)
+    _equal(survivors(pool, 3, _half_confirmed, tmp_path, f"{text},lost=drop", dies_in, True))
 
 
-def _equal_survivors(failed, world, folder):
-    assert list(failed.errors) == [2], failed
-    told = [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(world) if rank != 2]
-    for ends, rounds, events in told:
-        assert rounds == 4
-        assert [event["lost"] for event in events] == [[2]]
-        assert all(map(torch.equal, ends, told[0][0]))
+def _equal(told, held=4, lost=2):
+    """Survivors have held so many rounds, and their tensors, all finite, are the same bits."""
+    (first, *_), *_ = told.values()
+    for ends, rounds, events in told.values():
+        assert rounds == held
+        assert [event["lost"] for event in events] == [[lost]]
+        assert all(map(torch.equal, ends, first))
+        assert all(t.isfinite().all() for t in ends)
 
 
 def _half_averaged(rank, folder):
     """Rank 2 dies after the means of buffers and momenta came; ranks other than 0 have not got them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     text = "local:every=2,states=average,states_every=1,lost=drop"
-    sync = stenograd.distribute(model, optimizer, text, timeout_s=10)
+    model, optimizer, sync = _attached(text, nn.BatchNorm1d(3))
     real, found = sync._other_means, []
 
     def means():
@@ -195,34 +186,25 @@ def _half_averaged(rank, folder):
         if rank == 2:
             os._exit(9)
         if rank != 0 and len(found) == 1:
-            lost = PeerLost("rank 2 did not answer")
-            lost.ranks = (2,)
-            raise lost
+            raise loss_of(2)
         return puts
 
     sync._other_means = means
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(2):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            x = torch.randn(5, 4, dtype=torch.float64, generator=generator)
-            model(x).square().mean().backward()
+            _backward(model, optimizer, rank, step)
             optimizer.step()
     momenta = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
     after = [model[1].running_mean, model[1].running_var, *momenta]
-    (folder / f"{rank}").write_bytes(pickle.dumps((found, after, len(sync.events))))
+    tell(folder, rank, (found, after, len(sync.events)))
     sync.close()
 
 
 def test_buffers_and_momenta_of_a_round_held_again_are_means_of_those_left(pool, tmp_path):
     """Means that some had got are of no use to the others, so all average again what they had before."""
-    with pytest.raises(RanksFailed) as failed:
-        pool.run(3, _half_averaged, tmp_path)
-    assert list(failed.value.errors) == [2], failed.value
-    (brought, after, events), (theirs, others, _) = (
-        pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in (0, 1)
-    )
+    told = survivors(pool, 3, _half_averaged, tmp_path)
+    (brought, after, events), (theirs, others, _) = told.values()
     assert (len(brought), events) == (2, 1)
     for mine, other, one, two in zip(brought[0], theirs[0], after, others, strict=True):
         assert torch.equal(one, two)
@@ -231,10 +213,7 @@ def test_buffers_and_momenta_of_a_round_held_again_are_means_of_those_left(pool,
 
 def _void_and_lost(rank, folder, text, victim, dies_in):
     """Rank 1 brings NaN to round 1; the victim dies in it, before it says whether it is finite, or later."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sync = stenograd.distribute(model, optimizer, text, timeout_s=10, bucket_bytes=64)
+    model, optimizer, sync = _attached(text, nn.Tanh())
     part = sync._parts[0]
     if rank == victim:
         owner = sync._survivors if dies_in == "_confirm" else part
@@ -243,14 +222,11 @@ def _void_and_lost(rank, folder, text, victim, dies_in):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(12):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            x = torch.randn(5, 4, dtype=torch.float64, generator=generator)
-            model(x).square().mean().backward()
+            _backward(model, optimizer, rank, step)
             if step == 5 and rank == 1:
                 next(model.parameters()).data[0, 0] = float("nan")
             optimizer.step()
-    (folder / f"{rank}").write_bytes(pickle.dumps((_flat(sync), sync.round, sync.events)))
+    tell(folder, rank, ([_flat(sync)], sync.round, sync.events))
     sync.close()
 
 
@@ -267,23 +243,13 @@ def _void_and_lost(rank, folder, text, victim, dies_in):
 )
 def test_a_loss_in_a_void_round_leaves_survivors_equal(pool, tmp_path, text, victim, dies_in):
     """Three of four rounds count, and the rank that made one void goes on from what the others have."""
-    with pytest.raises(RanksFailed) as failed:
-        pool.run(3, _void_and_lost, tmp_path, text.replace(":every=3", ":every=3,lost=drop"), victim, dies_in)
-    assert list(failed.value.errors) == [victim], failed.value
-    told = [pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in range(3) if rank != victim]
-    for ends, rounds, events in told:
-        assert rounds == 3
-        assert [event["lost"] for event in events] == [[victim]]
-        assert ends.isfinite().all()
-        assert torch.equal(ends, told[0][0])
+    text = text.replace(":every=3", ":every=3,lost=drop")
+    _equal(survivors(pool, 3, _void_and_lost, tmp_path, text, victim, dies_in, victim=victim), 3, victim)
 
 
 def test_without_drop_a_lost_rank_is_an_error_that_names_it(pool, tmp_path):
-    with pytest.raises(RanksFailed) as failed:
-        pool.run(4, _rank, tmp_path, f"diloco:every={EVERY}", "sent")
-    assert list(failed.value.errors) == [2], failed.value
-    for rank in (0, 1, 3):
-        assert pickle.loads((tmp_path / f"{rank}").read_bytes()) == (2,)
+    told = survivors(pool, 4, _rank, tmp_path, f"diloco:every={EVERY}", "sent")
+    assert list(told.values()) == [(2,)] * 3
 
 
 def test_what_cannot_be_dropped_is_refused():

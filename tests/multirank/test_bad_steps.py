@@ -1,5 +1,6 @@
 """One NaN, one infinity and one overflow among 33 steps: these are lost, and the 30 others applied."""
 
+import re
 import warnings
 from contextlib import contextmanager
 
@@ -13,9 +14,9 @@ import stenograd
 from stenograd.testing.methods import by_name
 
 WORLD, STEPS, BAD = 3, 33, {7: "nan", 17: "inf", 25: "overflow"}
-LARGEST = torch.finfo(torch.float32).max
-# Overflows where float32 all but does, and cannot be told from a bad gradient for free: no warning.
-SILENT = ("bf16", "powersgd")
+LARGEST = 3e38  # bfloat16 holds it, as messages must, but not the sum of two
+# What could overflow counts as a bad gradient, from which it cannot be told for free: no warning.
+SILENT = re.compile("bf16|powersgd(?!.*alternate)|random|topk.*(regions|ef21)")
 # PowerSGD sums over a matrix, and random methods send other elements in each step: all must be large there.
 EVERY_ELEMENT = ("powersgd", "random")
 
@@ -97,4 +98,4 @@ def test_exactly_the_bad_steps_are_lost(pool, face, method):
         assert torch.equal(parameters, wanted)
         assert torch.equal(parameters, first[3])
     reports = sum(told for *_, told, _ in ranks)
-    assert reports == (len(first[0]) == 3 and not method.startswith(SILENT))
+    assert reports == (len(first[0]) == 3 and not SILENT.match(method))

@@ -309,3 +309,26 @@ def _random_walks(rank):
 
 def test_random_numbers_are_left_alone(pool):
     assert pool.run(4, _random_walks) == [True] * 4
+
+
+def _skips_by_losses(rank, losses):
+    """The skips after each epoch, of ranks that each have losses of their own."""
+    _, daso = make(warmup_epochs=0, cooldown_epochs=0, node_size=1)
+    told = []
+    for loss in losses[rank]:
+        daso.epoch_loss_logic(loss)
+        told.append(daso.state_dict()["skips"])
+    daso.close()
+    return told
+
+
+def test_skips_follow_the_mean_of_the_ranks_losses(pool):
+    """Falling on one rank, rising on the other; their mean stays, so both skip less, and at the same time."""
+    falling = [10.0 - epoch for epoch in range(8)]
+    (first, second), (best, _) = (
+        pool.run(2, _skips_by_losses, losses)
+        for losses in ([falling, [10.0 - loss for loss in falling]], [falling, falling])
+    )
+    assert first == second
+    assert best == best[:1] * 8
+    assert first != best

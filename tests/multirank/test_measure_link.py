@@ -1,13 +1,16 @@
 """Measuring a link between real ranks."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
-from stenograd.planning.link import assumed, from_json, load_link
-from stenograd.planning.measure_link import _Timed, measure_link
+from stenograd.planning import link as measures
+from stenograd.planning.link import _Timed, assumed, from_json, load_link, measure_link
 
 
 def _measured(rank, seconds):
@@ -42,6 +45,26 @@ def test_three_hosts_get_rates_that_all_ranks_agree_on(pool):
     alone, together = found[0]
     assert (len(alone), len(together)) == (1, 3)
     assert min(*alone, *together) > 1e4
+
+
+def _by_a_set_clock(rank):
+    """Collectives of 30 ms, and messages of which two in a row take 10 ms."""
+    clock = [0.0]
+
+    def passes(seconds):
+        clock[0] += seconds
+
+    with mock.patch.object(measures, "time", SimpleNamespace(perf_counter=lambda: clock[0])):
+        timed = _Timed(Driver.own())
+        timed._meet = partial(passes, 0.03)
+        hop_s = timed.hop_s()
+        timed._message = lambda *_: SimpleNamespace(wait=partial(passes, 0.01))
+        return hop_s, timed.one_way_s(0, 2)
+
+
+def test_a_hop_is_a_share_of_a_collective_and_a_way_half_of_there_and_back(pool):
+    """In an all-reduce of three ranks four messages wait for one another."""
+    assert pool.run(3, _by_a_set_clock) == [(pytest.approx(0.03 / 4), pytest.approx(0.005))] * 3
 
 
 def test_a_link_needs_two_ranks_and_time():

@@ -12,8 +12,7 @@ from models import SMALL_BUCKETS, mlp, step
 
 import stenograd
 from stenograd.comm.driver import Driver
-from stenograd.planning.recorder import Recorder, RehearsalDriver
-from stenograd.planning.rehearsal import record, rehearse, together
+from stenograd.planning.rehearsal import Recorder, RehearsalDriver, record, rehearse, together
 from stenograd.planning.trial import Trial, Work, first_batches
 from stenograd.testing.methods import suite
 from stenograd.testing.pool import RankPool

@@ -96,6 +96,29 @@ def test_what_fails_is_told():
         emulated.command("ls", "/nowhere")
 
 
+def _relay_that(monkeypatch, folder, code):
+    script = folder / "relay.py"
+    script.write_text(code)
+    monkeypatch.setattr(emulated.relay, "__file__", str(script))
+    emulated._start_relay(0.1, "switch", [])
+
+
+def test_a_relay_that_does_not_get_ready_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(emulated, "_START_S", 0.5)
+    with pytest.raises(HostsError, match=r"not ready within 0\.5 s: end other programs"):
+        _relay_that(monkeypatch, tmp_path, "import time; time.sleep(600)")
+    with pytest.raises(HostsError, match=r"not ready within 0\.5 s"):
+        _relay_that(monkeypatch, tmp_path, "import time; print('half', flush=True); time.sleep(600)")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"), [("1 / 0", "ZeroDivisionError"), ("import os; os._exit(3)", "status 3")]
+)
+def test_a_relay_that_fails_says_why(monkeypatch, tmp_path, code, why):
+    with pytest.raises(HostsError, match=f"TAP devices .*, which cannot be made here: .*{why}"):
+        _relay_that(monkeypatch, tmp_path, code)
+
+
 def test_slow_rivals_take_few_steps():
     assert [bench.turn_steps(s, 1.5, 40) for s in (1e-4, 0.03, 0.1, 3.6)] == [40, 40, 15, 1]
 

@@ -33,6 +33,14 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     run(text, tmp_path)
 
 
+COMPLETE = "no_sync() clip_grad_norm_ scheduler.step() consensus() save_checkpoint load_checkpoint extra["
+
+
+def test_one_page_shows_a_complete_loop():
+    """Accumulation, clipping, a schedule, evaluation, a checkpoint, and resuming, bytes sent included."""
+    assert any(all(part in code(page.read_text()) for part in COMPLETE.split()) for page in PAGES)
+
+
 def test_the_diff_of_the_readme_runs_as_it_stands(tmp_path):
     diff = code((DOCS.parent / "README.md").read_text(), "diff")
     run("".join(line[2:] or "\n" for line in diff.splitlines(keepends=True)), tmp_path)

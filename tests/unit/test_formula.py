@@ -184,7 +184,10 @@ def test_better_links_never_slow_a_step_and_the_best_gives_the_computing(recorde
 @pytest.mark.parametrize("method", METHODS)
 def test_programs_survive_json(recorded, method):
     own = recorded[method]
-    assert Program.from_json(own.as_json() | {"lanes": [list(map(list, lane)) for lane in own.lanes]}) == own
+    assert (
+        Program.from_json(dataclasses.asdict(own) | {"lanes": [list(map(list, lane)) for lane in own.lanes]})
+        == own
+    )
     assert own.periods == 3
 
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -86,3 +87,39 @@ def test_the_time_limit_of_a_run_is_one_for_all_ranks(pool):
     with pytest.raises(RanksFailed) as caught:
         pool.run(3, _slow_one_after_another, 1.2, timeout_s=2.0)
     assert "no answer in 2 s" in caught.value.errors[2]
+
+
+def _stops_when_it_has_answered(rank):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    return os.getpid()
+
+
+def _length(rank, data):
+    return len(data)
+
+
+class _Stops:
+    """Stops the process that pickles it."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return int, ()
+
+
+def _stops_while_it_answers(rank):
+    return [bytes(1 << 24), _Stops()]
+
+
+@linux_only
+def test_a_rank_that_stops_in_the_middle_of_a_message_is_late_like_any_other(pool):
+    """More than a pipe holds: a message that nobody reads, and one that is never whole."""
+    data = bytes(1 << 24)
+    assert pool.run(1, _length, data) == [1 << 24]
+    (pid,) = pool.run(1, _stops_when_it_has_answered)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.05)
+    with pytest.raises(RanksFailed, match="rank 0: no answer in 2 s"):
+        pool.run(1, _length, data, timeout_s=2.0)
+    with pytest.raises(RanksFailed, match="rank 0: no answer in 2 s"):
+        pool.run(1, _stops_while_it_answers, timeout_s=2.0)
+    assert pool.run(1, _length, data) == [1 << 24]

@@ -194,6 +194,14 @@ def test_push_sum_leaves_out_a_rank_that_is_not_finite():
     assert sum(float(w * z) for w, z in zip(ws, zs, strict=True)) / 2 == 2.0
 
 
+def test_a_rank_that_is_not_finite_leaves_its_weight_to_whoever_would_have_taken_it():
+    """Ranks 0 and 2 have 0 and 6: each keeps 2/3 of its own; rank 1, with NaN, gets the mean of both."""
+    xs = [torch.tensor([value]) for value in (0.0, math.nan, 6.0)]
+    told = run([mixing([x], dict.fromkeys(range(3), 1 / 3), rank) for rank, x in enumerate(xs)])
+    assert told == [False] * 3
+    torch.testing.assert_close(torch.cat(xs), torch.tensor([2.0, 3.0, 4.0]))
+
+
 def test_tensors_of_several_types_go_in_one_message_a_neighbour():
     """Ranks hold r in float32 and 2r in bfloat16; rank 0 gets the means of 3, 0, 1: 4/3 and 8/3."""
     requests = []

@@ -107,7 +107,7 @@ class Method:
 
     def __post_init__(self) -> None:
         if self.dense_below is _ITS_OWN:
-            object.__setattr__(self, "dense_below", self._written_by().default_dense_below)
+            object.__setattr__(self, "dense_below", self._written_by().default_dense_below)  # frozen
         for key in ("dense_below", "warmup_steps"):
             if getattr(self, key) != 0:
                 check_count(key, getattr(self, key), "leave it out for none", MethodError)
@@ -242,6 +242,7 @@ class Method:
             >>> x
             tensor([ 0.6000,  0.8000, -1.0000])
         """
+        # Values first: the norm to keep below is that of what is sent.
         if self.clip_value is not None:
             x.clamp_(-self.clip_value, self.clip_value)
         if self.clip_norm is not None:

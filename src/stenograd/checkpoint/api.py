@@ -623,7 +623,7 @@ def _read_if_whole(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest
 
 def _delete_failed_save(folder: Path, step: int, set_id: str, rank: int) -> None:
     """Delete what a failed save has written; an older checkpoint of the same step stays."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the save's own error is the one to tell
         if _is_manifest_of(folder, step, set_id):
             manifest_path(folder, step).unlink(missing_ok=True)
         rank_path(folder, step, set_id, rank).unlink(missing_ok=True)

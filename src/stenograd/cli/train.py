@@ -13,13 +13,10 @@ from typing import Any
 from stenograd.catalog.method import Method, method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.folder import RunFolder, make_folder, saved_options
-from stenograd.cli.loop import Trainer
+from stenograd.cli.loop import Row, Trainer, report
 from stenograd.cli.options import Options, TrainOptions
-from stenograd.cli.ranks import in_ranks
-from stenograd.cli.report import Display, counted, headline, megabytes, percent, row_line
-from stenograd.cli.rows import Row
-from stenograd.cli.setup import Setup, check_option, make_setup
-from stenograd.cli.step_times import report
+from stenograd.cli.setup import Setup, check_option, in_ranks, make_setup
+from stenograd.cli.table import Display, counted, megabytes, percent
 from stenograd.comm.agreement import agree
 from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
@@ -59,6 +56,7 @@ def _prepare(job: TrainOptions, world_size: int) -> _Ready:
     folder = RunFolder(job.out, setup.identity(how)) if job.out is not None else None
     resume = job.resume
     if folder is not None:
+        # torchrun starts a run anew with the same arguments
         resume = resume or (_restarts() and folder.holds_run())
         folder.check(resume)
         make_folder(folder.path)
@@ -98,9 +96,8 @@ def _body(ready: _Ready, driver: Driver) -> int:
     trainer = Trainer(ready.setup, ready.method, driver)
     display = Display(driver.rank)
     try:
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        display.line(headline(ready.setup, ready.method, parameters))
-        rows = _resumed(ready, trainer, display)
+        display.line(trainer.headline)
+        rows = _resumed(ready, trainer, display)  # before the trace, which is of training
         trace = ready.job.trace
         with trainer.sync.trace(str(trace)) if trace is not None else nullcontext():
             rows = _train(ready, trainer, rows, display)
@@ -154,28 +151,24 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
     epochs = ready.setup.epochs
     for epoch in range(len(rows) + 1, epochs + 1):
         with display.bar(f"epoch {epoch}/{epochs}", trainer.begin_epoch(epoch)) as tick:
-            row = trainer.run_epoch(epoch, _Step(ready, trainer, rows, tick))
+            row = trainer.run_epoch(epoch, partial(_after_step, ready, trainer, rows, tick))
         rows = [*rows, row]
-        display.line(row_line(row, epochs))
+        display.line(row.line(epochs))
         if ready.folder is None:
             continue
         _on_rank_0(trainer, partial(ready.folder.append, row))
+        # the last always: --resume with more epochs starts from it
         if epoch % (ready.job.save_every or 1) == 0 or epoch == epochs:
             ready.folder.save(trainer, rows)
     return rows
 
 
-class _Step:
-    """What happens after every step: the bar moves, and some steps are saved."""
-
-    def __init__(self, ready: _Ready, trainer: Trainer, rows: list[Row], tick: Callable[[], None]) -> None:
-        self._ready, self._trainer, self._rows, self._tick = ready, trainer, rows, tick
-
-    def __call__(self) -> None:
-        self._tick()
-        every, folder = self._ready.job.save_steps, self._ready.folder
-        if folder is not None and every is not None and self._trainer.taken % every == 0:
-            folder.save(self._trainer, self._rows)
+def _after_step(ready: _Ready, trainer: Trainer, rows: list[Row], tick: Callable[[], None]) -> None:
+    """Move the bar, and save where the step is one of those to save."""
+    tick()
+    every, folder = ready.job.save_steps, ready.folder
+    if folder is not None and every is not None and trainer.taken % every == 0:
+        folder.save(trainer, rows)
 
 
 def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -> None:

@@ -182,7 +182,9 @@ class BucketStates:
         looked_at = site.dtype is torch.float16  # before the step counts; see `read_end`
         if not self._waits or self._want_errors or looked_at:
             facts = replace(facts, frees_residual=False)
+        # Limits for clipping are meant for whole gradients, so these must not come divided.
         sums = self._waits and facts.linear and facts.rounds == 1 and not self._method.clips
+        # Clipping makes a finite number of an infinity, which nobody would find later.
         guarded = not (facts.linear or facts.finite) or self._method.clip_value is not None
         scale = 1.0 / site.world_size if sums else 1.0
         site = replace(site, error=self._want_errors, frees_residual=facts.frees_residual)

@@ -82,6 +82,7 @@ class Flags:
             except StopIteration as stop:
                 if self._any is None:
                     yield from self.alone()
+                # StopIteration has no type parameter: its value is Any.
                 return stop.value  # type: ignore[no-any-return]
             loaded = self._loaded(request) if self._any is None else None
             reply = (yield request) if loaded is None else self._unloaded(request, (yield loaded))
@@ -605,7 +606,7 @@ class TensorExchange:
         # Before anything is committed, because an average may then take the memory of the old residual.
         kept = self._slots.kept(found.used) if sound and not all(found.used) else {}
         done = pipeline.finish(sound and bounded and all(fine.values()))
-        extra = done.pop() if end.elsewhere else None
+        extra = done.pop() if end.elsewhere else None  # it was added last
         exchanges: list[Exchange] = [exchange for exchange in done if isinstance(exchange, Exchange)]
         late = {i: e for i, e in enumerate(exchanges) if i not in fine}
         if pipeline.committed:
@@ -629,7 +630,7 @@ class TensorExchange:
         overflowed = False
         for i, exchange in enumerate(exchanges):
             lane, bad = self._lane(i), entered.get(i, False)
-            if bad or (not fine[i] and not lane.facts.linear):
+            if bad or (not fine[i] and not lane.facts.linear):  # a sum is not finite by itself
                 exchange.average.fill_(torch.nan)
             reported = exchange.finite is not None and int(exchange.finite) != Finite.NO
             overflowed |= not fine[i] and not bad and (lane.guarded or reported)

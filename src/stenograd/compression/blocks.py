@@ -115,7 +115,6 @@ def chunks_for(site: Site, bits: int, block: int) -> Chunks | None:
     chunks = _chunks(numels, bits, block, site.world_size)
     coded_bytes = packed_bytes(sum(numels), bits) + 4 * _blocks(numels, block)
     # Two rows go to each other rank, in place of one whole code.
-    # Two rows go to each other rank, in place of one whole code.
     return chunks if 2 * 4 * chunks.row_words < coded_bytes else None
 
 
@@ -199,7 +198,6 @@ class BlockCodec(Codec):
     ) -> Rounds[Exchange]:
         world, mine = site.world_size, chunks.span(site.rank)
         whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key, buffer=None)
-        # a copy: encoding writes over x
         # a copy: encoding writes over x
         own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
         if residual is not None:

@@ -225,7 +225,7 @@ class EF21(Wrapper):
         if self.eta < 1:
             before = state["ef21_momentum"].split(site.numels)
             for part, old, runs in zip(v.split(site.numels), before, begun, strict=True):
-                part.copy_(torch.lerp(old, part, self.eta) if runs else part)
+                part.copy_(torch.lerp(old, part, self.eta) if runs else part)  # v <- (1 - eta) v + eta x
         new = dict(state)
         inside = replace(_wide(site), buffer=None, error=True, frees_residual=False)
         # A tensor that nobody used keeps its state, and must not keep its neighbours from being compressed:
@@ -234,10 +234,12 @@ class EF21(Wrapper):
             done = yield from self.inner.exchange(v - known, None, state, inside)
             assert done.error is not None  # asked for
             new |= done.state
+            # h + c = v - (v - h - c)
             new["ef21_known"], new["ef21_mean"] = v - done.error, total + done.average
         else:
             pieces = []
             for piece in v.tensor_split(self.inner.facts(inside).rounds):  # as at every other step
+                # copied: the driver may average in place, and v stays as h
                 pieces.append((yield from mean(piece.clone())))
             new["ef21_known"], new["ef21_mean"] = v, torch.cat(pieces)
         new |= {name: torch.ones_like(state[name]) for name in names}
@@ -318,12 +320,12 @@ class LoCo(Wrapper):
         v = v if residual is None else v.add_(residual)
         done = yield from self.inner.exchange(v, None, state, inside)
         assert done.error is not None  # asked for
-        error = (done.error - lost).to(x.dtype) if site.error else None
+        error = (done.error - lost).to(x.dtype) if site.error else None  # before lerp_, which overwrites it
         new, average = dict(done.state), done.average.to(x.dtype)
         ages = [state[f"loco_age/{i}"] + 1 for i in range(len(site.shapes))]
-        moved = lost.lerp_(done.error, 1 - self.memory)
+        moved = lost.lerp_(done.error, 1 - self.memory)  # a r + (1 - a) (v - C(v))
         for i, (age, part) in enumerate(zip(ages, moved.split(site.numels), strict=True)):
-            part.mul_(age % self.reset_steps != 0)
+            part.mul_(age % self.reset_steps != 0)  # a factor: the host need not know the age
             new[f"loco_age/{i}"] = age
         return Exchange(average, {**new, **_written(moved, site)}, error, done.finite)
 

@@ -41,7 +41,7 @@ __all__ = [
 
 # How float32 values may travel.
 VALUES = ("float32", "bfloat16", "int8", "int2")
-_LEVELS = 4
+_LEVELS = 4  # bins, whose numbers take two bits
 _WIDTH = 1.5  # standard deviations per bin, so that four bins cover six
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
@@ -258,11 +258,11 @@ def pack_binned(values: Tensor, places: Tensor, numels: Sequence[int]) -> tuple[
     """
     tensor, tensors = _owners(places, numels)
     exact = values.to(torch.float64)
-    off = exact - _means(exact, tensor, tensors)[tensor]
-    bound = _WIDTH * _means(off.square(), tensor, tensors).sqrt()[tensor]
+    off = exact - _means(exact, tensor, tensors)[tensor]  # x - mu, (k,)
+    bound = _WIDTH * _means(off.square(), tensor, tensors).sqrt()[tensor]  # 1.5 sigma, (k,)
     # 0 to 3, by the three places where bins meet
     codes = (off > -bound).to(torch.int64).add_(off >= 0).add_(off >= bound)
-    means = _means(exact, tensor * _LEVELS + codes, tensors * _LEVELS)
+    means = _means(exact, tensor * _LEVELS + codes, tensors * _LEVELS)  # (4 t,)
     return pack_bits(codes.to(torch.uint8), 2), means.to(torch.float32)
 
 
@@ -500,7 +500,7 @@ def sparse_all_reduce(
     world, mine = regions.world_size, site.rank
     first = _Rows(regions.slots, regions.length, compact, halves)
     second = _Rows(regions.kept, regions.length, compact, halves)
-    sums = _padded(regions.take(x, mine), first)
+    sums = _padded(regions.take(x, mine), first)  # leaves zeros in x, so none of its own region is selected
     places = select(x, regions.k)[0].long()
     owner, local = regions.divide(places)
     chosen = x.index_select(0, places)
@@ -509,6 +509,7 @@ def sparse_all_reduce(
     rows = yield from scatter(*payload)
     for received, values in (first.read(row) for rank, row in enumerate(rows) if rank != mine):
         sums.index_add_(0, received, values.to(sums.dtype))
+    # Not the padding behind the region, into which the unneeded entries of the rows were added.
     message = second.write(*_largest(sums[: regions.length], regions.quota(mine), second, x, world))
     everyone = yield from gather(*message)
     kept = [second.read(tuple(t[0] for t in row)) for row in everyone]

@@ -109,20 +109,20 @@ class DeMo(Compressor):
         """Accumulate, transform, select, gather, transform back."""
         wide = state["demo_momentum"].dtype
         g = x.to(wide) if residual is None else x.to(wide) + residual
-        delta = torch.add(g, state["demo_momentum"], alpha=self.decay)
+        delta = torch.add(g, state["demo_momentum"], alpha=self.decay)  # decay * delta + g
         chosen, values, sent = [], [], []
         for part, shape in zip(delta.split(site.numels), site.shapes, strict=True):
             if not part.numel():
                 continue
-            found = self.forward(part, shape)
-            best = found.abs().topk(min(self.keep, found.shape[1]), dim=1).indices
+            found = self.forward(part, shape)  # (blocks, height * width)
+            best = found.abs().topk(min(self.keep, found.shape[1]), dim=1).indices  # (blocks, keep)
             picked = found.gather(1, best)
             chosen.append(best.to(torch.int16).reshape(-1))
             values.append(picked.reshape(-1))
             sent.append(self.backward(torch.zeros_like(found).scatter_(1, best, picked), shape))
         if not values:
             return Exchange(torch.zeros_like(x), {"demo_momentum": delta}, torch.zeros_like(x), finite_of([]))
-        mine = torch.cat(sent)
+        mine = torch.cat(sent)  # D^-1(S_r), flat like x
         everyone = yield from gather(torch.cat(chosen), torch.cat(values))
         average = self._directions(everyone, site, wide)
         error = (x.to(wide) - mine).to(x.dtype) if site.error else None
@@ -190,5 +190,5 @@ def cosines(size: int, like: Tensor) -> Tensor:
 def _cosines(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     i = torch.arange(size, dtype=torch.float64, device="cpu")  # rounded once, and alike for all devices
     matrix = torch.cos(math.pi / size * (i + 0.5) * i[:, None]) * math.sqrt(2 / size)
-    matrix[0] /= math.sqrt(2)
+    matrix[0] /= math.sqrt(2)  # the constant row is sqrt(2) times as long as the others
     return matrix.to(device, dtype)

@@ -125,6 +125,7 @@ class DGC(Compressor):
 
     def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
         """Accumulate, select, gather."""
+        # copied: g is clipped and zeroed in place, x is needed for the error
         g = x.to(state["dgc_u"].dtype, copy=True)
         g = self.clipped(g if residual is None else g.add_(residual), site)
         pieces, small = g.split(site.numels), _small(site)
@@ -132,12 +133,12 @@ class DGC(Compressor):
         for i in small:
             pieces[i].zero_()  # so that neither u nor v holds anything of them
         u, step = self.moved(state["dgc_u"], g)
-        v = state["dgc_v"] + step
+        v = state["dgc_v"] + step  # v <- v + u
         count = self.count(site)
         message = Message(g.numel(), count, compact=True, values=None)
         chosen, values = select(v, count)
         asked: list[Rounds[Any]] = [gather(*message.write(chosen, values))] if count else []
-        replies = yield from together(asked + ([mean(dense)] if dense.numel() else []))
+        replies = yield from together(asked + ([mean(dense)] if dense.numel() else []))  # one round for both
         sparse, exact = (replies[0], replies[1:]) if count else ([], replies)
         finite = finite_of([*(theirs[1] for theirs in sparse), *exact])
         average = torch.zeros_like(g)
@@ -149,6 +150,7 @@ class DGC(Compressor):
             u.index_fill_(0, chosen.long(), 0)  # u_S = 0
         new = {**state, "dgc_u": u, "dgc_v": v}
         parts = exact[0].split([site.numels[i] for i in small]) if dense.numel() else ()
+        # Without `dense`, `small` may still name tensors that have no elements.
         for i, part in zip(small, parts, strict=dense.numel() > 0):
             momentum, delivered = self.moved(state[f"dense_momentum/{i}"], part.view(site.shapes[i]))
             new[f"dense_momentum/{i}"] = momentum

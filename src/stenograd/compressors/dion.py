@@ -117,7 +117,7 @@ class Dion(Compressor):
     def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
         """Accumulate, project on both sides in two rounds, keep the rest."""
         places = self.matrices(site)
-        b = state["dion_momentum"] + x.to(state["dion_momentum"].dtype)
+        b = state["dion_momentum"] + x.to(state["dion_momentum"].dtype)  # B_r = M_r + G_r
         b = b if residual is None else b.add_(residual)
         before = b.clone() if site.error else None
         exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in places]
@@ -133,6 +133,7 @@ class Dion(Compressor):
                 piece.zero_()  # these have no momentum
             # R_r
             mine = [project_columns(b, at, pt) for (at, _), pt in zip(places.values(), pts, strict=True)]
+            # A copy: what this rank takes out of its momentum below is its own R_r.
             rts = (yield from means([r.clone() for r in mine])) if places else ()  # (1, k, m)
             finite = finite_of([*reply, *rts])
             for (i, (at, _)), pt, own, rt in zip(places.items(), pts, mine, rts, strict=True):
@@ -140,7 +141,7 @@ class Dion(Compressor):
                 length = row_sums(rt.double().square())[..., None].sqrt().to(rt.dtype)
                 unit = torch.where(length > 0, rt / length, 0.0)
                 scale = math.sqrt(at[3] / at[4])
-                take_out(b, at, (pt, own * (1 - self.momentum)))
+                take_out(b, at, (pt, own * (1 - self.momentum)))  # M_r <- B_r - (1 - momentum) P R_r^T
                 expand(average, at, (pt, unit * scale))  # sqrt(n / m) P Q^T
                 # A column of zeros has no direction: it keeps the last one.
                 new[f"dion_q/{i}"] = torch.where(length > 0, unit, state[f"dion_q/{i}"])[0]

@@ -160,7 +160,7 @@ class PowerSGD(Compressor):
                 torch.randn(shapes[name], generator=generator, dtype=torch.float32, device="cpu").to(dtype),
                 like.device,
             )
-            for name in sorted(shapes, key=_order)
+            for name in sorted(shapes, key=_order)  # by tensor: what is drawn does not depend on the batches
         }
 
     def _two_factors(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
@@ -180,6 +180,7 @@ class PowerSGD(Compressor):
         pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
         # M_r^T P, (count, r, m)
         mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
+        # `mine` as it travelled, so that what rounding loses stays in the error.
         qts, mine = (yield from _averages(mine, [], self, site)) if batches else ([], [])
         # An element that meets a zero of Q shows in M^T P, if anywhere.
         finite = torch.minimum(finite, finite_of(qts).to(finite.device))
@@ -210,9 +211,9 @@ class PowerSGD(Compressor):
                 work[start:stop] += residual[start:stop]
         pairs = list(zip(batches, bases, strict=True))
         if left:
-            mine = [project_rows(work, residual, b.place, basis) for b, basis in pairs]
+            mine = [project_rows(work, residual, b.place, basis) for b, basis in pairs]  # (count, r, n)
         else:
-            mine = [project_columns(work, b.place, basis) for b, basis in pairs]
+            mine = [project_columns(work, b.place, basis) for b, basis in pairs]  # (count, r, m)
         exact = [work[a:b] for a, b in dense]
         reply, sent = yield from _averages(mine, exact, self, site, small=self._round_count(site) > 1)
         finite = finite_of(reply)  # what is not finite makes the projections so
@@ -225,7 +226,7 @@ class PowerSGD(Compressor):
             if site.error:
                 take_out(work, b.place, (own, basis) if left else (basis, own))
         fresh, kept = _next(new, batches, reply), {n: t for n, t in state.items() if n.startswith(known)}
-        state = {**fresh, **kept} if left else {**kept, **fresh}
+        state = {**fresh, **kept} if left else {**kept, **fresh}  # p before q, as `init` has them
         error = work.to(x.dtype) if site.error else None
         return Exchange(average.to(x.dtype), state, error, finite)
 
@@ -322,11 +323,11 @@ def _next(name: str, batches: Sequence[_Batch], thin: Sequence[Tensor]) -> State
     """Keep a factor's directions; its length would be squared in the next one and leave float32's range."""
     state: dict[str, Tensor] = {}
     for b, t in zip(batches, thin, strict=False):  # behind the factors a reply has exact means
-        largest = t.abs().amax(2, keepdim=True)
+        largest = t.abs().amax(2, keepdim=True)  # (count, r, 1)
         found = (t / torch.where(largest > 0, largest, 1.0)).mT  # (b, n or m, r)
         for i, factor in zip(b.tensors, found, strict=True):
             state[f"{name}/{i}"] = factor.clone(memory_format=torch.contiguous_format)
-    return dict(sorted(state.items(), key=lambda item: _order(item[0])))
+    return dict(sorted(state.items(), key=lambda item: _order(item[0])))  # the order that `init` has
 
 
 def _order(name: str) -> tuple[str, int]:

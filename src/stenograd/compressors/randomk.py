@@ -82,7 +82,8 @@ class RandomK(Compressor):
         x = x if residual is None else x.add_(residual)
         n = x.numel()
         k = math.ceil(self.ratio * n)
-        scale = n / k if self.unbiased and k else 1.0
+        scale = n / k if self.unbiased and k else 1.0  # each place is drawn with the chance k / n
+        # drawn on the CPU: alike for all devices
         indices = bring(self.draw(n, k, site.generator(self.seed, shared=True)), x.device)
         values = x.index_select(0, indices)
         error = None
@@ -99,7 +100,7 @@ class RandomK(Compressor):
         """
         if n <= _SMALL:
             return torch.randperm(n, generator=generator, device="cpu")[:k].sort().values
-        if 2 * k > n:
+        if 2 * k > n:  # draw the few that are left out
             return _others(n, self.draw(n, n - k, generator))
         found = _distinct(n, k, generator)
         surplus = self.draw(found.numel(), found.numel() - k, generator)

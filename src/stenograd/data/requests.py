@@ -138,6 +138,7 @@ def summed(rounds: Rounds[T]) -> Rounds[T]:
         try:
             request = rounds.send(reply)
         except StopIteration as stop:
+            # StopIteration has no type parameter: its value is Any.
             return stop.value  # type: ignore[no-any-return]
         reply = yield Request(Op.SUM, request.tensors) if request.op is Op.MEAN else request
 

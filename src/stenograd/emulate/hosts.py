@@ -49,8 +49,9 @@ _NUMBERS = count()
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself
-MAX_HOSTS = 254
+MAX_HOSTS = 254  # what 10.77.0.0/24 has addresses for
 _POLL_S = 0.1
+_START_S = 60.0  # for a Python without torch, and a TAP device for each host
 _TAIL_LINES = 15
 _FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobody else listens
 _PACKET_BYTES, _SEGMENT_BYTES = 1514, 1448  # of Ethernet, with headers and without
@@ -153,7 +154,7 @@ class Hosts:
             self._handlers = {number: signal.signal(number, _end) for number in _ENDINGS}
         try:
             self._build()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: what is made by then would stay
             self._tear_down()
             raise
         return self
@@ -260,7 +261,7 @@ class Hosts:
         hosts = [self._host(index) for index in range(self.count)]
         for host in hosts:
             ip("netns", "add", host)
-        if self._delay_s > 0:
+        if self._delay_s > 0:  # 0: | Before the links: they are devices of the relay's.
             self._relay = _start_relay(self._delay_s, switch, hosts)
         for index, host in enumerate(hosts):
             port = f"port{index}"
@@ -287,6 +288,7 @@ class Hosts:
         command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shape, "latency", "100ms")
 
     def _tear_down(self) -> None:
+        # Whoever asks again to end must not leave half of this undone.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDINGS, signal.SIGINT))
         try:
             remove(self._prefix)
@@ -295,6 +297,7 @@ class Hosts:
                 self._relay.kill()
                 self._relay.communicate()
                 self._relay = None
+            # Before signals are let through: one that came meanwhile is the program's.
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -326,7 +329,7 @@ def remove(prefix: str) -> None:
     """Remove the namespaces whose names start so, and kill the processes in them."""
     for name in names(prefix):
         for pid in ip("netns", "pids", name).split():
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):  # it has just ended
                 os.kill(int(pid), signal.SIGKILL)
         ip("netns", "del", name)  # its interfaces and queues go with it
 
@@ -403,12 +406,25 @@ def _start_relay(delay_s: float, switch: str, hosts: Sequence[str]) -> subproces
         start_new_session=True,  # Ctrl-C is for this process, which then ends the other
     )
     assert process.stdout is not None
-    first = process.stdout.readline()
-    if first != relay.READY + "\n":
-        said, _ = process.communicate()
-        why = (first + said).strip().splitlines()[-1]
-        raise HostsError(f"a delay needs TAP devices (/dev/net/tun), which cannot be made here: {why}")
-    return process
+    began, limit = time.monotonic(), threading.Timer(_START_S, process.kill)  # which ends the reading below
+    limit.daemon = True
+    limit.start()
+    try:
+        first = process.stdout.readline()
+        if first == relay.READY + "\n":
+            return process
+        # Not `communicate`, which leaves out what was read together with the first line.
+        with process:
+            said = process.stdout.read()
+    finally:
+        limit.cancel()
+    if time.monotonic() - began >= _START_S:
+        raise HostsError(
+            f"the process that holds packets back was not ready within {_START_S:g} s: end other programs on "
+            "this machine, or emulate fewer hosts"
+        )
+    why = ((first + said).strip() or f"it ended with status {process.returncode}").splitlines()[-1]
+    raise HostsError(f"a delay needs TAP devices (/dev/net/tun), which cannot be made here: {why}")
 
 
 def _remove_leftovers() -> None:

@@ -119,6 +119,7 @@ class Plan:
         if skips.global_skip > 1:
             fewer = max(1, skips.global_skip // self.skip_reduction_factor)
             local = max(1, skips.local_skip // self.skip_reduction_factor)
+            # merged when the next is sent at the latest
             return Skips(fewer, local, min(fewer, max(1, skips.batches_to_wait - 1)))
         again = max(1, self.max_global_skips // self.local_skip_factor)
         return Skips(self.max_global_skips, again, again)
@@ -261,7 +262,7 @@ class AcrossNodes:
 
     def close(self) -> None:
         """Stop the threads and leave the groups."""
-        for averager in self._averagers.values():
+        for averager in self._averagers.values():  # threads before the groups by which they send
             averager.close()
             averager.driver.close()
         self.node_driver.close()
@@ -349,13 +350,13 @@ class ParameterAverager:
     @torch.no_grad()
     def send(self) -> None:
         """Send what `pack` read; returns at once. What was sent before must have been merged."""
-        self._packed, self._sent = self._sent, self._packed
+        self._packed, self._sent = self._sent, self._packed  # what was sent is merged, so its memory is free
 
         def fill(at: int, part: slice, out: Tensor) -> None:
             if self._lossless:
                 out.copy_(self._sent[at][part])
             else:
-                torch.sub(self._sent[at][part], self._mine[at][part], out=out)
+                torch.sub(self._sent[at][part], self._mine[at][part], out=out)  # p - h
 
         self._flat.send(fill, self.weight)
 
@@ -373,9 +374,9 @@ class ParameterAverager:
         if arrived:
             for stream, target in zip(self._flat.streams, self._sent, strict=True):
                 if stream.holds(target):
-                    stream.approach(target, share)
+                    stream.approach(target, share)  # p + share (H + (p_sent - h) - p)
             for mine, mean_ in zip(self._mine, self._mean, strict=True):
-                mine.lerp_(mean_, share)
+                mine.lerp_(mean_, share)  # h + share (H - h)
         return arrived
 
     def discard(self) -> None:
@@ -445,9 +446,10 @@ class ParameterAverager:
             if self._lossless:
                 sent.copy_(mean_)
                 continue
+            # what was sent was multiplied by it
             lost = torch.zeros_like(sent) if lost is None else lost / self.weight
-            torch.sub(sent, lost, out=self._mine[at][part])
-            torch.add(self._mean[at][part].add_(mean_), lost, out=sent)
+            torch.sub(sent, lost, out=self._mine[at][part])  # h + q = p_sent - lost
+            torch.add(self._mean[at][part].add_(mean_), lost, out=sent)  # H + mean(q), and p_sent - h
         self._arrived = True
 
 
@@ -467,7 +469,7 @@ def spread(parameters: Mapping[str, Tensor], driver: AnyDriver, source: int, fin
     verdict = torch.full(
         (1,), float(finite), dtype=torch.float32, device=next(iter(parameters.values())).device
     )
-    driver.broadcast(verdict, source, counted=True)
+    driver.broadcast(verdict, source, counted=True)  # first, so that all raise instead of taking NaN
     if not verdict.item():
         raise not_finite("parameters")
     if driver.world_size == 1:

@@ -298,6 +298,7 @@ class DASO:
             "sending_chunk_size": self.split_val,
         }
         settings |= describe_optimizers(model, [self.local_optimizer], alike=False)
+        # Before anything is given up: where ranks differ, all keep what they had.
         compare(self._driver, settings, parameters, model=model)
         self.close()
         _take_over(model, self.local_optimizer)
@@ -321,7 +322,7 @@ class DASO:
             for thing in (model, self.local_optimizer):
                 _held[thing] = weakref.ref(self), weakref.ref(sync)
             self._set_local(True)
-        except BaseException:
+        except BaseException:  # CTRL-C, too: threads and groups must not stay
             self._model = None
             if sync is not None:
                 sync.close()
@@ -368,6 +369,7 @@ class DASO:
             self._end_epoch()
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if not loss_globally_averaged:
+            # all ranks must choose the same skips
             value = sum_over_ranks(self._driver, [value])[0] / self._driver.world_size
         before = self._skips
         self._skips = self._plan.after_epoch(
@@ -466,7 +468,7 @@ class DASO:
     def close(self) -> None:
         """Detach from the model, stop the threads and leave the groups; a second call does nothing."""
         if self._model is not None:
-            self._sync.close()
+            self._sync.close()  # first: it sends by a group of the other's
             self._across.close()
             self._model = None
 
@@ -548,7 +550,7 @@ class DASO:
         """Make all ranks equal: merge the exchange in flight, then average exactly."""
         if not self._across.one_node:
             self._across.replace()
-            self._across.anchor()
+            self._across.anchor()  # differences count from what is equal everywhere
         if self.average_buffers and self._model is not None:
             average_buffers(self._model, self._driver)
         self.epoch, self.current_batch = self.epoch + 1, 0

@@ -195,7 +195,7 @@ class Updates:
             self._queue_zeroing()
             if self._sync is not None:
                 self._sync.wait()
-            calls, self._calls = self._calls, []
+            calls, self._calls = self._calls, []  # one that fails is not run again
             for call in calls:
                 call()
 
@@ -256,7 +256,9 @@ class DataParallelOptimizer:
         self.update_next = False
         self.params_ref: list[torch.Tensor] = torch_optimizer.param_groups[0]["params"]
         self._updates = Updates()
+        # a step that waits belongs to what is saved
         torch_optimizer.register_state_dict_pre_hook(lambda *_: self.flush())
+        # and not to what is loaded
         torch_optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush())
 
     @property

@@ -36,7 +36,7 @@ _PATIENCE_S = 1.0  # a user waits that long without asking what is going on
 _LOCK_S = 120.0
 _POLL_S = 0.02
 _KERNEL_BYTES = 1 << 26  # of one kernel, at most; the largest has 0.3 MB
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of SHA-256
 
 
 @cache

@@ -94,10 +94,10 @@ def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if fast is not None:
         return fast(x, k)
     bits = magnitude_bits(x)
-    if not x.is_cpu:
+    if not x.is_cpu:  # below, the host would wait for sizes
         return _taken(x, _largest(bits, k))
     places = (bits >= _bound(bits, k)).nonzero().view(-1)
-    if places.numel() < k:
+    if places.numel() < k:  # the guess was too high
         places = torch.arange(x.numel(), device=x.device)
     bits = bits.index_select(0, places)
     if k:

@@ -145,7 +145,7 @@ def _leaders(hosts: Sequence[str], world_size: int) -> list[int]:
 def _host() -> str:
     """Return what no two hosts have in common: names alone repeat in containers, boot ids on one kernel."""
     boot = ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # only Linux has it
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     addresses = [address for address in interfaces().values() if not address.startswith("127.")]
     return " ".join([socket.gethostname(), boot, *sorted(addresses)])
@@ -242,7 +242,7 @@ def _accept(server: socket.socket, rank: int) -> None:
             link, _ = server.accept()
         except OSError:  # closed: the timing is over
             return
-        with link, contextlib.suppress(OSError):
+        with link, contextlib.suppress(OSError):  # whoever breaks off: the next is served
             deadline = time.monotonic() + _LIMIT_S
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.sendall(rank.to_bytes(4, "big"))

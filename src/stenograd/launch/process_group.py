@@ -358,7 +358,7 @@ def _detector() -> Presence | None:
 def _joined_world() -> World:
     """Describe a group that the user made; it counts as one host unless a launcher's variables match it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    with contextlib.suppress(LaunchError):
+    with contextlib.suppress(LaunchError):  # the user may have used no launcher
         world = detect(os.environ)
         if (world.rank, world.world_size) == (rank, size):
             return world
@@ -487,7 +487,7 @@ def _loops() -> set[int]:
 
 def _at_exit() -> None:
     """Leave the group at exit; rank 0, or a survivor if rank 0 is lost, removes the rendezvous file."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # at exit nobody can do anything about it
         shutdown()
     if _place is None or _place.pid != os.getpid():
         return

@@ -121,6 +121,7 @@ class Averaging:
             by_layer: whether each tensor has collectives of its own, instead of one for all of a dtype.
         """
         exchange = self._running()
+        # a tensor alone, or all of a type; nothing is computed meanwhile
         exchange.arrange(assign(values, 1 if by_layer else sys.maxsize, tail=False))
         return exchange
 
@@ -313,6 +314,7 @@ class AllReduceAggregation(Aggregation):
         if self.world_size > 1:
             means = self.average(values, unused, by_layer=by_layer)
         else:
+            # they are multiplied in place below
             means = {name: x.clone() for name, x in values.items() if name not in unused}
         for mean in means.values():
             if not self.divide_before and mean.element_size() < 4:

@@ -97,6 +97,7 @@ class GenericCentralizedOptimizer(Wrapper):
         super().__init__(self.model.parameters())
         if self.world_size > 1:
             options = {"optimizer": type(self).__name__, "by_layer": self.by_layer, "agg_grad": self.agg_grad}
+            # before tensors travel by position
             aggregation.meet(dict(self.model.named_parameters()), options, self.model)
             if self.agg_grad:
                 broadcast_model(aggregation.driver, self.model)
@@ -271,6 +272,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         self.grad_clip = checked_clip(grad_clip)
         if isinstance(optimizer, torch.optim.Optimizer):
             synced_parameters(checked_model(model), [optimizer])  # before any rank waits for another
+        # At construction the weights move, and so must the copies that some optimizers keep of them.
         with Copies(optimizer).follow(checked_model(model).parameters()):
             super().__init__(world_size, model, use_cuda, by_layer, divide_before, agg_grad)
         self.optimizer = optimizer

@@ -87,6 +87,7 @@ class DecentralizedAggregation:
                 return
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in params]
             used = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+            # `used` becomes 0 where no neighbour has a gradient
             self.gossip.mix([*grads, used], separately=by_layer)
             for p, grad, share in zip(params, grads, used.tolist(), strict=True):
                 p.grad = grad if share > 0 else None
@@ -204,6 +205,7 @@ class DecentralizedSGD(Wrapper):
             self.skipped += 1
         if tracker is not None:
             tracker.record_batch_opt_step()
+        # After a skipped step, too: the neighbours wait for this rank's parameters.
         self._gossip.mix([p for p in self._parameters() if can_average(p)], separately=self.by_layer)
         if tracker is not None:
             tracker.record_batch_agg()
@@ -222,7 +224,7 @@ def _agree_on_graph(driver: Driver, rank: int | None, neighbors: Iterable[int] |
     try:
         mine: Any = None if neighbors is None else [int(other) for other in neighbors]
     except (TypeError, ValueError):
-        mine = repr(neighbors)
+        mine = repr(neighbors)  # told like a list, so that the error comes on all ranks
     told = driver.gather_bytes(json.dumps([rank, mine, weights], default=repr).encode())
     answers = [json.loads(message) for message in told]
     for place, (claimed, theirs, rule) in enumerate(answers):

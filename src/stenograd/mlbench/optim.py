@@ -65,10 +65,10 @@ class _Coordinates(Compressor):
 
     def cut(self, x: Tensor, site: Site) -> _Share:
         """Take elements out of flat x, which becomes the memory; all ranks draw from (step, key) alike."""
-        generator = site.generator(0, shared=True)
+        generator = site.generator(0, shared=True)  # alike on all ranks: no places travel
         starts = accumulate(site.numels, initial=0)
         drawn = [self._draw(n, generator) + start for n, start in zip(site.numels, starts, strict=False)]
-        places = torch.cat(drawn).to(x.device)
+        places = torch.cat(drawn).to(x.device)  # drawn on the CPU, so alike for every kind of device
         values = x[places]
         return _Share(places, values, x.index_fill_(0, places, 0))
 
@@ -201,6 +201,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         super().load_state_dict(dict(state_dict))
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         for key, (_, p) in zip(numbers, self._all(), strict=True):
+            # torch's own load has made it the parameter's type; the saved one is whole.
             self.state[p]["memory"] = state_dict["state"][key]["memory"].clone().to(p.device)
 
     @torch.no_grad()
@@ -212,6 +213,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         for group, p, share, average in exchanged:
             self._remember(p, share)
             update = share.spread(average).view(p.shape)
+            # p - u - lr weight_decay p, with lr in u already
             p.sub_(update.add_(p, alpha=group["lr"] * group["weight_decay"]).to(p.dtype))
         if tracker is not None:
             tracker.record_batch_opt_step()
@@ -245,6 +247,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
 
     def _share(self, at: int, group: dict[str, Any], p: Tensor) -> _Share:
         state = self.state[p]
+        # m + lr g
         x = torch.add(state["memory"], gradient(p, wide(p.dtype)), alpha=group["lr"]).reshape(-1)
         drawn = _Coordinates(count=group["sparse_grad_size"], scattered=group["random_sparse"])
         return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"], key=at))
@@ -421,8 +424,8 @@ class SignSGD(torch.optim.Optimizer):
         if buffer is None:
             buffer = self.state[p]["momentum_buffer"] = d.clone()
         else:
-            buffer.mul_(mu).add_(d, alpha=1 - group["dampening"])
-        return d.add_(buffer, alpha=mu) if group["nesterov"] else buffer.clone()
+            buffer.mul_(mu).add_(d, alpha=1 - group["dampening"])  # b <- mu b + (1 - dampening) d
+        return d.add_(buffer, alpha=mu) if group["nesterov"] else buffer.clone()  # Nesterov: d + mu b
 
 
 def _share_of_newest(t: int, tau: float) -> float:
@@ -430,5 +433,6 @@ def _share_of_newest(t: int, tau: float) -> float:
 
     So `mean <- (1 - rho) mean + rho p` is the average with weights `(i + tau)^2`: Stich et al., theorem 2.4.
     """
+    # sum over i = 0..t of tau^2 + 2 tau i + i^2
     total = (1 + t) * (6 * tau * tau + t + 6 * tau * t + 2 * t * t) / 6
-    return (t + tau) ** 2 / total if total else 1.0
+    return (t + tau) ** 2 / total if total else 1.0  # t = tau = 0: all weights are 0

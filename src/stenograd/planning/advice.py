@@ -11,11 +11,10 @@ import numpy as np
 
 from stenograd.catalog.method import Method, method
 from stenograd.compressors.cast import Cast
-from stenograd.errors import bad_value
 from stenograd.planning.formula import Network, step_s
+from stenograd.planning.link import rate_text, time_text
 from stenograd.planning.program import Program, with_ratio
 from stenograd.planning.rehearsal import stretches
-from stenograd.planning.units import rate_text, time_text
 from stenograd.schedules.every_step import EveryStep
 from stenograd.schedules.rounds import Rounds
 
@@ -28,7 +27,6 @@ __all__ = [
     "accuracy_of",
     "advised",
     "best_keys",
-    "check_accuracy",
     "open_keys",
     "predict",
     "variants",
@@ -53,7 +51,7 @@ MEASURED = (0.95, 1.2)
 # The least share of a dense step that a method must save. Predictions for the same model and link err mostly
 # alike: the errors of 153 methods differed from that of dense in their cell by 5 % in the median.
 _LEAST_LEAD = 0.05
-_RATES = tuple(float(rate) for rate in np.geomspace(1e6, 1e11, 41))
+_RATES = tuple(float(rate) for rate in np.geomspace(1e6, 1e11, 41))  # eight for each factor of ten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +104,6 @@ def accuracy_of(text: str) -> str:
     return "rounded" if isinstance(how.compressor, Cast) else "lossy"
 
 
-def check_accuracy(accuracy: str) -> None:
-    """Refuse an unknown word.
-
-    Raises:
-        ConfigError: it is none of `ACCURACIES`.
-    """
-    if accuracy not in ACCURACIES:
-        raise bad_value("accuracy", f"must be one of {', '.join(ACCURACIES)}", accuracy, "use lossy")
-
-
 def predict(
     programs: Mapping[str, Program], network: Network, floor_s: float, slower: float
 ) -> list[Prediction]:
@@ -131,6 +119,7 @@ def predict(
     found = []
     for text, program in programs.items():
         whole = step_s(program, network, floor_s, slower=slower)
+        # by a link that takes no time
         sent_at_once = step_s(program, replace(network, bps=1e15), floor_s, slower=slower)
         parts = {"bandwidth": max(whole - sent_at_once, 0.0)}
         free = step_s(program, replace(network, bps=1e15, hop_s=0.0), floor_s, slower=slower)

@@ -69,7 +69,7 @@ class TorchOptimizer:
 
     def get_states(self) -> dict[str, Any]:
         """Return a copy of the optimizer's `state_dict()`."""
-        return copy.deepcopy(self.optimizer.state_dict())
+        return copy.deepcopy(self.optimizer.state_dict())  # torch's state_dict shares its tensors
 
     def set_states(self, states: Mapping[str, Any]) -> None:
         """Load a `state_dict()`."""
@@ -274,6 +274,7 @@ class DistOpt(Saved):
         # Other ranks do not learn of a bad gradient here, so only this rank's update is left out.
         finite = are_finite(p.grad for p in walked if p.grad is not None)
         self._update_all(walked, finite)
+        # Not `% len`: with another threshold there may be fewer partitions than the last call averaged.
         self.partial = self.partial + 1 if self.partial < len(partitions) else 1
         self._average([self._gradients.parameters[name] for name in partitions[self.partial - 1]])
         self.partial %= len(partitions)
@@ -403,7 +404,7 @@ class DistOpt(Saved):
                     f"the state's {key} must be {wanted!r}, got {states.get(key)!r}: "
                     "load it where it was saved"
                 )
-        self._gradients.check(states)
+        self._gradients.check(states)  # before anything changes
         self._inner.set_states(states["optimizer"])
         self._gradients.load(states)
         self.partial, self.skipped = int(states["partial"]), int(states["skipped"])
@@ -441,6 +442,7 @@ class DistOpt(Saved):
     def _fused(self, tensors: Sequence[Tensor], send: bool, how: Method) -> None:
         _check(tensors)
         if not send:
+            # copies: the caller may reuse its tensors before they are sent
             self._buffered += [tensor.detach().reshape(-1).clone() for tensor in tensors]
             return
         held, self._buffered = self._buffered, []
@@ -488,7 +490,7 @@ class DistOpt(Saved):
         exchange.submit(0)
         (total,) = exchange.finish().result().averages
         if not (adds or mean):
-            total.mul_(self.world_size)
+            total.mul_(self.world_size)  # exchanges give averages
         for target, piece in zip(targets, total.split(bucket.numels), strict=True):
             target.copy_(piece.view(target.shape))
         if accumulation is not None:
@@ -501,7 +503,7 @@ class DistOpt(Saved):
         if exchange is None:
             exchange = TensorExchange(how, self._driver, waits=True)
             exchange.arrange([bucket])
-        self._exchanges[key] = exchange
+        self._exchanges[key] = exchange  # to the end: the first is then the one unused for longest
         if len(self._exchanges) > _MOST_EXCHANGES:
             self._exchanges.pop(next(iter(self._exchanges))).close()
         return exchange

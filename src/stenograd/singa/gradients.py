@@ -64,13 +64,14 @@ def parameters_of(loss: Tensor) -> list[Tensor]:
         )
     if loss.grad_fn is None:
         return [loss]
+    # AccumulateGrad nodes have `variable`, which torch's stubs do not say.
     return [leaf.variable for leaf in _leaves(loss.grad_fn)]  # type: ignore[attr-defined]
 
 
 def _leaves(root: Node) -> list[Node]:
     leaves: dict[Node, None] = {}
     seen = {root}
-    heap = [(-root._sequence_nr(), 0, root)]
+    heap = [(-root._sequence_nr(), 0, root)]  # the 0 is a running number: nodes do not compare
     while heap:
         for child, _ in heapq.heappop(heap)[2].next_functions:
             if child is None:
@@ -146,6 +147,7 @@ def backward(loss: Tensor, on_gradient: Callable[[Tensor], object], walker: Walk
     try:
         loss.backward()
     finally:
+        # Also after an error: a hook left on a parameter would run in the next backward pass too.
         for handle in handles:
             handle.remove()
     queue.flush()
@@ -310,9 +312,9 @@ class Gradients:
         backward(loss, on_gradient, self._walker)
         for group in fusion.rest():
             submit(group)
-        exchange.end_at(len(groups))
+        exchange.end_at(len(groups))  # this graph may have fewer groups than the last step's
         outcome = exchange.finish().result()
-        exchange.join_streams()
+        exchange.join_streams()  # before the averages are read below
         self._under_way = False
         for bucket, flat in zip(exchange.buckets, outcome.averages, strict=True):
             for name, average in zip(bucket.names, bucket.views(flat), strict=True):
@@ -404,6 +406,7 @@ class Gradients:
     def _residuals(self) -> _States:
         """Return copies of all residuals by parameter name."""
         running = self._exchange.state_dict()["parameters"] if self._exchange is not None else {}
+        # what runs is newer than what rested
         kept = {**self._resting, **{name: state for name, state in running.items() if state}}
         return {name: {key: t.clone() for key, t in state.items()} for name, state in kept.items()}
 

@@ -48,7 +48,7 @@ class NcclIdHolder:
         """
         mark = Path(f"{self.path}-rank-{rank}")
         try:
-            with suppress(FileExistsError), mark.open("x") as file:
+            with suppress(FileExistsError), mark.open("x") as file:  # claimed: read below by whom
                 file.write(str(os.getpid()))
             owner = mark.read_text()
         except OSError as cause:
@@ -92,6 +92,7 @@ def join(
 
 
 def _join_with_token(token: NcclIdHolder, rank: int, size: int, timeout_s: float) -> World:
+    # First: of two processes with one rank the second is told so here, instead of waiting for the group.
     token.claim(rank)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with environment({STORE_VARIABLE: token.path} | {key: str(value) for key, value in place.items()}):

@@ -152,6 +152,7 @@ class Optimizer(Saved):
             )
         slot = self._slots.to_update(param_value, param_name if isinstance(param_name, str) else None)
         values = {**self._values, **slot.values}
+        # so state is never narrower than `dtype`
         grad = param_grad.to(torch.promote_types(param_value.dtype, self.dtype))
         if decay := values.get("weight_decay"):
             grad = grad.add(param_value, alpha=decay)
@@ -294,9 +295,11 @@ class SGD(Optimizer):
         if not (isinstance(schedule, Constant) and schedule.init_value == 0):
             if "moments" in slot.state:
                 velocity = slot.buffer("moments", grad)
+                # v <- momentum v + (1 - dampening) g
                 velocity.mul_(values["momentum"]).add_(grad, alpha=1 - values["dampening"])
             else:
-                velocity = slot.state["moments"] = grad.clone()
+                velocity = slot.state["moments"] = grad.clone()  # the first is not damped, as in torch
+            # Nesterov: g + momentum v
             grad = grad.add(velocity, alpha=values["momentum"]) if self.nesterov else velocity
         param.add_(grad, alpha=-values["lr"])
 
@@ -333,7 +336,9 @@ class RMSProp(Optimizer):
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
         """Update a parameter with its gradient, divided by the root of the running mean of its square."""
         average = slot.buffer("running_average", grad)
+        # a <- rho a + (1 - rho) g^2
         average.mul_(values["rho"]).addcmul_(grad, grad, value=1 - values["rho"])
+        # Epsilon inside the root, as in SINGA; torch.optim.RMSprop adds it outside.
         param.addcdiv_(grad, (average + values["epsilon"]).sqrt_(), value=-values["lr"])
 
 
@@ -364,7 +369,8 @@ class AdaGrad(Optimizer):
 
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
         """Update a parameter with its gradient, divided by the root of the sum of all squares so far."""
-        history = slot.buffer("history", grad).addcmul_(grad, grad)
+        history = slot.buffer("history", grad).addcmul_(grad, grad)  # h <- h + g^2
+        # Epsilon inside the root, as in SINGA; torch.optim.Adagrad adds it outside.
         param.addcdiv_(grad, (history + values["epsilon"]).sqrt_(), value=-values["lr"])
 
 
@@ -407,7 +413,9 @@ class Adam(Optimizer):
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
         """Update a parameter with its gradients' mean, divided by the root of their mean square."""
         t, beta_1, beta_2 = self.step_counter + 1, values["beta_1"], values["beta_2"]
-        m = slot.buffer("m", grad).lerp_(grad, 1 - beta_1)
+        m = slot.buffer("m", grad).lerp_(grad, 1 - beta_1)  # m <- beta_1 m + (1 - beta_1) g
+        # v <- beta_2 v + (1 - beta_2) g^2
         v = slot.buffer("v", grad).mul_(beta_2).addcmul_(grad, grad, value=1 - beta_2)
+        # sqrt(v / (1 - beta_2^t)) + epsilon
         root = v.sqrt().div_((1 - beta_2**t) ** 0.5).add_(values["epsilon"])
-        param.addcdiv_(m, root, value=-values["lr"] / (1 - beta_1**t))
+        param.addcdiv_(m, root, value=-values["lr"] / (1 - beta_1**t))  # m's own correction is in the rate

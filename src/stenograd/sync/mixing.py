@@ -114,6 +114,7 @@ class Number:
             try:
                 request = rounds.send(reply)
             except StopIteration as stop:
+                # StopIteration has no type parameter: its value is Any.
                 return stop.value  # type: ignore[no-any-return]
             if self._sent or request.op is not Op.EXCHANGE:
                 reply = yield request

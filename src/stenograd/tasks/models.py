@@ -70,6 +70,8 @@ class CharGPT(nn.Module):
         self.norm = nn.LayerNorm(width, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
+                # As in GPT-2: 2 * layers branches add to the residual stream, so each starts that much
+                # smaller.
                 std = 0.02 / math.sqrt(2 * layers) if name.endswith("out.weight") else 0.02
                 nn.init.normal_(parameter, std=std)
 
@@ -77,6 +79,7 @@ class CharGPT(nn.Module):
         """Return the scores of each next character, shape (batch, time, vocabulary), for (batch, time)."""
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.characters(inputs) + self.positions(positions)  # (batch, time, width)
+        # the embedding is the output layer too, as in GPT-2
         return functional.linear(self.norm(self.blocks(x)), self.characters.weight)
 
 

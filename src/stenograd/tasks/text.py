@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stenograd.errors import DataError
-from stenograd.tasks.base import IGNORE, Task
+from stenograd.tasks.base import IGNORE, Recipe, Task
 from stenograd.tasks.models import CharGPT
-from stenograd.tasks.recipe import Recipe
 
 __all__ = ["Text"]
 
@@ -63,6 +62,7 @@ class Text(Task):
         cut = len(codes) * 9 // 10
         self._train, evaluation = codes[:cut], codes[cut:]
         self._eval_inputs = _windows(evaluation[:-1], self.context, fill=0)
+        # the padding must not count in the loss
         self._eval_targets = _windows(evaluation[1:], self.context, fill=IGNORE)
         self.train_size = len(self._train) - self.context
         self.eval_size = len(self._eval_inputs)
@@ -71,9 +71,7 @@ class Text(Task):
         """Build a GPT of 4 layers, 4 heads and width 128, about 0.8 million parameters."""
         return CharGPT(len(self.vocabulary), self.context)
 
-    def train_batch(
-        self, indices: Tensor, *, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def train_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the windows that start at indices, and those one character later, both (batch, 64)."""
         spans = self._train[indices[:, None] + torch.arange(self.context + 1, device="cpu")].long()
         return spans[:, :-1], spans[:, 1:]
@@ -90,6 +88,7 @@ def _windows(codes: Tensor, length: int, fill: int) -> Tensor:
 
 def _encode(text: str) -> tuple[str, Tensor]:
     """Return the sorted characters of a text, and the text as int32 indices of them."""
+    # one number a character, whatever the script
     points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     vocabulary, codes = np.unique(points, return_inverse=True)
     return "".join(map(chr, vocabulary)), torch.from_numpy(codes.astype(np.int32))

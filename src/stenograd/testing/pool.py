@@ -69,25 +69,26 @@ class RankPool:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
-        try:
-            with tempfile.TemporaryDirectory(prefix="stenograd-pool-") as folder:
-                for rank in range(world_size):
-                    job = (rank, world_size, str(Path(folder) / "store"), sys.path, fn, args)
-                    self._members[rank].send(job)
+        with tempfile.TemporaryDirectory(prefix="stenograd-pool-") as folder:
+            files = [Path(folder, f"rank{rank}") for rank in range(world_size)]
+            try:
+                for rank, file in enumerate(files):
+                    job = (rank, world_size, str(Path(folder, "store")), sys.path, fn, args)
+                    self._members[rank].send(file, job)
                 waiting = {self._members[rank].pipe: rank for rank in range(world_size)}
                 while waiting:
                     ready = wait(list(waiting), max(deadline - time.monotonic(), 0.0))
                     for pipe in ready or list(waiting):
                         rank = waiting.pop(pipe)
                         late = False, f"no answer in {timeout_s:g} s"
-                        ok, value = self._members[rank].receive() if ready else late
+                        ok, value = self._members[rank].receive(files[rank]) if ready else late
                         (results if ok else errors)[rank] = value
-        finally:
-            # Also where something ends this call from outside: an answer that nobody has read would be taken
-            # for that of the next job.
-            for rank in set(range(world_size)) - results.keys():
-                self._members[rank].stop()
-                self._members[rank] = _Member(self._context)
+            finally:
+                # Also where something ends this call from outside: an answer that nobody has read would be
+                # taken for that of the next job.
+                for rank in set(range(world_size)) - results.keys():
+                    self._members[rank].stop()
+                    self._members[rank] = _Member(self._context)
         if errors:
             raise RanksFailed(errors)
         return [results[rank] for rank in range(world_size)]
@@ -128,7 +129,11 @@ def start_context(*more: str) -> Any:
 
 
 class _Member:
-    """One process and the pipe to it."""
+    """One process and the pipe to it.
+
+    Jobs and answers are files. The pipe holds their names and that an answer is there, each of which fits
+    its buffer, so that a process which stops in the middle of a job or of an answer keeps nobody waiting.
+    """
 
     def __init__(self, context: Any) -> None:
         self.pipe, theirs = context.Pipe()
@@ -137,12 +142,15 @@ class _Member:
         self._process.start()
         theirs.close()
 
-    def send(self, job: Any) -> None:
-        self.pipe.send_bytes(pickle.dumps(job))
+    def send(self, file: Path, job: Any) -> None:
+        file.write_bytes(pickle.dumps(job))
+        self.pipe.send_bytes(os.fsencode(file))
 
-    def receive(self) -> tuple[bool, Any]:
+    def receive(self, file: Path) -> tuple[bool, Any]:
+        """Return the answer that replaces a job in its file."""
         try:
-            ok, value = pickle.loads(self.pipe.recv_bytes())
+            self.pipe.recv_bytes()
+            ok, value = pickle.loads(file.read_bytes())
         except (EOFError, ConnectionResetError):
             self._process.join(5)
             return False, f"died with exit code {self._process.exitcode}"
@@ -163,13 +171,17 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            job = pickle.loads(pipe.recv_bytes())
+            file = Path(os.fsdecode(pipe.recv_bytes()))
         except EOFError:
             return
+        try:
+            job = pickle.loads(file.read_bytes())
         except Exception:
-            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
-            continue
-        pipe.send_bytes(_answer(*job))
+            answer = pickle.dumps((False, traceback.format_exc()))
+        else:
+            answer = _answer(*job)
+        file.write_bytes(answer)
+        pipe.send_bytes(b"")
 
 
 def _answer(

@@ -429,6 +429,7 @@ def _watched(rounds: Rounds[Exchange], watch: Callable[[Request], None]) -> Roun
         try:
             request = rounds.send(reply)
         except StopIteration as stop:
+            # StopIteration has no type parameter: its value is Any.
             return stop.value  # type: ignore[no-any-return]
         watch(request)
         reply = yield request

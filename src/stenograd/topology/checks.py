@@ -42,7 +42,7 @@ def relation(neighbours: Neighbours) -> tuple[tuple[int, ...], ...]:
         raise bad_value("neighbours", "must be given for ranks 0..size-1", [*rows], "number ranks from 0")
     for rank, row in rows.items():
         check_peers(rank, row, len(rows))
-    for rank, row in rows.items():
+    for rank, row in rows.items():  # when all rows are known to name ranks
         check_symmetric(rank, row, rows)
     return tuple(tuple(sorted(map(int, rows[rank]))) for rank in range(len(rows)))
 
