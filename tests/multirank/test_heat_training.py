@@ -12,7 +12,7 @@ from models import mlp, shards
 from torch import nn
 
 from stenograd.errors import LaunchError, StenogradError
-from stenograd.heat.cycle import Skips
+from stenograd.heat.across import Skips
 from stenograd.heat.daso import DASO
 from stenograd.heat.data_parallel import DataParallelMultiGPU
 from stenograd.launch.detect import World

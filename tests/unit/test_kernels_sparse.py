@@ -158,7 +158,7 @@ def test_places_outside_are_refused_before_anything_is_written(function, places)
         function([vector], 5)
     with pytest.raises(WireError, match=r"indices lie in \[0, 5\)"):
         function([(torch.tensor([2**32]), torch.ones(1))], 5)
-    with pytest.raises(WireError, match="1 places came with 2 values"):
+    with pytest.raises(WireError, match="1 indices came with 2 values"):
         function([(torch.tensor([1]), torch.ones(2))], 5)
 
 

@@ -10,17 +10,24 @@ import torch
 from torch import nn
 
 from stenograd.errors import bad_value
-from stenograd.mlbench.aggregation import Aggregation, AllReduceAggregation, PowerAggregation
-from stenograd.mlbench.arguments import (
+from stenograd.mlbench.aggregation import (
     AVG_WORLD,
+    Aggregation,
+    AllReduceAggregation,
     Denominator,
+    PowerAggregation,
+)
+from stenograd.mlbench.wrapper import (
+    Closure,
+    Marks,
+    Wrapper,
     averaging_mode,
     check_denominator,
     check_lr,
     checked_clip,
     checked_model,
+    evaluate,
 )
-from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
 from stenograd.sync.averaging import Copies
 from stenograd.sync.handshake import broadcast_model, synced_parameters
 

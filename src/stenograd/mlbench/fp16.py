@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from stenograd.arguments import number
 from stenograd.errors import ConfigError, StenogradError, bad_value
-from stenograd.mlbench.aggregation import AllReduceAggregation
-from stenograd.mlbench.arguments import (
-    Denominator,
+from stenograd.mlbench.aggregation import AllReduceAggregation, Denominator, gradient, trainable
+from stenograd.mlbench.wrapper import (
+    Closure,
+    Marks,
+    Wrapper,
     averaging_mode,
     check_denominator,
     checked_clip,
     checked_model,
-    gradient,
-    trainable,
+    evaluate,
 )
-from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
 from stenograd.sync.handshake import broadcast_model
 
 __all__ = ["DynamicLossScaler", "FP16Optimizer"]

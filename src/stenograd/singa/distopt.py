@@ -27,6 +27,7 @@ from stenograd.singa.slots import named_members
 from stenograd.sync.averaging import average_buffers
 from stenograd.sync.handshake import broadcast_model, broadcast_tensors, compare
 from stenograd.wire.driver import Driver
+from stenograd.wire.finite import are_finite
 from stenograd.wire.traffic import Traffic
 
 __all__ = ["DistOpt", "TorchOptimizer"]
@@ -271,7 +272,7 @@ class DistOpt(Saved):
         """
         walked, partitions = self._gradients.local(loss, threshold)
         # Other ranks do not learn of a bad gradient here, so only this rank's update is left out.
-        finite = all(bool(p.grad.isfinite().all()) for p in walked if p.grad is not None)
+        finite = are_finite(p.grad for p in walked if p.grad is not None)
         self._update_all(walked, finite)
         # Not `% len`: with another threshold there may be fewer partitions than the last call averaged.
         self.partial = self.partial + 1 if self.partial < len(partitions) else 1
