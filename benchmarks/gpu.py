@@ -202,8 +202,8 @@ _CONTROL = ("checkpoint", "agreement", "trace")
 
 def _control_alone(part: Part, name: str) -> tuple[float | None, str]:
     """Send control messages on a group with one backend."""
-    from stenograd.comm.agreement import agree
-    from stenograd.comm.driver import Driver
+    from stenograd.wire.agreement import agree
+    from stenograd.wire.driver import Driver
 
     what = name.partition(": ")[2]
     if what == "agreement":

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from harness import command_line, main, number, publish, table
 
-from stenograd.data.finite import not_bounded
 from stenograd.kernels import lowrank
-from stenograd.kernels.indices import pack_places, unpack_places
+from stenograd.kernels.indices import pack_indices, unpack_indices
 from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
 from stenograd.kernels.scatter import scatter_mean
 from stenograd.kernels.select import select, select_feedback
 from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
 from stenograd.kernels.values import pack_values, unpack_values
+from stenograd.wire.finite import not_bounded
 
 GOALS = {
     "top-k 1 %: encode with feedback": 1.8,
@@ -46,7 +46,7 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
     signs = [sign_encode_feedback(x, None, 1024, [n])] * 4
     codes = [qsgd_encode_feedback(x, None, 4, 512, [n], 0)] * 4
     places, values = sparse[0]
-    packed, coded = pack_places(places, n), pack_values(values, "int8")
+    packed, coded = pack_indices(places, n), pack_values(values, "int8")
     rare = x * (torch.rand(n, generator=g) < 0.005)
     few, kept = x[:100].clone(), lost[:100].clone()
     matrix, rows = x.clone(), n // _COLUMNS
@@ -67,8 +67,8 @@ def cases(n: int) -> tuple[dict[str, Callable[[], object]], Callable[[], object]
         "rank 4: project columns": lambda: lowrank.project_columns(matrix, place, left),
         "rank 4: write the product": lambda: lowrank.expand(out, place, (left, right)),
         "rank 4: take the product out": lambda: lowrank.take_out(matrix, place, (left, right)),
-        "places 1 %: pack": lambda: pack_places(places, n),
-        "places 1 %: unpack": lambda: unpack_places(packed, n, k),
+        "places 1 %: pack": lambda: pack_indices(places, n),
+        "places 1 %: unpack": lambda: unpack_indices(packed, n, k),
         "values 1 % as int8: pack": lambda: pack_values(values, "int8"),
         "values 1 % as int8: unpack": lambda: unpack_values(coded, "int8", k),
         "finite check": lambda: not_bounded(x),

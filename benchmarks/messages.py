@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from harness import Place, command_line, main, number, publish, slowest, table
 
-from stenograd.comm.messages import swap
 from stenograd.emulate.hosts import parse_rate
+from stenograd.wire.messages import swap
 
 _TURNS = 7
 _HEADERS = 1.048  # of packets, on top of the bytes

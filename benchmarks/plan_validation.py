@@ -25,9 +25,9 @@ from harness import Place, main, slowest, turns
 from scenarios import WORKS, loss
 
 import stenograd
-from stenograd.comm.driver import Driver
-from stenograd.planning.measure_link import measure_link
+from stenograd.planning.link import measure_link
 from stenograd.planning.plan import plan, with_ranks
+from stenograd.wire.driver import Driver
 
 METHODS = [
     "fp16",

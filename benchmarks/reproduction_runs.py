@@ -25,8 +25,8 @@ from stenograd import method, tasks
 from stenograd.cli.loop import Trainer
 from stenograd.cli.options import Options, Shards, Task
 from stenograd.cli.setup import Setup, make_setup
-from stenograd.comm.driver import Driver
 from stenograd.testing.pool import RankPool, RanksFailed
+from stenograd.wire.driver import Driver
 
 __all__ = ["Run", "measure"]
 

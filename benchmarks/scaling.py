@@ -16,10 +16,10 @@ import torch
 from harness import command_line, main, number, publish, table
 
 import stenograd
-from stenograd.comm.traffic import moved_bytes
 from stenograd.compression.contract import Site
-from stenograd.data.requests import Request
 from stenograd.simulate import run
+from stenograd.wire.requests import Request
+from stenograd.wire.traffic import moved_bytes
 
 METHODS = ("sign:dense_below=0", "qsgd:bits=4", "topk:ratio=0.01")
 RANKS = (2, 3, 4, 8, 16, 32, 64)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from stenograd.checkpoint.api import read_set, write_set
-from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError
+from stenograd.wire.driver import Driver
 
 
 class Wrong(AssertionError):

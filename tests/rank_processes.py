@@ -147,7 +147,7 @@ def _watch(moment, tick):
 
         register_optimizer_step_post_hook(tick)
     elif moment == "collective":
-        from stenograd.comm.driver import Driver
+        from stenograd.wire.driver import Driver
 
         Driver.start = _after(tick, Driver.start)
     else:

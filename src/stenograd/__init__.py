@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from stenograd.catalog.method import Method, method, methods
     from stenograd.checkpoint.api import PerRank, load_checkpoint, load_state, save_checkpoint, save_state
     from stenograd.checkpoint.reshard import reshard
-    from stenograd.comm.traffic import Traffic
     from stenograd.errors import PeerLost, StenogradError
     from stenograd.launch.process_group import init, shutdown
     from stenograd.planning.plan import load_plan, plan
     from stenograd.planning.trial import Trial
     from stenograd.sync.attached import Sync
     from stenograd.sync.distribute import distribute
+    from stenograd.wire.traffic import Traffic
 
 __all__ = [
     "Method",

@@ -39,9 +39,9 @@ def require(good: Tensor, rule: str) -> None:
 
     Example:
         >>> import torch
-        >>> require((torch.tensor([0, 4]) < 4).all(), "places lie in [0, 4): the message is damaged")
+        >>> require((torch.tensor([0, 4]) < 4).all(), "indices lie in [0, 4): the message is damaged")
         Traceback (most recent call last):
-        stenograd.errors.WireError: places lie in [0, 4): the message is damaged
+        stenograd.errors.WireError: indices lie in [0, 4): the message is damaged
     """
     if good.is_cpu or _thread.kept is None:
         if not bool(good):

@@ -31,7 +31,7 @@ __all__ = [
     "record",
     "refuse_capture",
     "restore_random_state",
-    "settle",
+    "synchronize",
     "use",
 ]
 
@@ -163,7 +163,7 @@ def bring(t: Tensor, device: torch.device) -> Tensor:
     return t.to(device, non_blocking=True)
 
 
-def settle(tensors: Iterable[Tensor]) -> None:
+def synchronize(tensors: Iterable[Tensor]) -> None:
     """Wait until the caller's streams have written tensors, so that other threads' streams may read them."""
     for device in {t.device for t in tensors if t.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

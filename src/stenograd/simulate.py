@@ -1,6 +1,6 @@
 """N ranks in one process, without a network: trainings (`ranks`), one exchange, or coroutines (`run`)."""
 
-from stenograd.comm.simulate import exchange, run
-from stenograd.comm.simulated_ranks import ranks
+from stenograd.exchange.simulate import exchange, run
+from stenograd.exchange.simulated_ranks import ranks
 
 __all__ = ["exchange", "ranks", "run"]

@@ -1,6 +1,6 @@
 """Traces a training on all ranks: one file for Perfetto or chrome://tracing, on one clock.
 
-`torch.profiler` shows the spans of `comm/pipeline.py`, but cannot stand in for this. It has no event for a
+`torch.profiler` shows the spans of `wire/pipeline.py`, but cannot stand in for this. It has no event for a
 collective that is under way or has arrived while something else is computed, for a gradient that is ready or
 for a bucket that is full; it leaves out the thread of methods of several rounds unless it is told not to; a
 program can run only one; and its files are of one rank each, by that rank's clock.
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from stenograd.arguments import whole
 from stenograd.checkpoint.files import write_atomically
-from stenograd.comm.agreement import agree
-from stenograd.comm.drivers import AnyDriver
 from stenograd.errors import ConfigError
+from stenograd.wire.agreement import agree
+from stenograd.wire.drivers import AnyDriver
 
 __all__ = ["MAX_EVENTS", "Event", "Phases", "Tracer", "Tracing", "as_json", "clock_offsets"]
 
@@ -93,8 +93,8 @@ class Tracing:
         if kind is not None:
             _write(f"{self.path}.rank{self.driver.rank}", as_json([(0.0, self._tracer.events)]))
             return
-        mine = json.dumps([self._tracer.dropped, self._tracer.events]).encode()
-        packed = self.driver.gather_bytes(zlib.compress(mine, 1))
+        own = json.dumps([self._tracer.dropped, self._tracer.events]).encode()
+        packed = self.driver.gather_bytes(zlib.compress(own, 1))
         agree(self.driver, lambda: self._write(packed))
 
     def _check_path(self) -> None:
@@ -112,12 +112,12 @@ class Tracing:
     def _write(self, packed: Sequence[bytes]) -> None:
         if self.driver.rank != 0:
             return
-        told = [json.loads(zlib.decompress(part)) for part in packed]
+        received = [json.loads(zlib.decompress(part)) for part in packed]
         offsets = [offset for offset, _ in self._clocks]
-        trace = as_json([(offset, events) for offset, (_, events) in zip(offsets, told, strict=True)])
+        trace = as_json([(offset, events) for offset, (_, events) in zip(offsets, received, strict=True)])
         trace["otherData"] = {
             "clock_error_s": [error for _, error in self._clocks],
-            "dropped_events": [dropped for dropped, _ in told],
+            "dropped_events": [dropped for dropped, _ in received],
         }
         _write(self.path, trace)
 
@@ -274,22 +274,22 @@ def clock_offsets(driver: AnyDriver) -> list[tuple[float, float]]:
         driver: the way to the other ranks, all of which call this.
 
     Example:
-        >>> from stenograd.comm.driver import Driver
+        >>> from stenograd.wire.driver import Driver
         >>> from stenograd.launch.process_group import init, shutdown
         >>> _ = init()
         >>> clock_offsets(Driver())
         [(0.0, 0.0)]
         >>> shutdown()
     """
-    mine = []
+    own = []
     for _ in range(_PINGS):
         begin = time.perf_counter()
         driver.gather_bytes(b".")
-        mine.append((begin, time.perf_counter()))
-    told = [json.loads(part) for part in driver.gather_bytes(json.dumps(mine).encode())]
+        own.append((begin, time.perf_counter()))
+    received = [json.loads(part) for part in driver.gather_bytes(json.dumps(own).encode())]
     out = [(0.0, 0.0)]
-    for theirs in told[1:]:
-        pairs = list(zip(theirs, told[0], strict=True))
+    for other in received[1:]:
+        pairs = list(zip(other, received[0], strict=True))
         low = max(begin - end_0 for (begin, _), (_, end_0) in pairs)
         high = min(end - begin_0 for (_, end), (begin_0, _) in pairs)
         out.append(((low + high) / 2, (high - low) / 2))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from stenograd.catalog.method import Method
-from stenograd.data.carried import in_memory
 from stenograd.errors import ConfigError, StenogradError
 
 try:
@@ -19,6 +16,7 @@ except ImportError as missing:
 
 from stenograd import accelerate
 from stenograd.accelerate import Attachment
+from stenograd.adapters import Attached
 
 __all__ = ["use"]
 
@@ -60,7 +58,7 @@ def use(
         ConfigError: training has begun, or the Trainer shards models; see `stenograd.accelerate.use`.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> from transformers import Trainer, TrainingArguments
         >>> class Model(torch.nn.Linear):
         ...     def forward(self, x):
@@ -112,18 +110,12 @@ class _Callback(TrainerCallback):
         if logs is not None:
             logs.update(self._attached.traffic.as_metrics())
 
-    @torch.no_grad()
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave all ranks with the parameters to export, unless those of the best checkpoint were loaded."""
         best_loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if best_loaded or not self._attached.rounds:
             return
-        model = self._trainer.model
-        tensors = [in_memory(t) for t in (*model.parameters(), *model.buffers())]
-        with self._attached.sync.consensus():
-            common = [t.clone() for t in tensors]
-        for t, shared in zip(tensors, common, strict=True):
-            t.copy_(shared)
+        Attached(self._trainer.model, self._attached.sync).adopt()
 
 
 def _end_with_training(trainer: Trainer, attached: Attachment) -> None:

@@ -15,9 +15,9 @@ from damage import DAMAGES, MANIFEST_DAMAGES, Checkpoints
 from stenograd.checkpoint import files as checkpoint
 from stenograd.checkpoint.api import read_set
 from stenograd.checkpoint.files import write_atomically
-from stenograd.comm.agreement import agree, everyone, sum_over_ranks
-from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, DataError, StenogradError
+from stenograd.wire.agreement import agree, everyone, sum_over_ranks
+from stenograd.wire.driver import Driver
 
 IDENTITY = {"task": "digits", "recipe": {"lr": 0.1, "betas": (0.9, 0.99)}}
 

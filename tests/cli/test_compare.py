@@ -8,7 +8,7 @@ import pytest
 from launched import clean_env
 
 from stenograd.catalog.method import method, methods
-from stenograd.cli import compare, plot
+from stenograd.cli import compare, pictures
 
 
 def test_compare(on_two_ranks, tmp_path):
@@ -53,7 +53,7 @@ def test_split_methods(texts, expected):
 
 def test_no_picture_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install stenograd[plots]" in plot.plot(tmp_path / "x.png", "digits", {})
+    assert "pip install stenograd[plots]" in pictures.draw_curves(tmp_path / "x.png", "digits", {})
 
 
 @pytest.mark.parametrize("workers", [1, 3])

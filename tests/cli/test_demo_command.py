@@ -2,8 +2,7 @@
 
 import re
 
-import stenograd.cli.demo
-from stenograd.cli.compare import Result
+from stenograd.cli import compare
 from stenograd.errors import StenogradError
 
 
@@ -24,12 +23,12 @@ def test_without_scikit_learn_it_draws_its_digits(monkeypatch):
     def absent(name):
         raise StenogradError("the digits task needs scikit-learn")
 
-    monkeypatch.setattr(stenograd.cli.demo.tasks, "load", absent)
+    monkeypatch.setattr(compare.tasks, "load", absent)
     asked = []
-    monkeypatch.setattr(stenograd.cli.demo.compare, "run", lambda options, *_: asked.append(options) or 0)
-    assert stenograd.cli.demo.run() == 0
+    monkeypatch.setattr(compare, "run", lambda options, *_: asked.append(options) or 0)
+    assert compare.demo() == 0
     assert [(options.task, options.workers) for options in asked] == [("glyphs", 2)]
 
 
 def test_a_method_that_failed_is_not_explained():
-    assert stenograd.cli.demo.explain([Result(method="dense", error="lost")]) == ""
+    assert compare.explain([compare.Result(method="dense", error="lost")]) == ""

@@ -8,7 +8,7 @@ import pytest
 from cli_process import QUICK, execute
 
 from stenograd.cli.folder import RunFolder
-from stenograd.cli.plan_check import read_run
+from stenograd.cli.plan import read_run
 from stenograd.errors import CheckpointError, DataError
 from stenograd.planning.link import load_link
 from stenograd.planning.plan import load_plan

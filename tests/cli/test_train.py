@@ -154,11 +154,11 @@ def test_a_long_run_keeps_the_times_of_its_newest_steps(here, monkeypatch):
 
     def run_epoch(trainer, *arguments):
         row = real(trainer, *arguments)
-        kept.append((row.steps, len(trainer.step_s)))
+        kept.append((row.steps, len(trainer.times.kept["step"])))
         return row
 
     monkeypatch.setattr(loop.Trainer, "run_epoch", run_epoch)
-    monkeypatch.setattr(loop, "_STEPS_TIMED", 5)
+    monkeypatch.setattr(loop, "_STEPS_KEPT", 5)
     assert here("train", *QUICK, "--epochs", 1)[0] == 0
     assert kept == [(23, 5)]
 

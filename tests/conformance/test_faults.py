@@ -9,10 +9,10 @@ from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.randomk import RandomK
 from stenograd.compressors.topk import TopK
-from stenograd.data.finite import Finite, finite_of
-from stenograd.data.requests import commit, gather, mean
 from stenograd.errors import ConfigError
 from stenograd.testing.conformance import check
+from stenograd.wire.finite import Finite, finite_of
+from stenograd.wire.requests import commit, gather, mean
 
 STATELESS = ("hides NaN", "sums wrong", "is not cut anywhere")
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 import stenograd
-from stenograd.data.requests import exchange
 from stenograd.errors import PeerLost
 from stenograd.testing.pool import RankPool, RanksFailed
+from stenograd.wire.requests import exchange
 
 _EVERY, _ROUNDS, _MORE_ROUNDS = 3, 3, 5  # more where ranks that are no neighbours notice later
 _TIMEOUT_S, _NEIGHBOURS_S = 15.0, 6.0  # all of it passes until ranks that are no neighbours notice

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from support.losses import survivors, tell
 
-from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
 from stenograd.launch.process_group import shutdown
 from stenograd.sync.gossip import Gossip
 from stenograd.topology import Ring
+from stenograd.wire.driver import Driver
 
 MIXINGS = 6
 DIES_AT = 2

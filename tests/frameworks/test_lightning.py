@@ -222,16 +222,17 @@ class TestRefusals:
             StenogradFabricStrategy("local:every=4").setup_module(nn.Linear(1, 1))
 
     def test_a_method_that_compresses_nothing_of_this_model(self):
+
         from torch import nn
 
-        from stenograd.lightning.attachment import Choice
+        from stenograd.lightning import StenogradStrategy
 
         with pytest.warns(UserWarning, match="largest tensor has 4 elements.*dense_below=1024"):
-            Choice.of("sign")._warn_if_dense(nn.Linear(2, 2))
+            StenogradStrategy("sign")._warn_if_dense(nn.Linear(2, 2))
 
     def test_a_checkpoint_that_is_not_on_a_disk(self):
         from stenograd.errors import CheckpointError
-        from stenograd.lightning.attachment import folder_of
+        from stenograd.lightning.exchanging import folder_of
 
         with pytest.raises(CheckpointError, match="must be on a disk"):
             folder_of("s3://bucket/last.ckpt")

@@ -3,8 +3,8 @@
 import torch
 from support.training import SMALL_BUCKETS, flat, mlp, shards, step
 
-from stenograd.data.requests import Op
 from stenograd.testing.methods import suite
+from stenograd.wire.requests import Op
 
 __all__ = [
     "ALL_METHODS", "SMALL_BUCKETS", "buckets_of", "flat", "mlp", "shards", "step", "wire_rounding"

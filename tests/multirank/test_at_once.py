@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from stenograd.comm.driver import Driver
-from stenograd.comm.tensor_exchange import Flags
-from stenograd.data.requests import gather, gather_ragged, mean, scatter, together
+from stenograd.exchange.tensor_exchange import Flags
 from stenograd.simulate import run
+from stenograd.wire.driver import Driver
+from stenograd.wire.requests import gather, gather_ragged, mean, scatter, together
 
 SIZES = [1, 7, 5000, 30_000, 200_000]  # of bytes; the last two on both sides of what goes around the ring
 

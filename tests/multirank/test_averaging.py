@@ -4,12 +4,12 @@ import pytest
 import torch
 from models import mlp
 
-from stenograd.comm.driver import Driver
 from stenograd.errors import CheckpointError, MethodError, NonFiniteError
 from stenograd.heat.across import ParameterAverager, spread
 from stenograd.sync.averaging import average, difference_method
 from stenograd.testing.methods import differences
 from stenograd.testing.pool import RanksFailed
+from stenograd.wire.driver import Driver
 
 METHODS = differences()
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 import stenograd
-from stenograd.comm.driver import Driver
-from stenograd.data.requests import Op, Request, gather_ragged
 from stenograd.devices import Carriers
 from stenograd.sync.handshake import broadcast_tensors
+from stenograd.wire.driver import Driver
+from stenograd.wire.requests import Op, Request, gather_ragged
 
 HOWS = ["dense", "topk:ratio=0.5", "sign", "powersgd:rank=1", "diloco:every=2/qsgd", "gossip"]
 

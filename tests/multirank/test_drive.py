@@ -8,14 +8,14 @@ import pytest
 import torch
 from support.losses import survivors, tell
 
-from stenograd.comm.driver import Driver
-from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.comm.traffic import Traffic
 from stenograd.compression.means import half_means
-from stenograd.data.requests import exchange as exchange_with
-from stenograd.data.requests import gather, gather_ragged, mean, means
 from stenograd.errors import PeerLost
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.simulate import run
+from stenograd.wire.driver import Driver
+from stenograd.wire.requests import exchange as exchange_with
+from stenograd.wire.requests import gather, gather_ragged, mean, means
+from stenograd.wire.traffic import Traffic
 
 SHAPES = [(9, 7), (5,), (0, 3), (12, 4), ()]
 
@@ -120,7 +120,7 @@ def _ordered(rank):
                 time.sleep(0.02 * (number + 1))
             yield from mean(torch.ones(10 * number + i + 1))
 
-    from stenograd.comm.driver import Pipeline
+    from stenograd.wire.driver import Pipeline
 
     pipeline = Pipeline(driver)
     for number, rounds in enumerate([1, 3, 2, 3]):

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
-from stenograd.comm.driver import Driver
 from stenograd.mlbench.decentralized import DecentralizedSGD
 from stenograd.sync.gossip import Gossip
 from stenograd.topology import Complete, Graph
+from stenograd.wire.driver import Driver
 
 
 def _sgd(model):

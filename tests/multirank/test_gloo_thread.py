@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stenograd.comm.driver import Driver
+from stenograd.wire.driver import Driver
 
 TASKS = Path("/proc/self/task")
 

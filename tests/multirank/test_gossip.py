@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError, MismatchError, PeerLost, TensorTypeError
 from stenograd.mlbench.backends import global_average, initialize_backends
 from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
 from stenograd.mlbench.tracker import Tracker
 from stenograd.sync.gossip import Gossip
 from stenograd.topology import Complete, DirectedOnePeer, Graph, OnePeer, Ring, mixing_matrix
+from stenograd.wire.driver import Driver
 
 TOPOLOGIES = [
     Ring(),

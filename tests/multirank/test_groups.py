@@ -62,9 +62,9 @@ import atexit, os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[2])
 atexit.register(lambda: (folder / os.environ["RANK"]).write_text(str(time.time())))
 import torch
-from stenograd.comm.driver import Driver
+from stenograd.wire.driver import Driver
 from stenograd.launch.process_group import init
-from stenograd.data.requests import mean
+from stenograd.wire.requests import mean
 rank = init(timeout_s=40).rank
 (driver,) = Driver(timeout_s=2).split([[0, 1, 2]])
 driver.run(mean(torch.ones(1)))

@@ -6,7 +6,7 @@ from heat_loops import LAYOUTS, batch, epoch, make, weights
 from heat_oracle import oracle, slopes
 from torch import nn
 
-from stenograd.heat.cycle import Skips
+from stenograd.heat.across import Skips
 
 LR = 0.1
 NODES = {

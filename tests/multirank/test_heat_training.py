@@ -11,12 +11,12 @@ from heat_loops import LAYOUTS, batch, epoch, make, weights
 from models import mlp, shards
 from torch import nn
 
-from stenograd.comm.node_layout import Layout, _placed
 from stenograd.errors import LaunchError, StenogradError
-from stenograd.heat.cycle import Skips
+from stenograd.heat.across import Skips
 from stenograd.heat.daso import DASO
 from stenograd.heat.data_parallel import DataParallelMultiGPU
 from stenograd.launch.detect import World
+from stenograd.wire.node_layout import Layout, _placed
 
 
 def _scaled(rank, unscale_first, world_size=4):

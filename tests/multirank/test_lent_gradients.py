@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import stenograd
-from stenograd.comm import filling
+from stenograd.exchange import filling
 
 # Largest bucket, and the sizes below which one is filled together, and its gradients keep their memory.
 WAYS = {

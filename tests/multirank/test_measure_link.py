@@ -7,11 +7,10 @@ from unittest import mock
 
 import pytest
 
-from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
-from stenograd.planning import measure_link as measures
-from stenograd.planning.link import assumed, from_json, load_link
-from stenograd.planning.measure_link import _Timed, measure_link
+from stenograd.planning import link as measures
+from stenograd.planning.link import _Timed, assumed, from_json, load_link, measure_link
+from stenograd.wire.driver import Driver
 
 
 def _measured(rank, seconds):

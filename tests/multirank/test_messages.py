@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from stenograd.comm.driver import Driver
-from stenograd.comm.gloo import swaps
-from stenograd.data.requests import Op, Request
 from stenograd.simulate import ranks
+from stenograd.wire.driver import Driver
+from stenograd.wire.gloo import swaps
+from stenograd.wire.requests import Op, Request
 
 ROWS = [1, 7, 4096, 50_000]  # float32: below and above the bytes from which rows travel one by one
 

@@ -11,12 +11,11 @@ import torch
 from models import SMALL_BUCKETS, mlp, step
 
 import stenograd
-from stenograd.comm.driver import Driver
-from stenograd.planning.recorder import Recorder, RehearsalDriver
-from stenograd.planning.rehearsal import record, rehearse, together
+from stenograd.planning.rehearsal import Recorder, RehearsalDriver, record, rehearse, together
 from stenograd.planning.trial import Trial, Work, first_batches
 from stenograd.testing.methods import suite
 from stenograd.testing.pool import RankPool
+from stenograd.wire.driver import Driver
 
 SCHEDULES = [
     "local:every=2",

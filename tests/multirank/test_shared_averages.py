@@ -6,14 +6,14 @@ from models import flat, mlp, shards, step, wire_rounding
 
 import stenograd
 from stenograd.catalog.method import method
-from stenograd.comm.driver import Driver
-from stenograd.comm.traffic import moved_bytes
 from stenograd.compression.contract import Site
-from stenograd.data.requests import scatter, together
 from stenograd.errors import WireError
 from stenograd.simulate import exchange, run
 from stenograd.testing.methods import configurations
 from stenograd.testing.pool import RankPool
+from stenograd.wire.driver import Driver
+from stenograd.wire.requests import scatter, together
+from stenograd.wire.traffic import moved_bytes
 
 METHODS = configurations()
 SHAPES = [torch.Size(s) for s in [(30, 40), (5,), (0, 3), (17, 11), ()]]

@@ -9,9 +9,9 @@ from models import buckets_of
 from torch import nn
 
 import stenograd
-from stenograd.comm.driver import Driver
 from stenograd.errors import ConfigError
 from stenograd.tracing import Tracer, as_json, clock_offsets
+from stenograd.wire.driver import Driver
 
 STEPS = 3
 SPANS = {"forward", "backward", "wait", "encode", "collective", "decode", "step"}

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import stenograd
-from stenograd.comm.driver import Driver, Pipeline
-from stenograd.comm.traffic import ATTACH, CONTROL, TRAINING, Entry, Label, Traffic
-from stenograd.data.requests import Op, exchange, gather, mean, scatter
+from stenograd.wire.driver import Driver, Pipeline
+from stenograd.wire.requests import Op, exchange, gather, mean, scatter
+from stenograd.wire.traffic import ATTACH, CONTROL, TRAINING, Entry, Label, Traffic
 
 STEPS = 3
 _BYTES = ("payload_bytes", "moved_bytes", "inside_bytes", "across_bytes", "header_bytes")

@@ -10,7 +10,7 @@ from support.processes import free_port
 from torch import nn
 
 import stenograd
-from stenograd.comm.driver import Driver
+from stenograd.wire.driver import Driver
 
 
 class _FabricModule(nn.Module):

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stenograd.data.buckets import assign, join_state, split_state
 from stenograd.errors import ConfigError
+from stenograd.exchange.buckets import assign, join_state, split_state
 
 _TENSORS = st.lists(
     st.tuples(

@@ -155,7 +155,7 @@ def test_a_damaged_message_is_refused():
     places, codes, means = codec.encode(torch.arange(8.0), site)
     with pytest.raises(WireError, match="1 tensors have 4 float32 means, got 3"):
         codec.decode((places, codes, means[:3]), like, site)
-    with pytest.raises(WireError, match="places lie in"):
+    with pytest.raises(WireError, match="indices lie in"):
         codec.decode((places + 5, codes, means), like, site)
 
 

@@ -22,19 +22,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stenograd
-from stenograd.comm.packing import pack
 from stenograd.compression.contract import Site
 from stenograd.compression.sparse import Message
-from stenograd.data.requests import gather_ragged
 from stenograd.errors import StenogradError
-from stenograd.kernels.indices import pack_places, unpack_places
+from stenograd.kernels.indices import pack_indices, unpack_indices
 from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
 from stenograd.kernels.scatter import scatter_mean
 from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
 from stenograd.kernels.values import pack_values, unpack_values
-from stenograd.launch.failure_detector import Presence
+from stenograd.launch.failure_detector import FailureDetector
 from stenograd.simulate import run
 from stenograd.testing.methods import configurations
+from stenograd.wire.packing import pack
+from stenograd.wire.requests import gather_ragged
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 MOST = 600  # elements of a case: enough for several blocks, words and cache lines
@@ -146,8 +146,8 @@ def compared(kernel, *arguments, writes=None):
 def elias_fano(draw):
     n = draw.randrange(1, draw.choice([9, 70, 600, 5000, 1 << 20]))
     k = draw.randrange(min(n, 64) + 1)
-    ((packed,),) = guarded([damaged((pack_places(indices(n, k, draw), n),), draw)])
-    compared(unpack_places, packed, n, k)
+    ((packed,),) = guarded([damaged((pack_indices(indices(n, k, draw), n),), draw)])
+    compared(unpack_indices, packed, n, k)
 
 
 def values(kind, draw):
@@ -264,8 +264,8 @@ def changed(content, draw):
 
 
 @cache
-def presence():
-    first, *others = [Presence(rank, "127.0.0.1") for rank in range(4)]
+def detector():
+    first, *others = [FailureDetector(rank, "127.0.0.1") for rank in range(4)]
     for one in (first, *others):
         one.close()
     first.meet({rank: one.card for rank, one in enumerate(others, 1)})
@@ -274,15 +274,15 @@ def presence():
 
 def roll_call(draw):
     """Lines that whoever connects to a rank's listener may write; no socket is involved."""
-    token = json.loads(presence().card)[2]
+    token = json.loads(detector().card)[2]
     asked = json.dumps({"from": 1, "group": "world", "lost": [2, 3]}).encode()
     said = draw.choice([b"[]", b"3", b'{"lost": 3}', b"", asked, changed(asked, draw)])
-    signed = presence()._mac(token, text) if (text := said.decode(errors="replace")) else ""
+    signed = detector()._mac(token, text) if (text := said.decode(errors="replace")) else ""
     line = json.dumps([text, signed]).encode()
     junk = [b"[]", b"3", b'{"to": 1}', b"", b'["", ""]', b"[3, 4]", line]
     line = draw.choice([changed(line, draw), changed(line, draw), draw.choice(junk)])
     with suppress(ValueError):  # refused
-        presence()._answer(line)
+        detector()._answer(line)
 
 
 CASES = {

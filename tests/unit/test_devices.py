@@ -19,13 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stenograd
 from stenograd import devices
 from stenograd.catalog.method import method
-from stenograd.comm.agreement import agree, everyone, sum_over_ranks
-from stenograd.comm.driver import Driver
 from stenograd.compression.contract import Site
 from stenograd.compression.feedback import EF21
 from stenograd.compressors.sign import Sign
-from stenograd.data.finite import are_finite
-from stenograd.data.requests import Op, Request, exchange, gather, mean, scatter
 from stenograd.devices import Carriers, Streams
 from stenograd.errors import ConfigError, PeerLost, StenogradError
 from stenograd.sync import mixing
@@ -33,6 +29,10 @@ from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.mixing import Estimates, codec_of
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.tracing import Tracer, clock_offsets
+from stenograd.wire.agreement import agree, everyone, sum_over_ranks
+from stenograd.wire.driver import Driver
+from stenograd.wire.finite import are_finite
+from stenograd.wire.requests import Op, Request, exchange, gather, mean, scatter
 
 PACKAGE = Path(stenograd.__file__).parent
 META = torch.device("meta")

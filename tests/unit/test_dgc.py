@@ -12,7 +12,7 @@ import stenograd
 from stenograd.checkpoint.reshard import reshard
 from stenograd.compressors.dgc import DGC
 from stenograd.errors import MethodError
-from stenograd.kernels.indices import places_bytes
+from stenograd.kernels.indices import indices_bytes
 from stenograd.simulate import exchange
 
 SHAPES = [torch.Size(s) for s in [(12, 10), (5,), (0, 3), (), (4, 2, 3)]]
@@ -126,7 +126,7 @@ def test_bytes():
     """120 + 24 large elements, k = 15 indices and values; six small ones in float32."""
     spied = []
     exchange(DGC(ratio=0.1), ranks_of(2, NUMEL, 0), shapes=SHAPES, spy=spied.append)
-    assert sum(r.nbytes for r in spied) == places_bytes(NUMEL, 15) + 4 * 15 + 4 * 6
+    assert sum(r.nbytes for r in spied) == indices_bytes(NUMEL, 15) + 4 * 15 + 4 * 6
     assert len(spied) == 2
 
 

@@ -8,10 +8,10 @@ from support.gradients import ranks_of
 from torch import nn
 
 import stenograd
-from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression import Kind
 from stenograd.compressors.dion import Dion
 from stenograd.errors import MethodError
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.simulate import exchange, ranks
 
 SHAPES = [torch.Size(s) for s in [(12, 8), (7,), (0, 3), (4, 3, 3), (), (1, 5), (8, 12)]]

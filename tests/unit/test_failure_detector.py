@@ -15,11 +15,11 @@ import warnings
 
 import pytest
 
-from stenograd.comm.driver import Driver
 from stenograd.errors import LaunchError
-from stenograd.launch import failure_detector as presence
+from stenograd.launch import failure_detector as launched
 from stenograd.launch import network
-from stenograd.launch.failure_detector import Absent, LineServer, Presence
+from stenograd.launch.failure_detector import Absent, FailureDetector, LineServer
+from stenograd.wire.driver import Driver
 
 GRACE_S = 10.0  # drivers give each other 2 s or more, which busy machines take for less
 
@@ -27,7 +27,7 @@ GRACE_S = 10.0  # drivers give each other 2 s or more, which busy machines take 
 @pytest.fixture
 def two():
     """Ranks 0 and 1, which know each other."""
-    ranks = Presence(0, "127.0.0.1"), Presence(1, "127.0.0.1")
+    ranks = FailureDetector(0, "127.0.0.1"), FailureDetector(1, "127.0.0.1")
     cards = {rank: one.card for rank, one in enumerate(ranks)}
     for one in ranks:
         one.meet(cards)
@@ -94,7 +94,7 @@ def crowd(rank, size):
 
 def test_200_ranks_that_ask_at_once_are_all_answered():
     """All connect before the first of them gets a word through, as on a slow link; 64 were kept."""
-    one = Presence(0, "127.0.0.1")
+    one = FailureDetector(0, "127.0.0.1")
     crowd(one, 200)
     said = json.dumps({"from": 1, "group": "world"})
     with contextlib.ExitStack() as stack:
@@ -238,7 +238,7 @@ def test_only_the_others_are_believed_and_only_about_ranks(two):
 def test_without_the_secret_nobody_is_answered_or_believed(monkeypatch):
     """A stranger reads cards, with their tokens, where ranks meet at a port; the secret lies nowhere."""
     monkeypatch.setenv("STENOGRAD_SECRET", "of this launch")
-    ranks = [Presence(rank, "127.0.0.1") for rank in range(3)]
+    ranks = [FailureDetector(rank, "127.0.0.1") for rank in range(3)]
     cards = {rank: one.card for rank, one in enumerate(ranks)}
     for one in ranks:
         one.meet(cards)
@@ -249,7 +249,7 @@ def test_without_the_secret_nobody_is_answered_or_believed(monkeypatch):
     ranks[2].close()
     assert ranks[0].absent("world", GRACE_S) == Absent(lost=[2])
     monkeypatch.setenv("STENOGRAD_SECRET", "of another")
-    stranger = Presence(1, "127.0.0.1")
+    stranger = FailureDetector(1, "127.0.0.1")
     for one, card in ((ranks[0], stranger.card), (ranks[0], cards[1].replace("127.0.0.1", "127.0.0.2"))):
         with pytest.raises(LaunchError, match="different values of STENOGRAD_SECRET"):
             one.meet({1: card})
@@ -284,14 +284,14 @@ def test_late_ranks_and_leavers_are_told_apart(two):
     assert two[0].absent("world", GRACE_S) == Absent()
 
 
-def test_a_closed_presence_is_lost_and_frees_its_port(two):
+def test_a_closed_detector_is_lost_and_frees_its_port(two):
     address, _ = place(two[1])
     two[1].close()
     two[1].close()
     assert two[0].absent("world", GRACE_S) == Absent(lost=[1])
     with socket.create_server(address):
         pass
-    assert presence.attend(0, lambda: "256.0.0.1") is None
+    assert launched.attend(0, lambda: "256.0.0.1") is None
 
 
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="nothing forks there")

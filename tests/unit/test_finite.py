@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import stenograd
-from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.data import finite as judge
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.simulate import ranks
+from stenograd.wire import finite as judge
 
 
 @pytest.mark.parametrize("n", [0, 1, 1023, 1024, 5000])

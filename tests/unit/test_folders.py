@@ -7,9 +7,9 @@ import stenograd
 
 PACKAGE = Path(stenograd.__file__).parent
 ALLOWED = {
-    "comm/driver.py",
-    "comm/messages.py",
-    "comm/groups.py",
+    "wire/driver.py",
+    "wire/messages.py",
+    "wire/groups.py",
     "lightning/trainer.py",
     "launch/process_group.py",
     "launch/rendezvous.py",

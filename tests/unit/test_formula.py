@@ -11,8 +11,6 @@ import pytest
 import torch
 
 import stenograd
-from stenograd.comm.gloo import frames
-from stenograd.data.requests import Op
 from stenograd.errors import StenogradError
 from stenograd.planning import formula
 from stenograd.planning.advice import Prediction, advised, best_keys, open_keys, variants
@@ -21,6 +19,8 @@ from stenograd.planning.link import assumed
 from stenograd.planning.program import Collective, Event, Program, at_size, with_ratio
 from stenograd.planning.rehearsal import record
 from stenograd.planning.trial import Trial
+from stenograd.wire.gloo import frames
+from stenograd.wire.requests import Op
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests' own folders
 
@@ -184,7 +184,10 @@ def test_better_links_never_slow_a_step_and_the_best_gives_the_computing(recorde
 @pytest.mark.parametrize("method", METHODS)
 def test_programs_survive_json(recorded, method):
     own = recorded[method]
-    assert Program.from_json(own.as_json() | {"lanes": [list(map(list, lane)) for lane in own.lanes]}) == own
+    assert (
+        Program.from_json(dataclasses.asdict(own) | {"lanes": [list(map(list, lane)) for lane in own.lanes]})
+        == own
+    )
     assert own.periods == 3
 
 

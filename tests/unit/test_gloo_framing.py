@@ -2,9 +2,9 @@
 
 import pytest
 
-from stenograd.comm.gloo import Frames, frames
-from stenograd.comm.traffic import moved_bytes
-from stenograd.data.requests import Op
+from stenograd.wire.gloo import Frames, frames
+from stenograd.wire.requests import Op
+from stenograd.wire.traffic import moved_bytes
 
 
 def test_a_lone_rank_and_nothing_send_nothing():

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stenograd.comm.traffic import moved_bytes
 from stenograd.compression.means import half_means, half_rounds
-from stenograd.data.requests import means
 from stenograd.simulate import run
+from stenograd.wire.requests import means
+from stenograd.wire.traffic import moved_bytes
 
 
 def ranks_of(world, numel, size=1.0):

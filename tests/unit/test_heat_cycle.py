@@ -2,7 +2,7 @@
 
 import pytest
 
-from stenograd.heat.cycle import BLOCKING, Plan, Skips
+from stenograd.heat.across import BLOCKING, Plan, Skips
 from stenograd.heat.plateau import DetectMetricPlateau
 
 

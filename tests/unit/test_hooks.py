@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
-from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compression.contract import Site
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.heat import DASO, DataParallel, DataParallelOptimizer
 from stenograd.mlbench import CentralizedSGD, DecentralizedSGD
 from stenograd.singa import DistOpt

@@ -137,7 +137,7 @@ import torch
 from numba.core import event
 from stenograd.kernels import host_cache
 from stenograd.catalog.method import method
-from stenograd.comm.kernel_loading import load_kernels
+from stenograd.exchange.kernel_loading import load_kernels
 host_cache._PATIENCE_S = 0
 compiled = event.RecordingListener()
 event.register("numba:compile", compiled)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import stenograd
-from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.compressors.threshold import Threshold
 from stenograd.compressors.topk import TopK
 from stenograd.errors import WireError
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.kernels import indices, scatter, select
 from stenograd.simulate import exchange, ranks
 from stenograd.sync.steps import zero_bad
@@ -126,11 +126,11 @@ def test_selection_and_codes_of_places_are_those_of_the_cpu(k):
     """Among 40 numbers of four magnitudes most are equal to others: those at lower places are taken."""
     x = torch.randint(-2, 3, (40,), generator=torch.Generator().manual_seed(1)).float()
     wanted = select.select(x, k)
-    packed = indices.pack_places(wanted[0], 40)
+    packed = indices.pack_indices(wanted[0], 40)
     with host_waits(AWAY) as found:
         places, values = select.select(x.to(AWAY, non_blocking=True), k)
-        code = indices.pack_places(places, 40)
-        again = indices.unpack_places(code, 40, k)
+        code = indices.pack_indices(places, 40)
+        again = indices.unpack_indices(code, 40, k)
         dense = scatter.scatter_mean([(again, values)] * 2, 40)
         assert "nonzero" not in " ".join(found)
         got = [t.cpu() for t in (places, values, code, again, dense)]

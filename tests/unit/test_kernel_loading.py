@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from stenograd.catalog.method import method, methods
-from stenograd.comm import kernel_loading as warming
-from stenograd.comm.kernel_loading import load_kernels
 from stenograd.compressors.topk import TopK
+from stenograd.exchange import kernel_loading as warming
+from stenograd.exchange.kernel_loading import load_kernels
 from stenograd.kernels import backend
 from stenograd.simulate import exchange
 
@@ -101,7 +101,7 @@ def test_a_method_without_kernels_imports_no_numba():
     code = """
 import sys, torch
 from stenograd.catalog.method import method
-from stenograd.comm.kernel_loading import load_kernels
+from stenograd.exchange.kernel_loading import load_kernels
 for text in ("dense", "fp16", "bf16", "randomk", "randomblock"):
     load_kernels(method(text), 4, [torch.zeros(1)])
 load_kernels(method("topk"), 4, [])

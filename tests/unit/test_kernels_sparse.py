@@ -10,7 +10,7 @@ from stenograd.errors import ConfigError, TensorTypeError, WireError
 from stenograd.kernels.cpu import indices as cpu_places
 from stenograd.kernels.cpu import scatter as cpu_scatter
 from stenograd.kernels.cpu import select as cpu_select
-from stenograd.kernels.indices import places_bytes
+from stenograd.kernels.indices import indices_bytes
 from stenograd.kernels.scatter import put, scatter_mean
 from stenograd.kernels.select import select, select_feedback
 from stenograd.testing.checks import Plain
@@ -154,11 +154,11 @@ def test_a_large_mean_may_lie_at_an_odd_address():
 @pytest.mark.parametrize("places", [[-1], [5], [0, 9, 2], [2**31 - 1], [-(2**31)]])
 def test_places_outside_are_refused_before_anything_is_written(function, places):
     vector = torch.tensor(places, dtype=torch.int32), torch.ones(len(places))
-    with pytest.raises(WireError, match=r"places lie in \[0, 5\)"):
+    with pytest.raises(WireError, match=r"indices lie in \[0, 5\)"):
         function([vector], 5)
-    with pytest.raises(WireError, match=r"places lie in \[0, 5\)"):
+    with pytest.raises(WireError, match=r"indices lie in \[0, 5\)"):
         function([(torch.tensor([2**32]), torch.ones(1))], 5)
-    with pytest.raises(WireError, match="1 places came with 2 values"):
+    with pytest.raises(WireError, match="1 indices came with 2 values"):
         function([(torch.tensor([1]), torch.ones(2))], 5)
 
 
@@ -169,11 +169,11 @@ def test_places_have_the_compact_format(n, share, seed):
     k = round(share * min(n, 3000))
     drawn = rng.choice(n, k, replace=False) if n < 2**31 else np.unique(rng.integers(0, n, k))
     places = torch.from_numpy(np.sort(drawn)).long()
-    packed = cpu_places.pack_places(places, n)
-    same((packed,), (plain_places.pack_places(places, n),))
-    assert packed.numel() == places_bytes(n, places.numel())
+    packed = cpu_places.pack_indices(places, n)
+    same((packed,), (plain_places.pack_indices(places, n),))
+    assert packed.numel() == indices_bytes(n, places.numel())
     received = torch.cat([packed[:0], torch.zeros(1, dtype=torch.uint8), packed])[1:]  # misaligned
-    for unpack in (cpu_places.unpack_places, plain_places.unpack_places):
+    for unpack in (cpu_places.unpack_indices, plain_places.unpack_indices):
         assert torch.equal(unpack(received, n, places.numel()), places.int())
 
 
@@ -185,13 +185,13 @@ def test_damaged_places_are_refused_or_in_range(n, share, flips, seed):
     k = round(share * n)
     if flips:
         places = np.sort(rng.choice(n, k, replace=False)).astype(np.int64)
-        packed = cpu_places.pack_places(torch.from_numpy(places), n).numpy()
+        packed = cpu_places.pack_indices(torch.from_numpy(places), n).numpy()
         for _ in range(flips if packed.size else 0):
             packed[rng.integers(packed.size)] ^= 1 << rng.integers(8)
     else:
-        packed = rng.integers(0, 256, places_bytes(n, k), dtype=np.uint8)
+        packed = rng.integers(0, 256, indices_bytes(n, k), dtype=np.uint8)
     said = []
-    for unpack in (cpu_places.unpack_places, plain_places.unpack_places):
+    for unpack in (cpu_places.unpack_indices, plain_places.unpack_indices):
         try:
             places = unpack(torch.from_numpy(packed), n, k)
             assert ((places >= 0) & (places < n)).all()
@@ -206,11 +206,11 @@ def test_damaged_places_are_refused_or_in_range(n, share, flips, seed):
 def test_places_that_cannot_be_written_or_read(module):
     for places in ([1, 1], [2, 1], [-1, 3], [3, 10]):
         with pytest.raises(ConfigError, match=r"strictly ascending in \[0, 10\)"):
-            module.pack_places(torch.tensor(places), 10)
-    with pytest.raises(WireError, match="3 of 10 places take 2 bytes, got 5"):
-        module.unpack_places(torch.zeros(5, dtype=torch.uint8), 10, 3)
+            module.pack_indices(torch.tensor(places), 10)
+    with pytest.raises(WireError, match="3 of 10 indices take 2 bytes, got 5"):
+        module.unpack_indices(torch.zeros(5, dtype=torch.uint8), 10, 3)
     with pytest.raises(ConfigError, match="k must be 0 to 10, got 11"):
-        module.unpack_places(torch.zeros(5, dtype=torch.uint8), 10, 11)
+        module.unpack_indices(torch.zeros(5, dtype=torch.uint8), 10, 11)
 
 
 def test_wrong_arguments_say_what_is_wrong():

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from stenograd.comm.groups import joined
 from stenograd.errors import ConfigError, DataError
 from stenograd.mlbench.backends import FCGraph, global_average, initialize_backends
 from stenograd.mlbench.partition import DataPartitioner, Partition, partition_dataset_by_rank
+from stenograd.wire.groups import joined
 
 
 @given(count=st.integers(1, 2000), size=st.integers(1, 40), shuffle=st.booleans())

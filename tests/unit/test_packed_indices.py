@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stenograd.compressors.topk import TopK
 from stenograd.errors import WireError
-from stenograd.kernels.indices import pack_places, places_bytes, unpack_places
+from stenograd.kernels.indices import indices_bytes, pack_indices, unpack_indices
 from stenograd.simulate import exchange
 
 SIZES = [
@@ -37,10 +37,10 @@ def test_places_come_back(n, k):
     random = _places(n, k)
     first, last = torch.arange(random.numel()), torch.arange(n - random.numel(), n)
     for places in (random, first, last):
-        packed = pack_places(places, n)
+        packed = pack_indices(places, n)
         assert packed.dtype is torch.uint8
-        assert packed.numel() == places_bytes(n, places.numel())
-        assert torch.equal(unpack_places(packed, n, places.numel()).long(), places)
+        assert packed.numel() == indices_bytes(n, places.numel())
+        assert torch.equal(unpack_indices(packed, n, places.numel()).long(), places)
 
 
 @settings(max_examples=60)
@@ -48,18 +48,18 @@ def test_places_come_back(n, k):
 def test_places_take_less_than_two_bits_more_than_their_low_bits(n, share, seed):
     """l k low bits and at most k + n / 2**l marks, n / 2**l < 2 k; each part is rounded up to bytes."""
     k = max(1, round(share * n))
-    back = unpack_places(pack_places(_places(n, k, seed), n), n, k)
+    back = unpack_indices(pack_indices(_places(n, k, seed), n), n, k)
     assert torch.equal(back.long(), _places(n, k, seed))
     low = (n // k).bit_length() - 1
-    assert 8 * places_bytes(n, k) <= k * (low + 3) + 8 * (low // 8 + 2)
+    assert 8 * indices_bytes(n, k) <= k * (low + 3) + 8 * (low // 8 + 2)
 
 
 def test_other_sizes_are_refused():
-    packed = pack_places(_places(1000, 10), 1000)
-    with pytest.raises(WireError, match="11 of 1000 places take"):
-        unpack_places(packed, 1000, 11)
+    packed = pack_indices(_places(1000, 10), 1000)
+    with pytest.raises(WireError, match="11 of 1000 indices take"):
+        unpack_indices(packed, 1000, 11)
     with pytest.raises(WireError, match="the ranks disagree on k"):
-        unpack_places(torch.zeros_like(packed), 1000, 10)
+        unpack_indices(torch.zeros_like(packed), 1000, 10)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0])
@@ -74,4 +74,4 @@ def test_compact_topk_gives_what_topk_gives(ratio, dtype):
         assert torch.equal(a.average, b.average)
         assert torch.equal(a.error, b.error)
     k, n = round(ratio * 5000), 5000
-    assert sum(r.nbytes for r in requests) == places_bytes(n, k) + dtype.itemsize * k
+    assert sum(r.nbytes for r in requests) == indices_bytes(n, k) + dtype.itemsize * k

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stenograd.comm.packing import pack, pack_rows
 from stenograd.errors import WireError
+from stenograd.wire.packing import pack, pack_rows
 
 _DTYPES = [torch.uint8, torch.bool, torch.float16, torch.int32, torch.float32, torch.int64]
 _SPECS = st.lists(

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from stenograd.comm.tensor_exchange import Flags
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import (
+from stenograd.exchange.tensor_exchange import Flags
+from stenograd.simulate import run
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import (
     Op,
     commit,
     exchange,
@@ -17,7 +18,6 @@ from stenograd.data.requests import (
     summed,
     together,
 )
-from stenograd.simulate import run
 
 WORLD = 3
 MINE = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]

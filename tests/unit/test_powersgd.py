@@ -11,9 +11,9 @@ from support.gradients import ranks_of
 from stenograd.compression.contract import Site
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.powersgd import PowerSGD
-from stenograd.data.requests import Op
 from stenograd.errors import MethodError
 from stenograd.simulate import exchange
+from stenograd.wire.requests import Op
 
 SHAPES = [torch.Size(s) for s in [(30, 20), (7,), (30, 20), (0, 3), (), (6, 5, 7), (30, 20)]]
 NUMELS = [s.numel() for s in SHAPES]

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from stenograd.compression.contract import Site
 from stenograd.compressors.qsgd import QSGD
-from stenograd.data.requests import Op
 from stenograd.errors import MethodError
 from stenograd.simulate import exchange
+from stenograd.wire.requests import Op
 
 vectors = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=40)
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stenograd.data.requests import Op, Request, Rounds, gather, gather_ragged, mean, means, read, together
 from stenograd.errors import WireError
 from stenograd.simulate import run
+from stenograd.wire.requests import Op, Request, Rounds, gather, gather_ragged, mean, means, read, together
 
 
 def test_bytes_are_those_of_all_tensors():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from stenograd.catalog.method import method
 from stenograd.checkpoint.reshard import reshard
 from stenograd.compression.contract import Site
-from stenograd.data.buckets import Bucket, split_state
 from stenograd.errors import CheckpointError, ConfigError, MethodError
+from stenograd.exchange.buckets import Bucket, split_state
 from stenograd.simulate import exchange
 from stenograd.testing.methods import by_name, modes
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from stenograd.comm.traffic import Traffic, moved_bytes
-from stenograd.data.requests import Op, Request, mean, scatter, together
 from stenograd.errors import WireError
 from stenograd.simulate import run
+from stenograd.wire.requests import Op, Request, mean, scatter, together
+from stenograd.wire.traffic import Traffic, moved_bytes
 
 
 def test_row_j_goes_to_rank_j():

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograd.compressors.sign import Sign
-from stenograd.data.requests import Op
 from stenograd.errors import MethodError
 from stenograd.simulate import exchange
+from stenograd.wire.requests import Op
 
 vectors = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=40)
 

@@ -7,9 +7,9 @@ import torch
 from stenograd.compression.contract import Site, average_of
 from stenograd.compressors.identity import Identity
 from stenograd.compressors.powersgd import PowerSGD
-from stenograd.data.requests import gather, mean
 from stenograd.errors import WireError
 from stenograd.simulate import exchange, run
+from stenograd.wire.requests import gather, mean
 
 
 def test_the_average_is_numpys_mean():

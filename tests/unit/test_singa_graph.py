@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stenograd.errors import ConfigError
-from stenograd.singa.graph import Walker, _InOrder, backward, parameters_of
+from stenograd.singa.gradients import Walker, _InOrder, backward, parameters_of
 from stenograd.singa.optimizers import SGD
 
 

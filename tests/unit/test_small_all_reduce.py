@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograd.catalog.method import method
-from stenograd.comm.traffic import moved_bytes
 from stenograd.compression.contract import Site
 from stenograd.compression.means import small_means
-from stenograd.data.requests import Op, means
 from stenograd.simulate import run
 from stenograd.testing import check
+from stenograd.wire.requests import Op, means
+from stenograd.wire.traffic import moved_bytes
 
 
 def ranks_of(world, shapes, dtype=torch.float32):

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from support.gradients import ranks_of
 
 from stenograd.catalog.method import method
-from stenograd.comm.traffic import moved_bytes
 from stenograd.compression.contract import Site
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compression.sparse import Regions, regions_for
 from stenograd.compressors.topk import TopK
-from stenograd.data.requests import Op
 from stenograd.errors import MethodError
 from stenograd.simulate import exchange
+from stenograd.wire.requests import Op
+from stenograd.wire.traffic import moved_bytes
 
 
 def moved_by(codec, xs):

@@ -14,9 +14,9 @@ from stenograd.compressors.randomblock import RandomBlock
 from stenograd.compressors.randomk import RandomK
 from stenograd.compressors.threshold import Threshold
 from stenograd.compressors.topk import TopK
-from stenograd.data.requests import Op
 from stenograd.errors import MethodError
 from stenograd.simulate import exchange
+from stenograd.wire.requests import Op
 
 floats = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=40)
 

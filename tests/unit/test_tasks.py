@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stenograd.errors import ConfigError, DataError, StenogradError
-from stenograd.tasks import Task, batches, digits, load, names, shard, steps_per_epoch
+from stenograd.tasks import Task, batches, images, load, names, shard, steps_per_epoch
 from stenograd.tasks.base import IGNORE
 from stenograd.tasks.models import CharGPT, digits_cnn, mnist_cnn
 
@@ -144,9 +144,9 @@ def test_digits_are_those_of_scikit_learn_wherever_it_keeps_its_file(monkeypatch
     from sklearn.datasets import load_digits
 
     wanted = load_digits()
-    both = [digits._load()]
-    monkeypatch.setattr(digits.Path, "exists", lambda path: False)
-    for pixels, labels in [*both, digits._load()]:
+    both = [images._load_digits()]
+    monkeypatch.setattr(images.Path, "exists", lambda path: False)
+    for pixels, labels in [*both, images._load_digits()]:
         assert (pixels.dtype, labels.dtype) == (torch.uint8, torch.uint8)
         assert (pixels.numpy() == wanted.images).all()
         assert (labels.numpy() == wanted.target).all()

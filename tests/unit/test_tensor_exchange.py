@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import stenograd
-from stenograd.comm.tensor_exchange import TensorExchange
 from stenograd.errors import MethodError, PeerLost
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.simulate import ranks
 
 

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from stenograd.data.requests import Op, Request, exchange, together
 from stenograd.errors import ConfigError, WireError
 from stenograd.simulate import run
 from stenograd.sync.mixing import mixing
@@ -20,6 +19,7 @@ from stenograd.topology import (
     mixing_matrix,
     second_eigenvalue,
 )
+from stenograd.wire.requests import Op, Request, exchange, together
 
 TOPOLOGIES = [
     (Complete(), 5),

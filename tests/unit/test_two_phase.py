@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gradients import ranks_of
 
-from stenograd.comm.traffic import moved_bytes
 from stenograd.compression.blocks import chunks_for
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.qsgd import QSGD
 from stenograd.compressors.sign import Sign
-from stenograd.data.requests import Op
 from stenograd.simulate import exchange
+from stenograd.wire.requests import Op
+from stenograd.wire.traffic import moved_bytes
 
 CODECS = [(Sign(), 1, 1024), (Sign(block=64), 1, 64), (QSGD(), 4, 512), (QSGD(bits=8, block=64), 8, 64)]
 WORLDS = (2, 3, 4, 8, 16, 32, 64)

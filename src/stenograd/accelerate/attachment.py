@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,16 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 
-from stenograd.accelerate.prepared import optimizers_of, refuse_sharding
+from stenograd.adapters import Attached
 from stenograd.catalog.method import Method
 from stenograd.catalog.method import method as parse
-from stenograd.checkpoint.api import MissingState, load_state, save_state
-from stenograd.comm.traffic import Traffic
+from stenograd.checkpoint.api import MissingState
 from stenograd.errors import ConfigError, StenogradError, bad_value
-from stenograd.sync.ddp import register
-from stenograd.sync.distribute import distribute
-from stenograd.sync.handshake import unwrapped
+from stenograd.sync.handshake import as_optimizers, unwrapped
 from stenograd.sync.replica_guard import check_interval
+from stenograd.wire.traffic import Traffic
 
-__all__ = ["Attachment", "use"]
+__all__ = ["Attachment", "optimizers_of", "refuse_sharding", "use"]
 
 
 def use(
@@ -82,15 +80,6 @@ def use(
     return Attachment(accelerator, chosen, options)
 
 
-@dataclass(frozen=True, eq=False)
-class _Attached:
-    """One model, what exchanges for it, and the optimizers given with it (none under DDP)."""
-
-    model: nn.Module
-    sync: Any
-    optimizers: Sequence[torch.optim.Optimizer] = ()
-
-
 class Attachment:
     """What `use` attached to an Accelerator.
 
@@ -103,10 +92,10 @@ class Attachment:
     def __init__(self, accelerator: Accelerator, method: Method, options: dict[str, Any]) -> None:
         self.accelerator, self.method = accelerator, method
         self._options = options
-        self._attached: list[_Attached] = []
+        self._attached: list[Attached] = []
         self._waiting: list[nn.Module] = []  # prepared without an optimizer so far
-        self._freed: list[_Attached] = []  # by free_memory; a Trainer calls it before each training
-        self._closed: list[_Attached] = []  # which go on where their models are prepared again
+        self._freed: list[Attached] = []  # by free_memory; a Trainer calls it before each training
+        self._closed: list[Attached] = []  # which go on where their models are prepared again
         self._earlier: list[Traffic] = []  # of what was replaced
         self._folder = ""
         self.rounds = not method.averages_gradients
@@ -166,8 +155,8 @@ class Attachment:
         Raises:
             CheckpointError: on every rank, if one cannot write; an earlier state is unchanged.
         """
-        for name, one, parts in self._states():
-            save_state(folder, one.sync, name=name, **parts)
+        for name, one in self._named():
+            one.save(Path(folder), name)
 
     def load(self, folder: str | Path) -> None:
         """Continue from what `save` wrote; after `accelerator.load_state`, which calls it on all ranks.
@@ -178,9 +167,9 @@ class Attachment:
         Raises:
             CheckpointError: the state is not whole or does not fit; on every rank.
         """
-        for name, one, parts in self._states():
+        for name, one in self._named():
             try:
-                load_state(folder, one.sync, name=name, **parts)
+                one.load(Path(folder), name)
             except MissingState as reason:
                 if self.rounds:
                     one.sync.refresh()
@@ -188,12 +177,11 @@ class Attachment:
                     f"{reason}; {self.method} begins anew from the loaded model", RuntimeWarning, stacklevel=3
                 )
 
-    def _states(self) -> Iterator[tuple[str, _Attached, dict[str, Any]]]:
-        """Yield for each model the name of its folder, and what to save with it."""
-        for index, one in enumerate(self._attached):
-            parts = {"model": one.model, "optimizer": one.optimizers} if self.rounds else {}
-            limit = {"timeout_s": self._options["timeout_s"]}
-            yield f"stenograd_{index}" if index else "stenograd", one, parts | limit
+    def _named(self) -> list[tuple[str, Attached]]:
+        """Return for each model the name of its folder, and what is attached to it."""
+        return [
+            (f"stenograd_{index}" if index else "stenograd", one) for index, one in enumerate(self._attached)
+        ]
 
     def _join_checkpoints(self) -> None:
         """Save before Accelerate does, and load after it, for it would overwrite what rounds have loaded."""
@@ -210,7 +198,7 @@ class Attachment:
             self.load(self._folder)
 
         def refuse_own(*objects: Any) -> None:
-            if any(mine is self or any(mine is one.sync for one in self._attached) for mine in objects):
+            if any(own is self or any(own is one.sync for one in self._attached) for own in objects):
                 raise ConfigError(
                     "register_for_checkpointing would save the state of rank 0 only, and every rank has one "
                     "of its own: leave it out, accelerator.save_state saves all of them already"
@@ -233,24 +221,23 @@ class Attachment:
     def _on_ddp(self, ddp_model: Any) -> None:
         """Attach to a DDP model that Accelerate has just made."""
         inner: Any = unwrapped(ddp_model).module
-        before = self._drop(inner)
-        self._go_on(before, _Attached(inner, register(ddp_model, self.method, **self._options)))
+        self._go_on(self._drop(inner), Attached.by_hook(ddp_model, self.method, self._options))
 
-    def _drop(self, model: nn.Module) -> _Attached | None:
+    def _drop(self, model: nn.Module) -> Attached | None:
         """Close what exchanged for a model that is wrapped or attached anew, and for those freed before.
 
         Returns:
             What exchanged for the model, if `close()` has ended it.
         """
-        gone = [one for one in self._attached if one.model is model or one in self._freed]
+        gone = [one for one in self._attached if one.module is model or one in self._freed]
         self._attached = [one for one in self._attached if one not in gone]
         self._freed = []
         for one in gone:
             one.sync.close()
             self._earlier.append(one.sync.traffic)
-        return next((one for one in gone if one.model is model and one in self._closed), None)
+        return next((one for one in gone if one.module is model and one in self._closed), None)
 
-    def _go_on(self, before: _Attached | None, now: _Attached) -> None:
+    def _go_on(self, before: Attached | None, now: Attached) -> None:
         """Take what was just attached, with the state of what it follows."""
         self._attached.append(now)
         if before is not None:
@@ -285,8 +272,8 @@ class Attachment:
 
         @contextmanager
         def accumulating(model: Any) -> Iterator[None]:
-            mine = [one.sync for one in self._attached if one.model is unwrapped(model)]
-            with mine[0].no_sync() if mine else no_sync(model):
+            own = [one.sync for one in self._attached if one.module is unwrapped(model)]
+            with own[0].no_sync() if own else no_sync(model):
                 yield
 
         accelerator.prepare, accelerator.prepare_model = and_attach, without_ddp
@@ -294,10 +281,10 @@ class Attachment:
 
     def _attach_waiting(self) -> None:
         """Attach each prepared model whose optimizers are prepared, too."""
-        models = {id(m): m for m in [*(one.model for one in self._attached), *self._waiting]}
+        models = {id(m): m for m in [*(one.module for one in self._attached), *self._waiting]}
         for model in models.values():
             held = optimizers_of(self.accelerator, model)
-            runs = next((one for one in self._attached if one.model is model), None)
+            runs = next((one for one in self._attached if one.module is model), None)
             before = runs.optimizers if runs is not None and runs not in self._closed else ()
             if not held or {*map(id, held)} == {*map(id, before)}:
                 continue
@@ -307,10 +294,10 @@ class Attachment:
                     "model and all of its optimizers in one call"
                 )
             ended = self._drop(model)
-            now = _Attached(model, distribute(model, held, self.method, **self._options), held)
+            now = Attached.by_optimizers(model, held, self.method, self._options)
             same = ended is not None and {*map(id, held)} == {*map(id, ended.optimizers)}
             self._go_on(ended if same else None, now)
-        known = {id(one.model) for one in self._attached}
+        known = {id(one.module) for one in self._attached}
         self._waiting = [model for model in self._waiting if id(model) not in known]
 
 
@@ -349,4 +336,27 @@ def _refuse_late(accelerator: Accelerator) -> None:
             "must be left out of DistributedDataParallelKwargs",
             str(hook),
             "a model has one hook; write method='fp16' or 'powersgd' instead",
+        )
+
+
+def optimizers_of(accelerator: Accelerator, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the prepared optimizers that hold parameters of a model."""
+    own = {id(p) for p in model.parameters()}
+    prepared = as_optimizers(list(accelerator._optimizers))
+    return [o for o in prepared if any(id(p) in own for g in o.param_groups for p in g["params"])]
+
+
+def refuse_sharding(accelerator: Accelerator) -> None:
+    """Refuse what does not keep a whole model on every rank."""
+    kind = accelerator.distributed_type
+    if kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
+        raise bad_value(
+            "accelerator.distributed_type",
+            "must be that of plain data-parallel training",
+            kind.name,
+            "leave FSDP, DeepSpeed and the others out, or train without Stenograd",
+        )
+    if accelerator.parallelism_config is not None:
+        raise ConfigError(
+            "accelerator must have no parallelism_config: tensor and context parallelism split models"
         )

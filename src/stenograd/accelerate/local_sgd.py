@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from stenograd.accelerate.prepared import optimizers_of, refuse_sharding
+from stenograd.accelerate.attachment import optimizers_of, refuse_sharding
 from stenograd.catalog.method import Method
 from stenograd.catalog.method import method as parse
 from stenograd.errors import ConfigError, check_count
@@ -90,7 +90,7 @@ class LocalSGD:
         ddp_model: Any = unwrapped(self.model)
         self._alone = ddp_model.no_sync()  # keeps DDP from averaging gradients
         self.sync = distribute(bare, held, self._method)
-        self._alone.__enter__()
+        self._alone.__enter__()  # after distribute, which may refuse: DDP would stay silenced
         plain = self.accelerator.no_sync
 
         @contextmanager
@@ -104,7 +104,7 @@ class LocalSGD:
     def __exit__(self, kind: Any, *_: object) -> None:
         if not self.enabled:
             return
-        del self.accelerator.no_sync
+        del self.accelerator.no_sync  # what __enter__ has set hides the class's own
         self._alone.__exit__(None, None, None)
         try:
             if kind is None:  # after an error the other ranks may not come

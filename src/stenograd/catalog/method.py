@@ -20,11 +20,11 @@ from stenograd.compression.contract import Average, Compressor, Facts, Feedback,
 from stenograd.compression.feedback import EF21, ErrorFeedback, LoCo, Wrapper
 from stenograd.compression.means import small_means, small_rounds
 from stenograd.compressors.identity import Identity
-from stenograd.data.finite import norm_of
-from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.schedules.every_step import EveryStep
 from stenograd.schedules.schedule import Schedule, What
+from stenograd.wire.finite import norm_of
+from stenograd.wire.requests import Rounds
 
 __all__ = ["METHOD_KEYS", "Method", "MethodLike", "for_any_optimizer", "method", "methods"]
 

@@ -42,6 +42,7 @@ class Entry:
 
 def compressors() -> list[type[Compressor]]:
     """Return every public compressor class, sorted by module and name; last those of other packages."""
+    # mypy takes abstract classes for no type[T], since they cannot be called; here none is.
     return _walk(stenograd.compressors, Compressor)  # type: ignore[type-abstract]
 
 
@@ -123,8 +124,8 @@ def _walk(package: ModuleType, base: type[T]) -> list[type[T]]:
     for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
         module = importlib.import_module(f"{package.__name__}.{module_info.name}")
         for name, member in sorted(vars(module).items()):
-            mine = inspect.isclass(member) and member.__module__ == module.__name__
-            if mine and issubclass(member, base) and not inspect.isabstract(member) and name[0] != "_":
+            own = inspect.isclass(member) and member.__module__ == module.__name__
+            if own and issubclass(member, base) and not inspect.isabstract(member) and name[0] != "_":
                 found.append(member)
     return found + [cls for cls in _plugged_in(package.__name__) if issubclass(cls, base)]
 

@@ -34,9 +34,6 @@ from stenograd.checkpoint.files import (
     write_rank,
 )
 from stenograd.checkpoint.reshard import Stateful, held, load_parts, reshard_rank, share_of
-from stenograd.comm.agreement import agree, everyone
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
 from stenograd.devices import random_state
 from stenograd.errors import (
     CheckpointError,
@@ -48,6 +45,9 @@ from stenograd.errors import (
 )
 from stenograd.launch.process_group import join
 from stenograd.version import __version__
+from stenograd.wire.agreement import agree, everyone
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
 
 __all__ = [
     "Loaded",
@@ -368,17 +368,17 @@ class PerRank:
         A state is one value of bytes: DCP loads only what it is given a place for, and what a state holds
         (a share that is under way, the parameters of a round) differs from step to step.
         """
-        mine = self.sync.state_dict()
-        if self.saved_by in (None, mine["world_size"]):
+        own = self.sync.state_dict()
+        if self.saved_by in (None, own["world_size"]):
             written = io.BytesIO()
-            torch.save(mine, written)
-            return {self._key(mine["rank"]): written.getvalue()}
+            torch.save(own, written)
+            return {self._key(own["rank"]): written.getvalue()}
         return {self._key(rank): b"" for rank in range(self.saved_by or 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what DCP has read."""
-        mine = self.sync.state_dict()
-        rank, world_size = mine["rank"], mine["world_size"]
+        own = self.sync.state_dict()
+        rank, world_size = own["rank"], own["world_size"]
         if self.saved_by in (None, world_size):
             self.sync.load_state_dict(_unpacked(state[self._key(rank)]))
             return
@@ -521,10 +521,10 @@ def write_set(
         StenogradError: on every rank: the checkpoint is whole, but on one the folder cannot be looked through
             for older ones.
     """
-    mine = json.dumps([step, secrets.token_hex(4)], default=str)
-    told = [json.loads(text) for text in everyone(driver, mine)]
-    _refuse_others([theirs for theirs, _ in told], "save")
-    set_id = told[0][1]  # rank 0's
+    own = json.dumps([step, secrets.token_hex(4)], default=str)
+    received = [json.loads(text) for text in everyone(driver, own)]
+    _refuse_others([other for other, _ in received], "save")
+    set_id = received[0][1]  # rank 0's
     try:
         record = agree(driver, lambda: write_rank(folder, step, set_id, driver.rank, content))
         records = [json.loads(text) for text in everyone(driver, json.dumps(asdict(record)))]
@@ -563,10 +563,10 @@ def read_set(driver: AnyDriver, folder: Path, *, step: int | None = None) -> Fou
             wrong with them; the same on every rank.
         MismatchError: on every rank: they ask for different steps.
     """
-    mine = agree(driver, lambda: saved_steps(folder))  # which may fail on one rank alone
-    told = [json.loads(text) for text in everyone(driver, json.dumps([step, mine], default=str))]
-    _refuse_others([theirs for theirs, _ in told], "load")
-    steps = sorted(set().union(*(found for _, found in told)), reverse=True)
+    own = agree(driver, lambda: saved_steps(folder))  # which may fail on one rank alone
+    received = [json.loads(text) for text in everyone(driver, json.dumps([step, own], default=str))]
+    _refuse_others([other for other, _ in received], "load")
+    steps = sorted(set().union(*(found for _, found in received)), reverse=True)
     if step is not None:
         if step not in steps:
             known = ", ".join(map(str, sorted(steps))) or "none"
@@ -585,10 +585,10 @@ def read_set(driver: AnyDriver, folder: Path, *, step: int | None = None) -> Fou
 
 def _refuse_others(steps: Sequence[int | None], what: str) -> None:
     """Refuse to save or load different steps on different ranks: that would be no checkpoint."""
-    for rank, theirs in enumerate(steps):
-        if theirs != steps[0]:
+    for rank, other in enumerate(steps):
+        if other != steps[0]:
             raise MismatchError(
-                f"ranks differ in step: rank 0 has {steps[0]}, rank {rank} has {theirs}: {what} the same "
+                f"ranks differ in step: rank 0 has {steps[0]}, rank {rank} has {other}: {what} the same "
                 "step on all ranks"
             )
 
@@ -611,10 +611,10 @@ def _read_if_whole(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest
     set_id = manifest.set_id if manifest is not None else ""
     verdicts = [json.loads(text) for text in everyone(driver, json.dumps([set_id, wrong]))]
     first = verdicts[0][0]
-    for rank, (other, theirs) in enumerate(verdicts):
-        if theirs:
-            on_all = verdicts.count([other, theirs]) == len(verdicts)
-            return None, {}, theirs if on_all else f"rank {rank}: {theirs}"
+    for rank, (other, received) in enumerate(verdicts):
+        if received:
+            on_all = verdicts.count([other, received]) == len(verdicts)
+            return None, {}, received if on_all else f"rank {rank}: {received}"
         if other != first:
             path = manifest_path(folder, step)
             return None, {}, f"{path}: ranks 0 and {rank} have manifests of two saves ({first}, {other})"
@@ -623,7 +623,7 @@ def _read_if_whole(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest
 
 def _delete_failed_save(folder: Path, step: int, set_id: str, rank: int) -> None:
     """Delete what a failed save has written; an older checkpoint of the same step stays."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the save's own error is the one to tell
         if _is_manifest_of(folder, step, set_id):
             manifest_path(folder, step).unlink(missing_ok=True)
         rank_path(folder, step, set_id, rank).unlink(missing_ok=True)

@@ -14,15 +14,15 @@ import math
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, cast
+from typing import IO, Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from stenograd.errors import CheckpointError, first_line
+from stenograd.errors import CheckpointError, StenogradError, first_line
 from stenograd.reading import open_regular, read_regular
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "finite",
     "manifest_path",
     "rank_path",
+    "read_json",
     "read_manifest",
     "read_rank",
     "replacing",
@@ -46,6 +47,8 @@ __all__ = [
     "write_manifest",
     "write_rank",
 ]
+
+T = TypeVar("T")
 
 _FORMAT = 2  # of the files; a reader refuses others
 _PIECE_BYTES = 1 << 20  # read at once to hash a file, so that checking needs no memory of the file's size
@@ -83,7 +86,7 @@ def replacing(path: Path, mark: str = "") -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:  # Ctrl-C, too
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)
         raise
     # The new name is on the disk only when its folder is. Not every system lets a folder be opened.
@@ -98,6 +101,25 @@ def replacing(path: Path, mark: str = "") -> Iterator[BinaryIO]:
 def write_json(path: Path, values: Any) -> None:
     """Write a JSON file in one step; what is not finite becomes null."""
     write_atomically(path, (strict_json(values) + "\n").encode())
+
+
+def read_json(path: Path, make: Callable[[Any], T], error: type[StenogradError], what: str, advice: str) -> T:
+    """Return what is made of the values in a JSON file.
+
+    Args:
+        path: the file.
+        make: may raise whatever values of another kind than it expects make Python raise.
+        error: to raise.
+        what: is wrong then, such as "cannot be read as a link".
+        advice: what to do.
+
+    Raises:
+        StenogradError: `error`, where the file cannot be read or nothing can be made of it.
+    """
+    try:
+        return make(json.loads(read_regular(path)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+        raise error(f"{path}: {what} ({first_line(cause)}): {advice}") from cause
 
 
 def strict_json(values: Any, indent: int | None = 2) -> str:
@@ -363,7 +385,7 @@ def drop_others(folder: Path, step: int, rank: int, keep: int) -> None:
     """
     kept: list[Manifest] = []
     for number in reversed(saved_steps(folder)):
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError):  # a damaged one counts as none
             manifest = read_manifest(folder, number)
             if number <= step and len(kept) < keep and _complete(folder, manifest, rank):
                 kept.append(manifest)

@@ -319,11 +319,11 @@ def _misfit(reason: str, advice: str = "give what was saved") -> CheckpointError
 
 def _check_order(saved: Sequence[Sequence[str]], given: Sequence[Sequence[str]]) -> None:
     """Refuse to give a parameter another one's state: torch's optimizers number what they keep."""
-    for number, (theirs, mine) in enumerate(zip(saved, given, strict=False)):
-        if theirs != mine and sorted(theirs) == sorted(mine):  # of other models `load_state_dict` says more
-            at = next(i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b)
+    for number, (other, own) in enumerate(zip(saved, given, strict=False)):
+        if other != own and sorted(other) == sorted(own):  # of other models `load_state_dict` says more
+            at = next(i for i, (a, b) in enumerate(zip(other, own, strict=True)) if a != b)
             what = f"optimizer {number} holds its parameters in another order than when it was saved"
-            raise _misfit(f"{what}, {mine[at]} in the place of {theirs[at]}", "create it from the same order")
+            raise _misfit(f"{what}, {own[at]} in the place of {other[at]}", "create it from the same order")
 
 
 def share_of(found: Found, rank: int, world_size: int) -> dict[str, Any]:

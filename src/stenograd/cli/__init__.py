@@ -13,10 +13,22 @@ from typing import Any
 import typer
 
 from stenograd.cli import commands
-from stenograd.cli.failure import DEBUG_VARIABLE, status, tell
-from stenograd.errors import ConfigError, StenogradError
+from stenograd.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MismatchError,
+    StenogradError,
+    TensorTypeError,
+)
+from stenograd.launch.detect import detect
 
 __all__ = ["main"]
+
+_DEBUG_VARIABLE = "STENOGRAD_DEBUG"  # 1 shows tracebacks
+_LAST_LINES = "; its last lines:"  # of a program, in an error of emulated hosts
+_BAD_INPUT = (ConfigError, DataError, CheckpointError, TensorTypeError)  # what the user gave: status 2
+_EVERYWHERE = (*_BAD_INPUT, MismatchError)  # raised on every rank alike, so one rank's line is enough
 
 # What earlier versions had, and what to use instead.
 _GONE = {
@@ -38,7 +50,7 @@ def main() -> int:
     try:
         return int(commands.app(prog_name="stenograd", standalone_mode=False) or 0)
     except _UsageError as error:
-        return _failed(ConfigError(_told(error)))
+        return _failed(ConfigError(_worded(error)))
     except BrokenPipeError:  # `stenograd methods | head`: nobody reads any more, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -48,7 +60,7 @@ def main() -> int:
         return 130
 
 
-def _told(error: Any) -> str:
+def _worded(error: Any) -> str:
     """Say what is wrong with the words of a command line, and where its help is."""
     text, context = error.format_message().rstrip("."), error.ctx
     unknown = re.match(r"No such (?:option: |command ')([\w-]+)", text)
@@ -62,7 +74,27 @@ def _told(error: Any) -> str:
 
 
 def _failed(error: Exception) -> int:
-    if os.environ.get(DEBUG_VARIABLE) == "1":
+    """Print an error in one line, and return its status: 2 for what the user gave, 1 for what happened.
+
+    It is printed on the ranks that know something which rank 0 does not say. What a program printed last
+    keeps its lines.
+
+    Example:
+        >>> _failed(DataError("x")), _failed(StenogradError("x"))
+        (2, 1)
+    """
+    if os.environ.get(_DEBUG_VARIABLE) == "1":
         raise error
-    tell(error)
-    return status(error)
+    if not isinstance(error, _EVERYWHERE) or _rank() == 0:
+        text, _, tail = str(error).partition(_LAST_LINES)
+        line = " ".join(text.split()) or type(error).__name__
+        tail = f"{_LAST_LINES}\n{tail.rstrip()}" if (tail := tail.lstrip("\n")).strip() else ""
+        print(f"stenograd: error: {line}{tail}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, _BAD_INPUT) else 1
+
+
+def _rank() -> int:
+    try:
+        return detect(os.environ).rank
+    except StenogradError:
+        return 0

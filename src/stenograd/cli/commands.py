@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Annotated
 
 import typer
 
 import stenograd
 from stenograd.cli import options as opt
+from stenograd.errors import ConfigError, LaunchError, bad_value, check_count
 
 __all__ = ["app"]
 
@@ -42,9 +45,9 @@ def demo() -> int:
     It needs nothing but this package. The digits are scikit-learn's if that is installed; otherwise the
     program draws some. Three lines under the table say what is to be seen in it.
     """
-    from stenograd.cli.demo import run
+    from stenograd.cli.compare import demo
 
-    return run()
+    return demo()
 
 
 @app.command()
@@ -160,6 +163,19 @@ def emulate(
 
     Example: sudo stenograd emulate --hosts 2 --rate 100mbit -- python train.py
     """
-    from stenograd.cli.emulate import run
+    from stenograd.emulate.hosts import MAX_HOSTS, Hosts, HostsError
 
-    return run(command, hosts, rate, delay, ranks_per_host, cores_per_host, timeout_s)
+    check_count("--hosts", hosts, "use 2", most=MAX_HOSTS)
+    check_count("--ranks-per-host", ranks_per_host, "use 1")
+    if not 0 < timeout_s < math.inf:
+        raise bad_value("--timeout-s", "must be above 0 and finite", timeout_s, "leave it at 3600")
+    try:
+        with Hosts(hosts, rate, delay=delay, cores_per_host=cores_per_host) as emulated:
+            emulated.run(command, ranks_per_host, timeout_s=timeout_s, echo=True)
+            for index, sent_bytes in enumerate(emulated.sent_bytes()):
+                print(f"host {index} sent {sent_bytes / 1e6:.3f} MB", file=sys.stderr)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except HostsError as error:
+        raise LaunchError(str(error)) from None
+    return 0

@@ -1,9 +1,10 @@
-"""`stenograd compare`: several methods in turn, in one set of worker processes, from the same weights."""
+"""`stenograd compare` and `demo`: several methods in turn, in one set of workers, from the same weights."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,21 +12,20 @@ from pathlib import Path
 
 import torch
 
+from stenograd import tasks
 from stenograd.catalog.method import Method, method, methods
 from stenograd.checkpoint.files import write_json
 from stenograd.cli.folder import make_folder, versions
-from stenograd.cli.loop import Trainer
-from stenograd.cli.options import Options
-from stenograd.cli.plot import plot
-from stenograd.cli.ranks import in_ranks
-from stenograd.cli.report import Display, counted, headline, megabytes, percent
-from stenograd.cli.rows import Row
-from stenograd.cli.setup import Setup, make_setup
-from stenograd.cli.table import show
-from stenograd.comm.driver import Driver
+from stenograd.cli.loop import Row, Trainer
+from stenograd.cli.options import Options, Task
+from stenograd.cli.pictures import draw_curves
+from stenograd.cli.setup import Setup, in_ranks, make_setup
+from stenograd.cli.table import Display, counted, megabytes, percent, show
 from stenograd.errors import ConfigError, LaunchError, PeerLost, StenogradError
+from stenograd.launch.detect import detect
+from stenograd.wire.driver import Driver
 
-__all__ = ["Result", "chosen_methods", "default_methods", "run", "split_methods"]
+__all__ = ["Result", "chosen_methods", "default_methods", "demo", "explain", "run", "split_methods"]
 
 _WARM_UP = 3  # steps before a method's clock starts; rounds need one round
 # With these keys each is within two points of dense training on digits, for seeds 0 to 2; methods without an
@@ -38,11 +38,14 @@ _KEYS = {
     "randomk": "ratio=0.25,feedback=false",
     "threshold": "value=0.01",
 }
+_DEMO = ("dense", "topk:ratio=0.05", "powersgd")  # top-k of 1 % needs more than ten epochs
+_DEMO_EPOCHS = 10  # half of the tasks' own: with kernels to compile, the demo shall end within a minute
+_SLOW_LINK = 100e6 / 8  # bytes per second of 100 Mbit/s
 
 
 @dataclass(kw_only=True)
 class Result:
-    """What one method cost and reached; `error` says why there is nothing else.
+    """What one method cost and reached; `error` says why there is nothing else, and numbers are NaN.
 
     Attributes:
         step_ms: median milliseconds of a training step on rank 0, evaluation excluded.
@@ -54,24 +57,16 @@ class Result:
 
     method: str
     error: str | None = None
-    eval_accuracy: float | None = None
-    eval_loss: float | None = None
-    step_ms: float | None = None
-    wait_s: float | None = None
-    seconds: float | None = None
-    payload_bytes_per_step: float | None = None
-    moved_bytes_per_step: float | None = None
-    compression: float | None = None
+    eval_accuracy: float = math.nan
+    eval_loss: float = math.nan
+    step_ms: float = math.nan
+    wait_s: float = math.nan
+    seconds: float = math.nan
+    payload_bytes_per_step: float = math.nan
+    moved_bytes_per_step: float = math.nan
+    compression: float = math.nan
     fingerprint: str | None = None
     epochs: list[Row] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ready:
-    setup: Setup
-    methods: list[Method]
-    out: Path | None
-    explain: Callable[[Sequence[Result]], str] | None
 
 
 def run(
@@ -88,8 +83,87 @@ def run(
         out: folder for the results.
         explain: makes the text under the table, which rank 0 prints.
     """
-    chosen = chosen_methods(texts) if texts else default_methods()
-    return in_ranks(options, lambda world_size: _prepare(options, chosen, out, explain, world_size), _body)
+    chosen = [method(text) for text in (chosen_methods(texts) if texts else default_methods())]
+
+    def prepare(world_size: int) -> Setup:
+        if options.epochs == 0:
+            raise ConfigError(
+                "--epochs must be at least 1 for a comparison, got 0: leave it out, or use train"
+            )
+        setup = make_setup(options, world_size)
+        if out is not None:
+            make_folder(out)
+        return setup
+
+    def body(setup: Setup, driver: Driver) -> int:
+        display = Display(driver.rank)
+        results: list[Result] = []
+        lost: StenogradError | None = None
+        for how in chosen:
+            try:
+                results.append(_measure(setup, how, driver, display))
+            except (PeerLost, LaunchError) as error:
+                lost = error  # nobody is left to train the other methods with
+                break
+            except StenogradError as error:
+                results.append(Result(method=how.text, error=str(error)))
+                display.line(f"{how.text}: {error}")
+        if driver.rank == 0:
+            _show(setup, results)
+            if explain is not None:
+                print(explain(results), flush=True)
+            if out is not None:
+                _write(setup, results, out, display)
+        if lost is not None:
+            raise lost
+        return 1 if any(result.error is not None for result in results) else 0
+
+    return in_ranks(options, prepare, body)
+
+
+def demo() -> int:
+    """Train under each method on digits, print the table and what it shows, and return the exit status.
+
+    The digits are the real ones if scikit-learn, which holds them, is installed, else the drawn ones.
+    """
+    task = Task.DIGITS
+    try:
+        tasks.load(task.value)
+    except StenogradError:
+        task = Task.GLYPHS
+    alone = detect(os.environ).launcher == "alone"
+    options = Options(task=task, workers=2 if alone else None, epochs=_DEMO_EPOCHS)
+    return run(options, _DEMO, None, explain)
+
+
+def explain(results: Sequence[Result]) -> str:
+    """Say in three lines what a comparison shows, beginning with the first method, which sends everything.
+
+    The seconds on a slow link are computed: bytes divided by 100 Mbit/s.
+
+    Example:
+        >>> kept = {"eval_accuracy": 0.9, "compression": 50.0, "moved_bytes_per_step": 5e3}
+        >>> full = {"eval_accuracy": 0.9, "compression": 1.0, "moved_bytes_per_step": 250e3}
+        >>> text = explain([Result(method="dense", **full), Result(method="topk", **kept)])
+        >>> print(text.splitlines()[2])
+        At 100 Mbit/s the bytes alone would take per step: dense 20.0 ms, topk 0.4 ms.
+    """
+    if any(result.error is not None for result in results):
+        return ""
+    first, others = results[0], results[1:]
+    shares = [
+        f"{r.method} sends {r.compression:.0f} times less and ends at {percent(r.eval_accuracy)}"
+        for r in others
+    ]
+    sent, reached = megabytes(first.moved_bytes_per_step), percent(first.eval_accuracy)
+    ends = f"sends {sent} per step and ends at {reached}"
+    times = ", ".join(f"{r.method} {1e3 * r.moved_bytes_per_step / _SLOW_LINK:.1f} ms" for r in results)
+    return (
+        f"From the same weights and batches {'; '.join([f'{first.method} {ends}', *shares])}.\n"
+        "Both workers share this machine, where sending is nearly free, so ms/step shows what "
+        "compressing costs.\n"
+        f"At 100 Mbit/s the bytes alone would take per step: {times}."
+    )
 
 
 def default_methods() -> list[str]:
@@ -130,45 +204,6 @@ def chosen_methods(texts: Sequence[str]) -> list[str]:
     return found
 
 
-def _prepare(
-    options: Options,
-    texts: Sequence[str],
-    out: Path | None,
-    explain: Callable[[Sequence[Result]], str] | None,
-    world_size: int,
-) -> _Ready:
-    if options.epochs == 0:
-        raise ConfigError("--epochs must be at least 1 for a comparison, got 0: leave it out, or use train")
-    setup = make_setup(options, world_size)
-    if out is not None:
-        make_folder(out)
-    return _Ready(setup=setup, methods=[method(text) for text in texts], out=out, explain=explain)
-
-
-def _body(ready: _Ready, driver: Driver) -> int:
-    display = Display(driver.rank)
-    results: list[Result] = []
-    lost: StenogradError | None = None
-    for how in ready.methods:
-        try:
-            results.append(_measure(ready.setup, how, driver, display))
-        except (PeerLost, LaunchError) as error:
-            lost = error  # nobody is left to train the other methods with
-            break
-        except StenogradError as error:
-            results.append(Result(method=how.text, error=str(error)))
-            display.line(f"{how.text}: {error}")
-    if driver.rank == 0:
-        _show(ready.setup, results)
-        if ready.explain is not None:
-            print(ready.explain(results), flush=True)
-        if ready.out is not None:
-            _write(ready.setup, results, ready.out, display)
-    if lost is not None:
-        raise lost
-    return 1 if any(result.error is not None for result in results) else 0
-
-
 def _warm_up(setup: Setup, how: Method, driver: Driver) -> None:
     """Train a copy for a moment: kernels that load then would be charged to whichever method comes first."""
     with torch.random.fork_rng(devices=[]):  # what the copy draws must not change what the method draws
@@ -183,7 +218,7 @@ def _measure(setup: Setup, how: Method, driver: Driver, display: Display) -> Res
     _warm_up(setup, how, driver)
     trainer = Trainer(setup, how, driver)
     try:
-        display.line(headline(setup, how, sum(p.numel() for p in trainer.model.parameters())))
+        display.line(trainer.headline)
         # Attaching is not the method's cost: ranks wait there for the one that compiles its kernels.
         start, attached_s, rows = time.perf_counter(), trainer.sync.traffic.wait_s, list[Row]()
         with display.bar(how.text, setup.epochs * setup.steps) as tick:
@@ -201,7 +236,7 @@ def _measure(setup: Setup, how: Method, driver: Driver, display: Display) -> Res
         method=how.text,
         eval_accuracy=last.eval_accuracy,
         eval_loss=last.eval_loss,
-        step_ms=1e3 * statistics.median(trainer.step_s),
+        step_ms=1e3 * trainer.times.quantiles()["step"]["0.5"],
         wait_s=wait_s,
         seconds=seconds,
         payload_bytes_per_step=sum(row.payload_bytes for row in rows) / steps,
@@ -220,27 +255,17 @@ def _show(setup: Setup, results: Sequence[Result]) -> None:
 
 
 def _cells(result: Result) -> list[str]:
-    numbers = (
-        result.eval_accuracy,
-        result.eval_loss,
-        result.step_ms,
-        result.moved_bytes_per_step,
-        result.compression,
-        result.wait_s,
-        result.seconds,
-    )
-    if result.error is not None or None in numbers:
+    if result.error is not None:
         return [result.method, f"failed: {result.error}"]
-    accuracy, loss, step_ms, moved, compression, wait_s, seconds = (float(n or 0) for n in numbers)
     return [
         result.method,
-        percent(accuracy),
-        f"{loss:.4f}",
-        f"{step_ms:.2f}",
-        megabytes(moved),
-        f"{compression:.1f}x",
-        f"{wait_s:.2f} s",
-        f"{seconds:.1f} s",
+        percent(result.eval_accuracy),
+        f"{result.eval_loss:.4f}",
+        f"{result.step_ms:.2f}",
+        megabytes(result.moved_bytes_per_step),
+        f"{result.compression:.1f}x",
+        f"{result.wait_s:.2f} s",
+        f"{result.seconds:.1f} s",
     ]
 
 
@@ -257,4 +282,4 @@ def _write(setup: Setup, results: Sequence[Result], out: Path, display: Display)
     write_json(out / "compare.json", {**about, "methods": [asdict(result) for result in results]})
     display.line(f"wrote {out / 'compare.json'}")
     curves = {result.method: result.epochs for result in results if result.epochs}
-    display.line(plot(out / "compare.png", setup.task.name, curves))
+    display.line(draw_curves(out / "compare.png", setup.task.name, curves))

@@ -18,15 +18,15 @@ import torch
 
 import stenograd
 from stenograd.cli.table import show
-from stenograd.comm.driver import Driver
-from stenograd.data.requests import mean
 from stenograd.devices import name_all
 from stenograd.errors import StenogradError, first_line
 from stenograd.launch.interfaces import Reach, best, time_interfaces
-from stenograd.launch.local_workers import python
+from stenograd.launch.local_workers import python, usable_cores
 from stenograd.launch.network import GLOO_INTERFACE
 from stenograd.launch.process_group import backends, detect, init, meet, shutdown
 from stenograd.launch.rendezvous import gather_ranks, tell_all
+from stenograd.wire.driver import Driver
+from stenograd.wire.requests import mean
 
 __all__ = ["run", "try_all_reduce"]
 
@@ -51,8 +51,10 @@ def run() -> int:
     if launched:
         return _run_launched()
     problem = _all_reduce_problem()
-    found = {**_versions(), **_machine(), "launcher": _launcher()}
-    show(("what", "found"), [*found.items(), ("all-reduce of 2 processes", problem or "works")])
+    show(
+        ("what", "found"),
+        [*_versions().items(), *_machine().items(), ("all-reduce of 2 processes", problem or "works")],
+    )
     return 1 if problem else 0
 
 
@@ -84,17 +86,17 @@ def _run_launched() -> int:
         problem = first_line(error)
     versions = _versions()
     texts = tell_all(store, world, "findings", json.dumps([problem, versions]), _LIMIT_S)
-    told = [json.loads(text) for text in texts]
-    failed = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
+    received = [json.loads(text) for text in texts]
+    failed = [f"rank {rank}: {other}" for rank, (other, _) in enumerate(received) if other]
     if world.rank == 0:
-        differ = [name for name in versions if len({str(theirs.get(name)) for _, theirs in told}) > 1]
-        show(("what", "found"), [*{**versions, **_machine(), "launcher": _launcher()}.items()])
+        differ = [name for name in versions if len({str(other.get(name)) for _, other in received}) > 1]
+        show(("what", "found"), [*versions.items(), *_machine().items()])
         show(
             ("interface", "address of rank 0", "pairs of hosts", "round trip, ms", "Mbit/s", "problem"),
             [_interface_row(one) for one in found],
         )
         for name in differ:
-            print(f"{name} differs: {', '.join(sorted({str(theirs.get(name)) for _, theirs in told}))}")
+            print(f"{name} differs: {', '.join(sorted({str(other.get(name)) for _, other in received}))}")
         print(_advice(found, chosen))
         print(
             f"all-reduce of {world.world_size} ranks over {os.environ.get(GLOO_INTERFACE, 'the default')}: ",
@@ -151,12 +153,12 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, str]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "cores": f"{usable} of {os.cpu_count()} usable, {torch.get_num_threads()} torch threads",
+        "cores": f"{usable_cores()} of {os.cpu_count()} usable, {torch.get_num_threads()} torch threads",
         "CUDA devices": ", ".join(name_all()) or "none",
-        **{name: _yes(available) for name, available in backends().items()},
+        **{name: "available" if found else "not available" for name, found in backends().items()},
+        "launcher": _launcher(),
     }
 
 
@@ -168,7 +170,3 @@ def _launcher() -> str:
     if world.launcher == "alone":
         return "none"
     return f"{world.launcher}: rank {world.rank} of {world.world_size}"
-
-
-def _yes(available: bool) -> str:
-    return "available" if available else "not available"

@@ -18,15 +18,14 @@ from stenograd.checkpoint.api import Loaded, load_checkpoint, save_checkpoint
 from stenograd.checkpoint.files import (
     check_identity,
     manifest_path,
+    read_json,
     saved_steps,
     strict_json,
     write_atomically,
     write_json,
 )
-from stenograd.cli.loop import Trainer
-from stenograd.cli.rows import Row
+from stenograd.cli.loop import Row, Trainer
 from stenograd.errors import CheckpointError, ConfigError
-from stenograd.reading import read_regular
 
 __all__ = ["RunFolder", "check_file", "make_folder", "saved_options", "versions"]
 
@@ -40,7 +39,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        self.path, self.identity = path, identity
+        self.path = path
+        self.identity = json.loads(json.dumps(identity))  # as it is read back: a tuple is a list then
 
     def check(self, resume: bool) -> None:
         """Refuse to write over a run, or to continue another one; changes nothing.
@@ -59,7 +59,7 @@ class RunFolder:
                     f"--out must not hold a run, got {taken}: --resume continues it, or give another folder"
                 )
         elif self._file("run").exists():
-            self._check(self._file("run"), self._saved_identity())
+            self._check(self._file("run"), _read_run(self._file("run"))["identity"])
 
     def holds_run(self) -> bool:
         """Return whether a run began here."""
@@ -68,7 +68,7 @@ class RunFolder:
     def begin(self, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
         """Write run.json, and metrics.jsonl with the epochs that a checkpoint holds; on rank 0."""
         write_json(self._file("run"), {"identity": self.identity, **about, "versions": versions()})
-        lines = "".join(_line(row) for row in rows)
+        lines = "".join(_line(row) for row in rows)  # later epochs are trained again
         write_atomically(self.path / "metrics.jsonl", lines.encode())
 
     def append(self, row: Row) -> None:
@@ -89,7 +89,7 @@ class RunFolder:
 
     def save(self, trainer: Trainer, rows: Sequence[Row]) -> None:
         """Write all ranks' checkpoints after the steps taken so far, and delete all but the last two."""
-        extra = {"identity": self._comparable(), "rows": [asdict(row) for row in rows], **trainer.position()}
+        extra = {"identity": self.identity, "rows": [asdict(row) for row in rows], **trainer.position()}
         save_checkpoint(self.path, step=trainer.taken, extra=extra, keep=2, **trainer.parts())
 
     def load(self, trainer: Trainer) -> Loaded | None:
@@ -111,18 +111,10 @@ class RunFolder:
         return loaded
 
     def _check(self, path: Path, saved: Mapping[str, Any]) -> None:
-        check_identity(path, saved, self._comparable(), except_for=("world_size",))
+        check_identity(path, saved, self.identity, except_for=("world_size",))
 
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.json"
-
-    def _comparable(self) -> Mapping[str, Any]:
-        identity: Mapping[str, Any] = json.loads(json.dumps(self.identity))
-        return identity
-
-    def _saved_identity(self) -> Mapping[str, Any]:
-        identity: Mapping[str, Any] = _read_run(self._file("run"))["identity"]
-        return identity
 
 
 def saved_options(path: Path) -> Mapping[str, Any]:
@@ -142,15 +134,12 @@ def saved_options(path: Path) -> Mapping[str, Any]:
 
 
 def _read_run(path: Path) -> Mapping[str, Any]:
-    try:
-        told: Mapping[str, Any] = json.loads(read_regular(path))
-        if not isinstance(told["identity"], dict) or not isinstance(told.get("options", {}), dict):
+    def checked(received: dict[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(received["identity"], dict) or not isinstance(received.get("options", {}), dict):
             raise TypeError("identity and options must be objects")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
-        raise CheckpointError(
-            f"{path}: cannot be read ({cause}): remove it, or restore it from a copy"
-        ) from cause
-    return told
+        return received
+
+    return read_json(path, checked, CheckpointError, "cannot be read", "remove it, or restore it from a copy")
 
 
 def make_folder(path: Path) -> None:

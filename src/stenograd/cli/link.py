@@ -5,16 +5,12 @@ from __future__ import annotations
 from stenograd.checkpoint.files import write_json
 from stenograd.cli.folder import check_file
 from stenograd.cli.options import LinkOptions
-from stenograd.cli.ranks import in_ranks
-from stenograd.cli.report import counted, megabytes
-from stenograd.cli.setup import check_options
-from stenograd.cli.table import note, say, show, show_json
-from stenograd.comm.agreement import agree
-from stenograd.comm.driver import Driver
+from stenograd.cli.setup import check_options, in_ranks
+from stenograd.cli.table import counted, megabytes, note, say, show, show_json
 from stenograd.errors import bad_value
-from stenograd.planning.link import Link
-from stenograd.planning.measure_link import check_seconds, measure_link
-from stenograd.planning.units import rate_text, time_text
+from stenograd.planning.link import Link, check_seconds, measure_link, rate_text, time_text
+from stenograd.wire.agreement import agree
+from stenograd.wire.driver import Driver
 
 __all__ = ["run"]
 

@@ -1,36 +1,256 @@
-"""The training loop: an ordinary one, with `stenograd.distribute` around model and optimizer."""
+"""The training loop: an ordinary one with `stenograd.distribute`, and the account that it keeps."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stenograd import tasks
 from stenograd.catalog.method import Method
 from stenograd.checkpoint.api import Loaded
-from stenograd.cli.epoch import Progress
-from stenograd.cli.rows import Row, Score
 from stenograd.cli.setup import Setup
-from stenograd.cli.step_times import StepTimes
-from stenograd.comm.agreement import sum_over_ranks
-from stenograd.comm.driver import Driver
-from stenograd.comm.traffic import moved_bytes
-from stenograd.data.requests import Op
+from stenograd.cli.table import counted, megabytes, percent
 from stenograd.kernels.hash import hash_tensor
+from stenograd.launch.local_workers import usable_cores
 from stenograd.sync.distribute import distribute
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.tracing import Phases
+from stenograd.wire.agreement import everyone, sum_over_ranks
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import Op
+from stenograd.wire.traffic import Traffic, moved_bytes
 
-__all__ = ["Trainer"]
+__all__ = ["Progress", "Row", "Score", "StepTimes", "Trainer", "machine", "report"]
 
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95)
+_PARTS = ("step", "forward", "backward", "wait", "optimizer")
+_STEPS_KEPT = 10_000  # enough for quantiles; a list of all would grow for as long as the run takes
 _EVAL_BATCH = 256
-_STEPS_TIMED = 10_000  # enough for a median; a list of all would grow for as long as the run takes
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Mean loss and accuracy over all ranks' samples; NaN where no sample counted."""
+
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One epoch, as rank 0 tells it. All but `seconds` is equal in a repeated or resumed run.
+
+    Attributes:
+        epoch: number of epochs trained, from 1.
+        seconds: for training and evaluation.
+        payload_bytes: what this rank handed to collectives.
+        moved_bytes: what those made it send.
+        dense_bytes: what dense training sends in as many steps (hands over, for a world of one).
+        steps: number of steps.
+        skipped: steps among them that a gradient which is not finite made void.
+    """
+
+    epoch: int
+    train_loss: float
+    train_accuracy: float
+    eval_loss: float
+    eval_accuracy: float
+    seconds: float
+    payload_bytes: int
+    moved_bytes: int
+    dense_bytes: int
+    compression: float
+    steps: int
+    skipped: int
+
+    def line(self, epochs: int) -> str:
+        """Say it in one line, as one of so many epochs."""
+        skipped = f"  {counted(self.skipped, 'step')} skipped (not finite)" if self.skipped else ""
+        return (
+            f"epoch {self.epoch:>{len(str(epochs))}}/{epochs}"
+            f"  train loss {self.train_loss:.4f} accuracy {percent(self.train_accuracy)}"
+            f"  eval loss {self.eval_loss:.4f} accuracy {percent(self.eval_accuracy)}"
+            f"  {self.seconds:.2f} s  sent {megabytes(self.moved_bytes)}"
+            f"  compression {self.compression:.1f}x{skipped}"
+        )
+
+
+class StepTimes:
+    """Seconds of the newest 10,000 steps: the whole, and its phases.
+
+    `backward` leaves out `wait`, the part of the exchange that backward did not hide. `optimizer` holds the
+    rounds of schedules that meet after a step. Fetching the batch is in `step` only.
+
+    Attributes:
+        kept: seconds by phase, the oldest first.
+        steps: number of all that were taken.
+
+    Example:
+        >>> times = StepTimes()
+        >>> times.note("backward", 0.0, 3.0), times.note("wait", 2.0, 3.0)
+        (None, None)
+        >>> times.step(4.0)
+        >>> times.quantiles()["backward"]["0.5"], times.quantiles()["wait"]["0.5"]
+        (2.0, 1.0)
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[str, float] = {}
+        self.kept: dict[str, deque[float]] = {part: deque(maxlen=_STEPS_KEPT) for part in _PARTS}
+        self.steps = 0
+
+    def note(self, kind: str, start: float, end: float) -> None:
+        """Add a phase to the step under way; kinds are those of `tracing.Phases`."""
+        part = "optimizer" if kind == "step" else kind
+        self._now[part] = self._now.get(part, 0.0) + end - start
+
+    def step(self, seconds: float) -> None:
+        """End a step that took so long in all."""
+        now, self._now = self._now, {}
+        # waiting happens in hooks within backward; each second counts once
+        now["backward"] = now.get("backward", 0.0) - now.get("wait", 0.0)
+        for part, kept in self.kept.items():
+            kept.append(seconds if part == "step" else now.get(part, 0.0))
+        self.steps += 1
+
+    def means(self) -> dict[str, float]:
+        """Return each phase's mean in seconds, which holds the rounds of methods that send rarely.
+
+        The first step is left out where there are others: it loads and allocates what later ones find.
+
+        Example:
+            >>> times = StepTimes()
+            >>> for seconds in (60.0, 1.0, 1.0, 7.0):
+            ...     times.step(seconds)
+            >>> times.means()["step"], times.quantiles()["step"]["0.5"]
+            (3.0, 4.0)
+        """
+        first = int(1 < self.steps <= _STEPS_KEPT)
+        found = {part: list(kept)[first:] for part, kept in self.kept.items()}
+        return {part: statistics.fmean(kept) for part, kept in found.items() if kept}
+
+    def quantiles(self) -> dict[str, dict[str, float]]:
+        """Return the quantiles of each phase in seconds; empty before the first step."""
+        if not self.steps:
+            return {}
+        levels = torch.tensor(_QUANTILES, dtype=torch.float64, device="cpu")
+        found = {
+            part: torch.tensor(kept, dtype=torch.float64, device="cpu") for part, kept in self.kept.items()
+        }
+        return {
+            part: dict(zip(map(str, _QUANTILES), values.quantile(levels).tolist(), strict=True))
+            for part, values in found.items()
+        }
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The epoch under way. Sums, bytes and seconds are this rank's; the rest is equal on all ranks.
+
+    Attributes:
+        epoch: its number, from 1.
+        legs: [world size, steps taken] of each stretch trained by one number of workers, the last under way.
+        loss: of the samples so far, summed.
+        correct: hits among them.
+        count: their number.
+        skipped: steps that a gradient which is not finite made void.
+        seconds: for training.
+        payload_bytes: handed to collectives.
+        moved_bytes: sent by them.
+        dense_bytes: what dense training sends in as many steps.
+    """
+
+    epoch: int
+    legs: list[list[int]] = field(default_factory=list)
+    loss: float = 0.0
+    correct: float = 0.0
+    count: float = 0.0
+    skipped: int = 0
+    seconds: float = 0.0
+    payload_bytes: int = 0
+    moved_bytes: int = 0
+    dense_bytes: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps taken in this epoch."""
+        return sum(steps for _, steps in self.legs)
+
+    def join(self, world_size: int) -> None:
+        """Go on with this number of workers."""
+        if not self.legs or self.legs[-1][0] != world_size:
+            self.legs.append([world_size, 0])
+
+    def steps_left(self, setup: Setup) -> int:
+        """Return the number of steps to go, equal on every rank."""
+        return self._legs_steps(setup, _pool(setup, self.epoch, self.legs)) - self.legs[-1][1]
+
+    def batches(self, setup: Setup, rank: int) -> Iterator[Tensor]:
+        """Yield this rank's remaining batches.
+
+        Where the number of workers changed, what all of them had seen in this epoch is left out, and the
+        rest is shared out anew as a whole epoch is: shards of nearly equal size, each in its own order. Up to
+        N - 1 samples that are too few for N workers are left out. An epoch of a given number of steps keeps
+        that number.
+        """
+        pool = _pool(setup, self.epoch, self.legs)
+        steps = self._legs_steps(setup, pool)
+        if steps == 0:
+            return iter(())
+        world_size, taken = self.legs[-1]
+        return islice(_cut(setup, pool, self.epoch, steps, rank, world_size), taken, None)
+
+    def _legs_steps(self, setup: Setup, pool: Tensor) -> int:
+        before = sum(steps for _, steps in self.legs[:-1])
+        return _steps(setup, len(pool), before, self.legs[-1][0])
+
+
+def _pool(setup: Setup, epoch: int, legs: Sequence[Sequence[int]]) -> Tensor:
+    """Return the samples that were left when the last leg began."""
+    pool, before = torch.arange(setup.task.train_size, device="cpu"), 0
+    for world_size, taken in legs[:-1]:
+        steps = _steps(setup, len(pool), before, world_size)
+        seen = torch.zeros(setup.task.train_size, dtype=torch.bool, device="cpu")
+        for rank in range(world_size if steps else 0):
+            for batch in islice(_cut(setup, pool, epoch, steps, rank, world_size), taken):
+                seen[batch] = True
+        left, before = pool[~seen[pool]], before + taken
+        # a given number of steps must be taken
+        again = setup.recipe.steps_per_epoch is not None and len(left) < legs[-1][0]
+        pool = pool if again else left
+    return pool
+
+
+def _steps(setup: Setup, samples: int, before: int, world_size: int) -> int:
+    """Return how many steps a leg takes that begins with these samples after `before` steps."""
+    fixed = setup.recipe.steps_per_epoch
+    if fixed is not None:
+        return fixed - before
+    if samples < world_size:
+        return 0
+    return tasks.steps_per_epoch(samples, world_size, setup.recipe.batch_size, None)
+
+
+def _cut(setup: Setup, pool: Tensor, epoch: int, steps: int, rank: int, world_size: int) -> Iterator[Tensor]:
+    """Cut a rank's shard of the pool in batches."""
+    options = setup.options
+    shuffle = options.shards == "shuffled"
+    own = pool[tasks.shard(len(pool), rank, world_size, shuffle=shuffle, seed=options.seed)]
+    return tasks.batches(
+        own, setup.recipe.batch_size, epoch=epoch, seed=options.seed, shuffle=True, steps=steps
+    )
 
 
 class Trainer:
@@ -45,19 +265,17 @@ class Trainer:
         driver: for scores, which are not part of the method's traffic.
 
     Attributes:
-        step_s: seconds of the newest 10,000 training steps of this rank, without evaluation.
-        times: the same steps phase by phase.
+        times: of the newest 10,000 training steps of this rank, without evaluation.
         taken: number of steps taken, skipped ones included.
         progress: of the epoch under way.
     """
 
     def __init__(self, setup: Setup, method: Method, driver: Driver) -> None:
-        self.setup, self.driver = setup, driver
+        self.setup, self.method, self.driver = setup, method, driver
         self.model = setup.task.model(setup.options.seed).to(setup.device)
         self.optimizer = setup.recipe.make_optimizer(self.model)
         self._total_steps = setup.recipe.epochs * setup.steps
         self.scheduler = setup.recipe.make_scheduler(self.optimizer, self._total_steps)
-        self.step_s: deque[float] = deque(maxlen=_STEPS_TIMED)
         self.taken = 0
         self.progress = Progress(epoch=0)
         opt = setup.options
@@ -67,6 +285,14 @@ class Trainer:
         self._guard = ReplicaGuard(self.model, driver)
         self.times = StepTimes()
         self._phases = Phases(self.model, [self.optimizer], self.times.note)
+
+    @property
+    def headline(self) -> str:
+        """Says in one line what is trained."""
+        task, parameters = self.setup.task, sum(p.numel() for p in self.model.parameters())
+        sizes = f"{task.train_size:,} training and {task.eval_size:,} evaluation samples"
+        workers = counted(self.setup.world_size, "worker")
+        return f"{task.name}: {sizes}, {parameters:,} parameters, {workers}, method {self.method.text}"
 
     def begin_epoch(self, epoch: int) -> int:
         """Begin an epoch, or go on with it where `go_on` found it begun; return the steps to go."""
@@ -188,7 +414,6 @@ class Trainer:
             before = self._bytes()
             loss, correct, count = self._step(indices)
             seconds = time.perf_counter() - start
-            self.step_s.append(seconds)
             self.times.step(seconds)
             now.seconds += seconds
             now.loss, now.correct = now.loss + loss * count, now.correct + correct
@@ -227,3 +452,37 @@ class Trainer:
         model_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         world_size = self.driver.world_size
         return moved_bytes(Op.MEAN, model_bytes, world_size) if world_size > 1 else model_bytes
+
+
+def machine() -> dict[str, Any]:
+    """Return what decides how fast this process computes.
+
+    Example:
+        >>> sorted(machine())
+        ['cores', 'processor', 'system', 'threads', 'usable_cores']
+    """
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def report(times: StepTimes, traffic: Traffic, driver: AnyDriver) -> dict[str, Any]:
+    """Gather what every rank measured since it started; all ranks call it.
+
+    Args:
+        times: this rank's.
+        traffic: this rank's ledger.
+        driver: the way to the other ranks.
+
+    Returns:
+        "ranks": for each rank its steps, means and quantiles in seconds, machine and ledger, in rank order.
+    """
+    ledger = [asdict(entry) for entry in traffic.entries()]
+    took = {"means_s": times.means(), "quantiles_s": times.quantiles()}
+    own = {"steps": times.steps, **took, "machine": machine(), "ledger": ledger}
+    received: Sequence[str] = everyone(driver, json.dumps(own))
+    return {"ranks": [json.loads(text) for text in received]}

@@ -76,24 +76,21 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _flag(name: str, what: str) -> Any:
-    return typer.Option(name, help=what, rich_help_panel=FILES)
-
-
-def option(metavar: str | None, what: str, panel: str | None = None, **more: Any) -> Any:
-    """Describe an option, which is called as its parameter is.
+def option(metavar: str | None, what: str, panel: str | None = None, *flag: str, **more: Any) -> Any:
+    """Describe an option.
 
     Args:
-        metavar: stands for its value in the help; None for the words of a choice.
+        metavar: stands for its value in the help; None for a flag, and for the words of a choice.
         what: the help text.
         panel: title under which the help lists it.
+        flag: its name; left out, it is called as its parameter is.
         more: as for `typer.Option`.
 
     Example:
         >>> option("N", "Seed.", WORK).help
         'Seed.'
     """
-    return typer.Option(metavar=metavar, help=what, rich_help_panel=panel, **more)
+    return typer.Option(*flag, metavar=metavar, help=what, rich_help_panel=panel, **more)
 
 
 _DATA = "mnist: the folder with its four files. text: a UTF-8 file (default: Python's help pages)."
@@ -105,6 +102,7 @@ _METHODS = (
     "Methods, separated by commas, such as dense,topk. A comma followed by KEY=VALUE "
     "continues a method. May be repeated."
 )
+_RESUME = "Continue the run in --out, with its options."
 _TRACE = "File for what each worker did when; open it with ui.perfetto.dev."
 _TRIAL = "Your own training: a function that returns a stenograd.Trial."
 _LINK = "RATE[/DOWN][,LATENCY], such as 1gbit,0.2ms, or a file of stenograd link --out."
@@ -115,7 +113,7 @@ _CHECK = "A run of stenograd train --out to compare with."
 _FILE = "Show or check this plan.json, also for another link; measure nothing."
 
 Out = Annotated[Path | None, option("DIR", "Folder for the results.", FILES, parser=_path)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+AsJson = Annotated[bool, option(None, "Print JSON instead of tables.", None, "--json")]
 Timeout = Annotated[float, option("X", "Seconds after which a silent worker is lost.", _RUN)]
 
 
@@ -169,7 +167,7 @@ class TrainOptions(Options):
 
     method: Annotated[str, option("TEXT", _METHOD, WORK)] = "dense"
     out: Out = None
-    resume: Annotated[bool, _flag("--resume", "Continue the run in --out, with its options.")] = False
+    resume: Annotated[bool, option(None, _RESUME, FILES, "--resume")] = False
     save_every: Annotated[int | None, option("N", "Epochs per checkpoint (default: 1).", FILES)] = None
     save_steps: Annotated[int | None, option("N", "Steps per checkpoint, besides.", FILES)] = None
     trace: Annotated[Path | None, option("FILE", _TRACE, FILES, parser=_path)] = None
@@ -209,9 +207,7 @@ class PlanOptions(Options):
     accuracy: Annotated[
         Accuracy | None, option(None, "What a recommended method may do to gradients.", WORK)
     ] = None
-    sizes: Annotated[
-        str | None, typer.Option("--workers", metavar="N,...", help=_SIZES, rich_help_panel=_WHERE)
-    ] = None
+    sizes: Annotated[str | None, option("N,...", _SIZES, _WHERE, "--workers")] = None
     link: Annotated[str | None, option("LINK", _LINK, _WHERE)] = None
     ranks_per_host: Annotated[int | None, option("N", _PER_HOST, _WHERE)] = None
     cores: Annotated[float | None, option("X", _CORES, _WHERE)] = None
@@ -242,6 +238,7 @@ def taking(
     """
     shared = {f.name for f in fields(Options)}
     left_out = {*without, *(shared - {*only} if only else ()), "given"}
+    # `options` is a dataclass, which type[T] does not say; the other ignore below is for the same.
     chosen = [f for f in fields(options) if f.name not in left_out]  # type: ignore[arg-type]
     kinds = get_type_hints(options, include_extras=True)
     only_by_name = inspect.Parameter.KEYWORD_ONLY

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,23 +17,17 @@ from torch import nn
 from stenograd.cli.compare import chosen_methods, split_methods
 from stenograd.cli.folder import make_folder
 from stenograd.cli.options import PlanOptions
-from stenograd.cli.plan_check import Run, check_run, read_run
-from stenograd.cli.ranks import in_ranks
-from stenograd.cli.report import counted
-from stenograd.cli.setup import check_options, make_setup
-from stenograd.cli.table import note, say, show, show_json
-from stenograd.comm.agreement import agree, everyone
-from stenograd.comm.driver import Driver
-from stenograd.errors import ConfigError, bad_value, check_count
+from stenograd.cli.pictures import draw_plan
+from stenograd.cli.setup import check_options, in_ranks, make_setup
+from stenograd.cli.table import counted, note, say, show, show_json
+from stenograd.errors import ConfigError, DataError, bad_value, check_count, first_line
+from stenograd.launch.local_workers import usable_cores
 from stenograd.launch.process_group import detect
 from stenograd.planning.advice import DENSE
-from stenograd.planning.link import Link, load_link
-from stenograd.planning.measure_link import measure_link
-from stenograd.planning.picture import draw
+from stenograd.planning.link import Link, load_link, measure_link, parse_link, rate_text, time_text
 from stenograd.planning.plan import (
     VALIDATED,
     Plan,
-    default_cores,
     default_methods,
     load_plan,
     plan,
@@ -40,17 +35,77 @@ from stenograd.planning.plan import (
     with_ranks,
 )
 from stenograd.planning.trial import Trial, first_batches, load_trial
-from stenograd.planning.units import parse_link, rate_text, time_text
+from stenograd.reading import read_regular
+from stenograd.wire.agreement import agree, everyone
+from stenograd.wire.driver import Driver
 
-__all__ = ["run", "show_plan"]
+__all__ = ["Run", "read_run", "run"]
 
 # Shares of the time: for the link, and for training together on all ranks; methods are rehearsed in the rest.
 _LINK, _TOGETHER = 1 / 3, 0.1
 _LEAST_S = 2.0  # to measure a link
+# Options of a training, which a trial brings itself and a plan has settled.
 _OF_A_TASK = ("task", "data", "batch_size", "lr", "momentum", "weight_decay", "seed", "device")
 _MOST_WORKERS = 1 << 20
 _MOST_RECORDED = 64  # workers: a gather among them takes their messages' memory; beyond it is arithmetic
 _COLUMNS = 6  # methods beside dense in the table of sizes, the fastest at the largest; all are in --json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run of `stenograd train --out`.
+
+    Attributes:
+        folder: where it lies.
+        identity: what was trained and how.
+        versions: of the packages.
+        slowest: what its slowest rank measured.
+    """
+
+    folder: Path
+    identity: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    slowest: Mapping[str, Any]
+
+    def require(self, workers: int, bucket_bytes: int, methods: Collection[str]) -> None:
+        """Refuse a plan that has no prediction for this run.
+
+        Args:
+            workers: of the plan.
+            bucket_bytes: of the plan.
+            methods: texts of those that it predicts.
+
+        Raises:
+            ConfigError: the run is of another number of workers, bucket size or method.
+        """
+        for name, planned, own in (
+            ("workers", workers, self.identity["world_size"]),
+            ("bucket_bytes", bucket_bytes, self.identity["bucket_bytes"]),
+        ):
+            if planned != own:
+                rule = f"must be the plan's {planned}"
+                raise bad_value(f"the run's {name}", rule, own, "plan for that run")
+        own = self.identity["method"]
+        if own not in methods:
+            known = ", ".join(methods)
+            raise bad_value("the run's method", f"must be one of {known}", own, f"plan it: --methods {own}")
+
+
+def read_run(folder: Path) -> Run:
+    """Read what a run was, and what its slowest rank measured.
+
+    Raises:
+        DataError: the folder holds no finished run.
+    """
+    try:
+        run = json.loads(read_regular(folder / "run.json"))
+        ranks = json.loads(read_regular(folder / "steps.json"))["ranks"]
+        slowest = max(ranks, key=lambda rank: rank["means_s"]["step"])
+        return Run(folder=folder, identity=run["identity"], versions=run["versions"], slowest=slowest)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
+        raise DataError(
+            f"{folder}: holds no finished run ({first_line(cause)}): give the folder of stenograd train --out"
+        ) from cause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +115,6 @@ class _Job:
     Attributes:
         name: of the training.
         trial: the training, with the few batches that are used.
-        link: text or what was measured; None to measure it between the ranks.
         workers: number of ranks.
         methods: texts as they were written; dense among them or not.
         run: to compare with; None for none.
@@ -68,7 +122,6 @@ class _Job:
 
     name: str
     trial: Trial
-    link: str | Link | None
     workers: int
     methods: list[str]
     run: Run | None
@@ -86,12 +139,12 @@ def run(asked: PlanOptions) -> int:
         run = None if asked.check is None else read_run(asked.check)
         if run is not None:
             run.require(found.world_size, found.work["bucket_bytes"], [p.method for p in found.predictions])
-        return _told(asked, found, run, [found.sized(size) for size in sizes])
+        return _shown(asked, found, run, [found.sized(size) for size in sizes])
     if detect(os.environ).launcher != "alone":
         if len(sizes) > 1:
             raise ConfigError("several --workers are planned by one process: leave them out under a launcher")
         options = replace(asked, workers=next(iter(sizes), None))
-        return in_ranks(options, partial(_job, asked, link), partial(_measured, asked))
+        return in_ranks(options, partial(_job, asked, link), partial(_measured, asked, link))
     asked.refuse(["timeout_s"], "where one process plans alone")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
@@ -113,7 +166,7 @@ def run(asked: PlanOptions) -> int:
         exact = size <= _MOST_RECORDED
         other = replace(job, workers=size)
         plans.append(_made(asked, other, link, None, len(sizes)) if exact else plans[-1].sized(size))
-    return _told(asked, plans[0], job.run, plans[1:])
+    return _shown(asked, plans[0], job.run, plans[1:])
 
 
 def _check(asked: PlanOptions) -> list[int]:
@@ -168,7 +221,7 @@ def _job(asked: PlanOptions, link: str | Link | None, workers: int) -> _Job:
     name, trial = _trial(asked, workers)
     trial = replace(trial, batches=first_batches(trial))  # once: an iterator would give others every time
     methods = split_methods(asked.methods) if asked.methods else known
-    return _Job(name=name, trial=trial, link=link, workers=workers, methods=methods, run=run)
+    return _Job(name=name, trial=trial, workers=workers, methods=methods, run=run)
 
 
 def _per_host(asked: PlanOptions, link: str | Link | None, workers: int) -> int:
@@ -182,14 +235,12 @@ def _check_hosts(workers: int, per_host: int) -> None:
         raise bad_value("--ranks-per-host", f"must divide the {workers} workers", per_host, "leave it at 1")
 
 
-def _measured(asked: PlanOptions, job: _Job, driver: Driver) -> int:
+def _measured(asked: PlanOptions, given: str | Link | None, job: _Job, driver: Driver) -> int:
     """Measure the link between these ranks if none is given, rehearse on all at once, and tell on rank 0."""
-    link = job.link
-    if link is None:
-        link = measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
+    link = given or measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
     found = agree(driver, lambda: _made(asked, job, link, driver))
     found = with_ranks(found, job.trial, driver, asked.seconds * _TOGETHER)
-    tell = partial(_told, asked, found, job.run, []) if driver.rank == 0 else lambda: 0
+    tell = partial(_shown, asked, found, job.run, []) if driver.rank == 0 else lambda: 0
     status = agree(driver, tell)  # a report that rank 0 cannot write must fail everywhere
     # all ranks exit with the same status: a launcher takes another for a failure
     return max(int(text) for text in everyone(driver, str(status)))
@@ -216,7 +267,7 @@ def _made(asked: PlanOptions, job: _Job, link: str | Link, driver: Driver | None
         methods=job.methods,
         accuracy=str(asked.accuracy or "lossy"),
         ranks_per_host=per_host,
-        cores=default_cores() / here if asked.cores is None else asked.cores,
+        cores=usable_cores() / here if asked.cores is None else asked.cores,
         seconds=asked.seconds * (1 - _LINK - _TOGETHER) / shares,
         bucket_bytes=asked.bucket_bytes,
         name=job.name,
@@ -240,13 +291,13 @@ def _trial(asked: PlanOptions, workers: int) -> tuple[str, Trial]:
     return str(asked.task), Trial(model, setup.recipe.make_optimizer(model), batches, loss)
 
 
-def _told(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Plan]) -> int:
+def _shown(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Plan]) -> int:
     """Print and write the plan, what it is with other numbers of workers, and how a run compares."""
     quiet, out = asked.as_json, asked.out
-    told = found.as_json()
-    shown = {key: told[key] for key in ("method", "reason", "notes", "predictions")}
+    received = found.as_json()
+    shown = {key: received[key] for key in ("method", "reason", "notes", "predictions")}
     if not quiet:
-        show_plan(found)
+        _show_plan(found)
     if others:
         plans = sorted({p.world_size: p for p in [found, *others]}.values(), key=lambda p: p.world_size)
         shown["sizes"] = [
@@ -262,8 +313,8 @@ def _told(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Pla
     if out is not None:
         found.save(out / "plan.json")
         note(f"wrote {out / 'plan.json'}", quiet)
-        note(draw(found, out / "plan.png"), quiet)
-    checked = None if run is None else check_run(found, run, asked.tolerance, quiet)
+        note(draw_plan(found, out / "plan.png"), quiet)
+    checked = None if run is None else _check_run(found, run, asked.tolerance, quiet)
     if checked is not None:
         shown["check"] = checked
     if quiet:
@@ -287,7 +338,7 @@ def _show_sizes(sizes: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def show_plan(found: Plan) -> None:
+def _show_plan(found: Plan) -> None:
     """Print predictions, the recommendation and its reason, and what was assumed."""
     hosts = found.world_size // found.ranks_per_host
     where = f"{counted(found.world_size, 'worker')} on {counted(hosts, 'host')}"
@@ -315,3 +366,55 @@ def show_plan(found: Plan) -> None:
     say(found.reason)
     for line in found.notes:
         say(f"- {line}")
+
+
+def _check_run(plan: Plan, run: Run, tolerance: float, quiet: bool) -> dict[str, Any]:
+    """Compare a run with a plan that has a prediction for it.
+
+    Args:
+        plan: the plan.
+        run: the run.
+        tolerance: by how much the mean step may differ, as a share above 0.
+        quiet: whether to print nothing.
+
+    Returns:
+        Predicted and measured values, and whether they agree as "as_predicted".
+    """
+    text, rank = run.identity["method"], run.slowest
+    versions = {**run.versions, "threads": rank["machine"]["threads"]}
+    differ = [
+        f"{name} differs: {plan.made[name]} when planning, {own} in the run"
+        for name, own in versions.items()
+        if name in plan.made and plan.made[name] != own
+    ]
+    prediction = next(p for p in plan.predictions if p.method == text)
+    means, steps = rank["means_s"], rank["steps"]
+    sent = sum(e["moved_bytes"] for e in rank["ledger"] if e["kind"] != "attach") / steps
+    took, waited = means["step"], means["wait"]  # as predicted: a median knows nothing of rare rounds
+    own_s = prediction.parts_s["computing"] + prediction.parts_s["coding"]
+    late_s = rank["quantiles_s"]["step"]["0.9"]
+    values = {  # predicted, measured
+        "step, mean": (prediction.seconds[1], took, 1e3, "ms"),
+        "step, 90 %": (prediction.seconds[2], late_s, 1e3, "ms"),
+        "computing": (own_s, took - waited, 1e3, "ms"),
+        "waiting": (max(prediction.seconds[1] - own_s, 0.0), waited, 1e3, "ms"),
+        "sent per step": (prediction.moved_bytes, sent, 1e-6, "MB"),
+    }
+    off = took / prediction.seconds[1] - 1
+    gaps = {"computing": took - waited - own_s, "waiting": waited - prediction.seconds[1] + own_s}
+    blame = max(gaps, key=lambda name: abs(gaps[name]))
+    as_predicted = abs(off) <= tolerance
+    verdict = "as predicted" if as_predicted else f"not as predicted, mostly by its {blame}"
+    if not quiet:
+        for line in differ:
+            say(line)
+        rows = [(what, *_compared(*cells)) for what, cells in values.items()]
+        show(("what", "predicted", "measured", "difference"), rows, f"{text}, {steps} steps of {run.folder}")
+        say(f"the mean step took {off:+.0%} of what was predicted: {verdict}")
+    received = {what: {"predicted": cells[0], "measured": cells[1]} for what, cells in values.items()}
+    return {"as_predicted": as_predicted, "verdict": verdict, "seconds and bytes": received, "differ": differ}
+
+
+def _compared(predicted: float, measured: float, unit: float, name: str) -> tuple[str, str, str]:
+    share = f"{measured / predicted - 1:+.0%}" if predicted else ""
+    return f"{unit * predicted:.3g} {name}", f"{unit * measured:.3g} {name}", share

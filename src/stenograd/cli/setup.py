@@ -1,21 +1,31 @@
-"""Turns options into a setup: data loaded, recipe made, every value checked before a worker starts."""
+"""From options to a training on every rank: values checked, data loaded, recipe made, workers started."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from stenograd import devices, tasks
 from stenograd.catalog.method import Method
 from stenograd.cli.options import Options
-from stenograd.data.buckets import assign
 from stenograd.errors import ConfigError, bad_value, check_count
+from stenograd.exchange.buckets import assign
+from stenograd.launch.local_workers import python, run_local, usable_cores
+from stenograd.launch.process_group import World, detect, init
 from stenograd.tasks import Recipe, Task
+from stenograd.wire.agreement import agree
+from stenograd.wire.driver import Driver
 
-__all__ = ["Setup", "check_option", "check_options", "make_setup"]
+__all__ = ["Setup", "check_option", "check_options", "in_ranks", "make_setup"]
 
+T = TypeVar("T")
+
+_MOST_WORKERS = 4096  # processes on one machine, some 200 MB each
 _MOST_THREADS = 1024  # PyTorch crashed with 100,000
 _LONGEST_S = 31_536_000  # a year
 _RECIPE_KEYS = ("batch_size", "lr", "momentum", "weight_decay")
@@ -117,3 +127,48 @@ def check_options(options: Options) -> None:
     if options.device == "cuda" and not devices.count():
         raise ConfigError("--device cuda needs a CUDA device, and this PyTorch sees none: use --device cpu")
     assign({}, options.bucket_bytes)  # for its check of the size alone, before any rank starts
+
+
+def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, Driver], int]) -> int:
+    """Run a command's body on every rank, and return the exit status.
+
+    Without a launcher, `--workers N` starts N copies of this command line; they find their ranks as under
+    any launcher. What can be checked is checked before that, so that an error comes once and at once.
+
+    Args:
+        options: the command line's.
+        prepare: checks options and loads data for a world size, without communication.
+        body: the work, given what `prepare` returned and a driver for messages between ranks.
+
+    Raises:
+        ConfigError: `--workers` contradicts the launcher.
+        StenogradError: whatever `prepare` or `body` raised.
+    """
+    check_option("--workers", options.workers)
+    world = detect(os.environ)
+    if world.launcher == "alone" and options.workers is not None and options.workers > 1:
+        check_option("--workers", options.workers, _MOST_WORKERS)
+        prepare(options.workers)  # here too, so an error is told once and starts no processes
+        argv = [*python("from stenograd.cli import main; sys.exit(main())"), *sys.argv[1:]]
+        return run_local(argv, options.workers, timeout_s=options.timeout_s)
+    if options.workers not in (None, world.world_size):
+        raise ConfigError(
+            f"--workers must be the launcher's world size {world.world_size} ({world.launcher}), "
+            f"got {options.workers}: leave it out under a launcher"
+        )
+    if world.world_size == 1:
+        ready = prepare(1)  # an error need not wait for the group
+        _join(world, options)
+        return body(ready, Driver(timeout_s=options.timeout_s))
+    _join(world, options)
+    driver = Driver(timeout_s=options.timeout_s)
+    # one rank's error (its disk, its device) ends all
+    return body(agree(driver, lambda: prepare(world.world_size)), driver)
+
+
+def _join(world: World, options: Options) -> None:
+    init(timeout_s=options.timeout_s)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    elif "OMP_NUM_THREADS" not in os.environ:  # mpiexec and srun leave each rank all cores
+        torch.set_num_threads(max(1, usable_cores() // world.local_world_size))

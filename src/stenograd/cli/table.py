@@ -1,25 +1,58 @@
-"""What commands print: tables and lines that never break inside a word or a number, and JSON."""
+"""What commands print: numbers, lines and tables that never break inside a word, JSON, a progress bar."""
 
 from __future__ import annotations
 
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.box import HEAVY_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from stenograd.checkpoint.files import strict_json
 
-__all__ = ["console", "note", "say", "show", "show_json"]
+__all__ = ["Display", "console", "counted", "megabytes", "note", "percent", "say", "show", "show_json"]
 
 _PLAIN_WIDTH = 120  # columns where the output is a file or a pipe and COLUMNS is not set
 _NUMBERS = tuple("+-0123456789")
 _PROSE = 16  # columns that text has at least: sentences in narrower ones are hard to read
 _GAP = 2  # columns between those of a table without a frame
+
+
+def percent(share: float) -> str:
+    """Format a share.
+
+    Example:
+        >>> percent(0.9806)
+        '98.06 %'
+    """
+    return f"{100 * share:.2f} %"
+
+
+def counted(count: int, what: str) -> str:
+    """Write a number of things.
+
+    Example:
+        >>> counted(1, "host"), counted(2, "host")
+        ('1 host', '2 hosts')
+    """
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def megabytes(nbytes: float) -> str:
+    """Format bytes as MB of a million bytes, with three digits or more.
+
+    Example:
+        >>> megabytes(1_234_567), megabytes(34_500), megabytes(250)
+        ('1.23 MB', '0.0345 MB', '0.00025 MB')
+    """
+    mb = nbytes / 1e6
+    return f"{mb:.2f} MB" if mb >= 1 or mb == 0 else f"{mb:.3g} MB"
 
 
 def console() -> Console:
@@ -116,3 +149,34 @@ def _wrapped(text: str, width: int, indent: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+class Display:
+    """Prints on rank 0, and nothing elsewhere.
+
+    Args:
+        rank: this process's rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.screen = console()
+        self._speaks = rank == 0
+        # Open MPI gives a rank's output a terminal of its own, whatever becomes of it; but not its errors.
+        self._draws = self._speaks and self.screen.is_terminal and sys.stderr.isatty()
+
+    def line(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self._speaks:
+            say(text, self.screen)
+            self.screen.file.flush()
+
+    @contextmanager
+    def bar(self, what: str, steps: int) -> Iterator[Callable[[], None]]:
+        """Show a bar while the block runs, if there is a terminal; it yields what to call after each step."""
+        if not self._draws:
+            yield lambda: None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self.screen, transient=True) as progress:
+            task = progress.add_task(what, total=steps)
+            yield lambda: progress.advance(task)

@@ -13,17 +13,14 @@ from typing import Any
 from stenograd.catalog.method import Method, method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.folder import RunFolder, make_folder, saved_options
-from stenograd.cli.loop import Trainer
+from stenograd.cli.loop import Row, Trainer, report
 from stenograd.cli.options import Options, TrainOptions
-from stenograd.cli.ranks import in_ranks
-from stenograd.cli.report import Display, counted, headline, megabytes, percent, row_line
-from stenograd.cli.rows import Row
-from stenograd.cli.setup import Setup, check_option, make_setup
-from stenograd.cli.step_times import report
-from stenograd.comm.agreement import agree
-from stenograd.comm.driver import Driver
+from stenograd.cli.setup import Setup, check_option, in_ranks, make_setup
+from stenograd.cli.table import Display, counted, megabytes, percent
 from stenograd.errors import ConfigError
 from stenograd.launch.detect import detect
+from stenograd.wire.agreement import agree
+from stenograd.wire.driver import Driver
 
 __all__ = ["run"]
 
@@ -86,8 +83,8 @@ def _remembered(job: TrainOptions) -> TrainOptions:
 def _told_again(job: TrainOptions) -> dict[str, Any]:
     """Return what `_remembered` needs, JSON-able."""
     names = [*(f.name for f in fields(Options) if f.name != "given"), *_REMEMBERED]
-    told = {name: getattr(job, name) for name in names}
-    return told if job.data is None else told | {"data": str(job.data.resolve())}
+    received = {name: getattr(job, name) for name in names}
+    return received if job.data is None else received | {"data": str(job.data.resolve())}
 
 
 def _restarts() -> bool:
@@ -99,8 +96,7 @@ def _body(ready: _Ready, driver: Driver) -> int:
     trainer = Trainer(ready.setup, ready.method, driver)
     display = Display(driver.rank)
     try:
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        display.line(headline(ready.setup, ready.method, parameters))
+        display.line(trainer.headline)
         rows = _resumed(ready, trainer, display)  # before the trace, which is of training
         trace = ready.job.trace
         with trainer.sync.trace(str(trace)) if trace is not None else nullcontext():
@@ -155,9 +151,9 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
     epochs = ready.setup.epochs
     for epoch in range(len(rows) + 1, epochs + 1):
         with display.bar(f"epoch {epoch}/{epochs}", trainer.begin_epoch(epoch)) as tick:
-            row = trainer.run_epoch(epoch, _Step(ready, trainer, rows, tick))
+            row = trainer.run_epoch(epoch, partial(_after_step, ready, trainer, rows, tick))
         rows = [*rows, row]
-        display.line(row_line(row, epochs))
+        display.line(row.line(epochs))
         if ready.folder is None:
             continue
         _on_rank_0(trainer, partial(ready.folder.append, row))
@@ -167,17 +163,12 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
     return rows
 
 
-class _Step:
-    """What happens after every step: the bar moves, and some steps are saved."""
-
-    def __init__(self, ready: _Ready, trainer: Trainer, rows: list[Row], tick: Callable[[], None]) -> None:
-        self._ready, self._trainer, self._rows, self._tick = ready, trainer, rows, tick
-
-    def __call__(self) -> None:
-        self._tick()
-        every, folder = self._ready.job.save_steps, self._ready.folder
-        if folder is not None and every is not None and self._trainer.taken % every == 0:
-            folder.save(self._trainer, self._rows)
+def _after_step(ready: _Ready, trainer: Trainer, rows: list[Row], tick: Callable[[], None]) -> None:
+    """Move the bar, and save where the step is one of those to save."""
+    tick()
+    every, folder = ready.job.save_steps, ready.folder
+    if folder is not None and every is not None and trainer.taken % every == 0:
+        folder.save(trainer, rows)
 
 
 def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -> None:

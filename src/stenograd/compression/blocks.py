@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stenograd.compression.codec import Codec, written
 from stenograd.compression.contract import Exchange, Facts, Payload, Site, State
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, gather, scatter
 from stenograd.kernels.bits import packed_bytes
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, gather, scatter
 
 __all__ = ["FEWEST_RANKS", "WHOLE", "BlockCodec", "Chunks", "chunks_for"]
 
@@ -115,7 +115,6 @@ def chunks_for(site: Site, bits: int, block: int) -> Chunks | None:
     chunks = _chunks(numels, bits, block, site.world_size)
     coded_bytes = packed_bytes(sum(numels), bits) + 4 * _blocks(numels, block)
     # Two rows go to each other rank, in place of one whole code.
-    # Two rows go to each other rank, in place of one whole code.
     return chunks if 2 * 4 * chunks.row_words < coded_bytes else None
 
 
@@ -197,13 +196,12 @@ class BlockCodec(Codec):
     def _two_phases(
         self, chunks: Chunks, x: Tensor, residual: Tensor | None, state: State, site: Site
     ) -> Rounds[Exchange]:
-        world, mine = site.world_size, chunks.span(site.rank)
+        world, local = site.world_size, chunks.span(site.rank)
         whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key, buffer=None)
         # a copy: encoding writes over x
-        # a copy: encoding writes over x
-        own = x[mine].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        own = x[local].to(torch.promote_types(x.dtype, torch.float32), copy=True)
         if residual is not None:
-            own.add_(residual[mine])
+            own.add_(residual[local])
         payload, error = written(self, x, residual, whole)
         rows = yield from scatter(chunks.cut(payload))
         received = [chunks.read(row, site.rank) for rank, (row,) in enumerate(rows) if rank != site.rank]
@@ -212,7 +210,7 @@ class BlockCodec(Codec):
         codec, chunks = self.again(chunks)
         second, lost = written(codec, average, None, part)
         if error is not None and lost is not None:
-            error[mine] = lost.mul_(world).to(error.dtype)  # N (a - C(a))
+            error[local] = lost.mul_(world).to(error.dtype)  # N (a - C(a))
         everyone = yield from gather(chunks.row(second))
         final = chunks.join(row for (row,) in everyone)
         return Exchange(codec.decode(final, x, whole), state, error, codec.finite([final]))

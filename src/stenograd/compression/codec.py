@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Compressor, Exchange, Facts, Payload, Site, State, average_of
-from stenograd.data.finite import Finite, finite_of, is_finite
-from stenograd.data.requests import Rounds, commit, gather, gather_ragged, mean, means
+from stenograd.wire.finite import Finite, finite_of, is_finite
+from stenograd.wire.requests import Rounds, commit, gather, gather_ragged, mean, means
 
 __all__ = ["Additive", "Codec", "gathered", "message_share", "one_message", "written"]
 
@@ -145,6 +145,6 @@ def _overflow(x: Tensor, averaged: Sequence[Tensor]) -> Rounds[Tensor | None]:
         sound = (yield from commit(codes)) or int(codes) == Finite.BOUNDED
     if sound:
         return None
-    mine = torch.full((1,), not is_finite(x), dtype=torch.float32, device=x.device)
-    bad = yield from mean(mine)
+    own = torch.full((1,), not is_finite(x), dtype=torch.float32, device=x.device)
+    bad = yield from mean(own)
     return torch.tensor(Finite.NO if bad.item() > 0 else Finite.YES, dtype=torch.uint8, device=x.device)

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from stenograd.data.requests import Rounds
 from stenograd.errors import ConfigError, TensorTypeError
+from stenograd.wire.requests import Rounds
 
 __all__ = [
     "Average",

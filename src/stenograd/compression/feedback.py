@@ -21,9 +21,9 @@ from stenograd.compression.contract import (
     State,
     StateKind,
 )
-from stenograd.data.requests import Rounds, mean
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.bits import block_views
+from stenograd.wire.requests import Rounds, mean
 
 __all__ = ["EF21", "ErrorFeedback", "LoCo", "Wrapper"]
 
@@ -131,23 +131,23 @@ class ErrorFeedback(Wrapper):
 
     def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
         """Correct, exchange, keep the error."""
-        mine, inner = state["residual"], self.inner
+        own, inner = state["residual"], self.inner
         # Whoever asks for what was lost besides what was owed needs the old residual after the exchange.
         inside = replace(_wide(site), error=True, frees_residual=site.frees_residual and not site.error)
         narrow = x.dtype is torch.float16
-        owed = mine.clamp(-_HALF, _HALF) if narrow else mine
+        owed = own.clamp(-_HALF, _HALF) if narrow else own
         if self.decay != 1:  # not the kernels' way, which adds whole residuals while it selects or rounds
-            v = x.add_(mine, alpha=self.decay) if x.dtype == mine.dtype else x + self.decay * owed
+            v = x.add_(own, alpha=self.decay) if x.dtype == own.dtype else x + self.decay * owed
             done = yield from inner.exchange(v, None, state, inside)
-        elif x.dtype == mine.dtype:
-            done = yield from inner.exchange(x, mine, state, inside)
+        elif x.dtype == own.dtype:
+            done = yield from inner.exchange(x, own, state, inside)
         else:
             done = yield from inner.exchange(owed + x, None, state, inside)
         error = done.error
         assert error is not None  # asked for
         if narrow:
-            error = error.add(nn.functional.softshrink(mine, _HALF), alpha=self.decay)  # what was held back
-        lost = (error - self.decay * mine).to(x.dtype) if site.error else None
+            error = error.add(nn.functional.softshrink(own, _HALF), alpha=self.decay)  # what was held back
+        lost = (error - self.decay * own).to(x.dtype) if site.error else None
         return Exchange(done.average.to(x.dtype), {**done.state, "residual": error}, lost, done.finite)
 
 

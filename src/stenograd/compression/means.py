@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stenograd.data.carried import mean_of_finite
-from stenograd.data.requests import Rounds, gather, means, scatter
+from stenograd.wire.carried import mean_of_finite
+from stenograd.wire.requests import Rounds, gather, means, scatter
 
 __all__ = ["added_in_order", "half_means", "half_rounds", "mean_in_order", "small_means", "small_rounds"]
 
@@ -85,11 +85,11 @@ def mean_in_order(x: Tensor, world_size: int, *, weights: Sequence[float] | None
     share = 1.0 / world_size
     found = [row for (row,) in rows]
     if weights is None:
-        mine = added_in_order(found, share)
+        own = added_in_order(found, share)
     else:
         weighted = [row if w == 1 else row * w for row, w in zip(found, weights, strict=True)]
-        mine = mean_of_finite(found, weights, added_in_order(weighted, share))
-    everyone = yield from gather(mine)
+        own = mean_of_finite(found, weights, added_in_order(weighted, share))
+    everyone = yield from gather(own)
     return torch.cat([part for (part,) in everyone])[: x.numel()]
 
 
@@ -101,7 +101,7 @@ def half_rounds(world_size: int) -> int:
 def half_means(x: Tensor, rank: int, world_size: int) -> Rounds[tuple[Tensor, Tensor]]:
     """Average flat x over the ranks, written as bfloat16, and tell what of this rank's x is in the average.
 
-    Up to three ranks gather the numbers of all. More divide the places among them: each averages its part of
+    Up to three ranks gather the numbers of all. More divide the indices among them: each averages its part of
     all ranks' numbers in float32, rounds it, sends it to all, and counts what it has rounded away, times the
     number of ranks, as not sent by itself. So `average = mean_r(sent_r)` up to float32's rounding, and `x -
     sent` is all that was lost. An all-reduce of bfloat16 rounds partial sums; nobody knows what that loses.
@@ -124,12 +124,12 @@ def half_means(x: Tensor, rank: int, world_size: int) -> Rounds[tuple[Tensor, Te
     sent = codes.to(x.dtype)
     if world_size < _FEWEST_HALVED:
         everyone = yield from gather(codes)
-        return added_in_order([theirs.to(x.dtype) for (theirs,) in everyone], 1 / world_size), sent
+        return added_in_order([other.to(x.dtype) for (other,) in everyone], 1 / world_size), sent
     padded = torch.nn.functional.pad(codes, (0, -codes.numel() % world_size))
     rows = yield from scatter(padded.view(world_size, -1))
     exact = added_in_order([row.to(x.dtype) for (row,) in rows], 1 / world_size)
     rounded = exact.to(torch.bfloat16)
-    mine = sent[rank * exact.numel() :][: exact.numel()]  # the last ranks' parts may be shorter, or empty
-    mine.sub_((exact - rounded)[: mine.numel()], alpha=world_size)
+    own = sent[rank * exact.numel() :][: exact.numel()]  # the last ranks' parts may be shorter, or empty
+    own.sub_((exact - rounded)[: own.numel()], alpha=world_size)
     everyone = yield from gather(rounded)
     return torch.cat([part for (part,) in everyone])[: x.numel()].to(x.dtype), sent

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Exchange, Payload, Site, State
-from stenograd.data.requests import Rounds, gather, scatter
 from stenograd.errors import MethodError, WireError, bad_value, check_count
 from stenograd.kernels.bits import block_views, pack_bits, unpack_bits
-from stenograd.kernels.indices import pack_places, place_type, unpack_places
+from stenograd.kernels.indices import index_type, pack_indices, unpack_indices
 from stenograd.kernels.scatter import inside
 from stenograd.kernels.select import select
 from stenograd.kernels.values import pack_values, unpack_values
+from stenograd.wire.requests import Rounds, gather, scatter
 
 __all__ = [
     "VALUES",
@@ -41,7 +41,7 @@ __all__ = [
 
 # How float32 values may travel.
 VALUES = ("float32", "bfloat16", "int8", "int2")
-_LEVELS = 4
+_LEVELS = 4  # bins, whose numbers take two bits
 _WIDTH = 1.5  # standard deviations per bin, so that four bins cover six
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
@@ -115,7 +115,7 @@ def chunk_count(numels: Sequence[int], chunk: int, ratio: float) -> int:
 
 
 def select_chunks(x: Tensor, numels: Sequence[int], chunk: int, ratio: float) -> tuple[Tensor, Tensor]:
-    """Return the largest elements of each chunk, with their places in x, ascending.
+    """Return the largest elements of each chunk, with their indices in x, ascending.
 
     A chunk is `chunk` consecutive elements of one tensor; a tensor's last one may be shorter, and keeps its
     share. So what is kept of a tensor depends neither on the other tensors nor on the bucket it is in.
@@ -130,23 +130,23 @@ def select_chunks(x: Tensor, numels: Sequence[int], chunk: int, ratio: float) ->
         >>> select_chunks(torch.tensor([5.0, 4.0, 0.1, -0.2]), [4], chunk=2, ratio=0.5)
         (tensor([0, 3], dtype=torch.int32), tensor([ 5.0000, -0.2000]))
     """
-    places = [torch.empty(0, dtype=torch.int64, device=x.device)]
+    indices = [torch.empty(0, dtype=torch.int64, device=x.device)]
     start = 0
     for rows in block_views(x, chunk, numels):  # (chunks, length)
         count, length = rows.shape
         inside = rows.abs().topk(kept_of(length, ratio), dim=1, sorted=False).indices.sort(1).values
         begins = torch.arange(start, start + count * length, length, device=x.device)
-        places.append((inside + begins[:, None]).view(-1))
+        indices.append((inside + begins[:, None]).view(-1))
         start += count * length
-    found = torch.cat(places)
-    return found.to(place_type(x.numel())), x.index_select(0, found)
+    found = torch.cat(indices)
+    return found.to(index_type(x.numel())), x.index_select(0, found)
 
 
 def mean_over_senders(vectors: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> Tensor:
     """Return for each place the mean of the values that were sent for it, 0 where none was.
 
     Args:
-        vectors: per rank `(places, values)`, places unique within a rank.
+        vectors: per rank `(indices, values)`, indices unique within a rank.
         out: flat tensor to write it to, which is returned.
 
     Example:
@@ -159,24 +159,24 @@ def mean_over_senders(vectors: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> 
     wide = torch.promote_types(out.dtype, torch.float32)
     total = out.zero_() if out.dtype == wide else torch.zeros_like(out, dtype=wide)
     senders = torch.zeros_like(total)
-    for places, values in vectors:
-        places = inside(places, out.numel())
-        total.index_add_(0, places, values.to(wide))
-        senders.index_add_(0, places, torch.ones_like(values, dtype=wide))
+    for indices, values in vectors:
+        indices = inside(indices, out.numel())
+        total.index_add_(0, indices, values.to(wide))
+        senders.index_add_(0, indices, torch.ones_like(values, dtype=wide))
     total.div_(senders.clamp_(min=1))
     return total if total is out else out.copy_(total)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """How k of n elements are written: places, then values.
+    """How k of n elements are written: indices, then values.
 
     Args:
         numel: n.
         count: k.
-        compact: whether places travel as an Elias-Fano code, in ascending order, not as int32.
+        compact: whether indices travel as an Elias-Fano code, in ascending order, not as int32.
         values: one of `VALUES` for float32 values; None to send them as they are.
-        numels: lengths of the tensors among which the n places are divided; only "int2" needs them.
+        numels: lengths of the tensors among which the n indices are divided; only "int2" needs them.
 
     Example:
         >>> message = Message(1000, 2, compact=True, values="bfloat16")
@@ -198,27 +198,27 @@ class Message:
         """Whether values read back may differ."""
         return self.values not in (None, "float32")
 
-    def write(self, places: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Write places, which ascend, and their values."""
-        where = pack_places(places, self.numel) if self.compact else places.to(torch.int32)
+    def write(self, indices: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Write indices, which ascend, and their values."""
+        where = pack_indices(indices, self.numel) if self.compact else indices.to(torch.int32)
         if self.values is None:
             return where, values
         if self.values == "int2":
-            return where, *pack_binned(values, places, self.numels)
+            return where, *pack_binned(values, indices, self.numels)
         return where, *pack_values(values, self.values)
 
     def read(self, payload: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Read back places and values.
+        """Read back indices and values.
 
         Raises:
             WireError: the payload has another form.
         """
         where = payload[0]
-        places = unpack_places(where, self.numel, self.count) if self.compact else where
-        return places, self.read_values(payload, places)
+        indices = unpack_indices(where, self.numel, self.count) if self.compact else where
+        return indices, self.read_values(payload, indices)
 
-    def read_values(self, payload: tuple[Tensor, ...], places: Tensor) -> Tensor:
-        """Read back the values of places that are known.
+    def read_values(self, payload: tuple[Tensor, ...], indices: Tensor) -> Tensor:
+        """Read back the values of indices that are known.
 
         Raises:
             WireError: the payload has another form.
@@ -227,11 +227,11 @@ class Message:
         if self.values is None:
             return rest[0]
         if self.values == "int2":
-            return unpack_binned((rest[0], rest[1]), inside(places, self.numel), self.numels)
+            return unpack_binned((rest[0], rest[1]), inside(indices, self.numel), self.numels)
         return unpack_values(rest, self.values, self.count)
 
 
-def pack_binned(values: Tensor, places: Tensor, numels: Sequence[int]) -> tuple[Tensor, Tensor]:
+def pack_binned(values: Tensor, indices: Tensor, numels: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Write each number as the number of its bin, and for every tensor the means of its four bins.
 
     With the mean and standard deviation `mu, sigma` of a tensor's numbers, the bins meet at `mu - 1.5 sigma`,
@@ -239,7 +239,7 @@ def pack_binned(values: Tensor, places: Tensor, numels: Sequence[int]) -> tuple[
 
     Args:
         values: float32 (k,). NaN and infinity make the mean of their bin so.
-        places: where they lie in a flat tensor, ascending, (k,).
+        indices: where they lie in a flat tensor, ascending, (k,).
         numels: lengths of the tensors that lie one after another there.
 
     Returns:
@@ -256,39 +256,39 @@ def pack_binned(values: Tensor, places: Tensor, numels: Sequence[int]) -> tuple[
     is cut so that two of the four levels are negative and one is for large positive numbers; here both sides
     are alike.
     """
-    tensor, tensors = _owners(places, numels)
+    tensor, tensors = _owners(indices, numels)
     exact = values.to(torch.float64)
     off = exact - _means(exact, tensor, tensors)[tensor]  # x - mu, (k,)
     bound = _WIDTH * _means(off.square(), tensor, tensors).sqrt()[tensor]  # 1.5 sigma, (k,)
-    # 0 to 3, by the three places where bins meet
+    # 0 to 3, by the three indices where bins meet
     codes = (off > -bound).to(torch.int64).add_(off >= 0).add_(off >= bound)
     means = _means(exact, tensor * _LEVELS + codes, tensors * _LEVELS)  # (4 t,)
     return pack_bits(codes.to(torch.uint8), 2), means.to(torch.float32)
 
 
-def unpack_binned(packed: tuple[Tensor, Tensor], places: Tensor, numels: Sequence[int]) -> Tensor:
+def unpack_binned(packed: tuple[Tensor, Tensor], indices: Tensor, numels: Sequence[int]) -> Tensor:
     """Read back what `pack_binned` wrote, as float32.
 
     Args:
         packed: what it returned.
-        places: as in packing.
+        indices: as in packing.
         numels: as in packing.
 
     Raises:
-        WireError: the codes or means are not as many as belong to these places.
+        WireError: the codes or means are not as many as belong to these indices.
     """
     codes, means = packed
-    tensor, tensors = _owners(places, numels)
+    tensor, tensors = _owners(indices, numels)
     if means.numel() != _LEVELS * tensors or means.dtype is not torch.float32:
         wanted = f"{tensors} tensors have {_LEVELS * tensors} float32 means"
         raise WireError(f"{wanted}, got {means.numel()} {means.dtype}: the message is damaged")
-    return means[tensor * _LEVELS + unpack_bits(codes, 2, places.numel())]
+    return means[tensor * _LEVELS + unpack_bits(codes, 2, indices.numel())]
 
 
-def _owners(places: Tensor, numels: Sequence[int]) -> tuple[Tensor, int]:
+def _owners(indices: Tensor, numels: Sequence[int]) -> tuple[Tensor, int]:
     """Return for each place the tensor that it is in, counting only tensors that are not empty."""
-    ends = _ends(tuple(numels), places.device)
-    return torch.searchsorted(ends, places.to(torch.int64), right=True), ends.numel()
+    ends = _ends(tuple(numels), indices.device)
+    return torch.searchsorted(ends, indices.to(torch.int64), right=True), ends.numel()
 
 
 # Kept, because making it on a device copies it there, in each step and for each message.
@@ -306,13 +306,13 @@ def _means(values: Tensor, group: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Who adds up which places, and how many entries travel.
+    """Who adds up which indices, and how many entries travel.
 
-    Rank j owns region j. Of every N neighbouring blocks of places each region has one, in an order that a
+    Rank j owns region j. Of every N neighbouring blocks of indices each region has one, in an order that a
     hash turns: so regions are alike whatever the layers look like.
 
     Args:
-        numel: number of places.
+        numel: number of indices.
         k: entries that a rank selects, at least 1.
         world_size: number of ranks and of regions, at least 2.
         step: number of exchanges before this one.
@@ -331,12 +331,12 @@ class Regions:
 
     @property
     def block(self) -> int:
-        """Places a block: at most a cache line, and 64 blocks a region or more, for gradients cluster."""
+        """Indices a block: at most a cache line, and 64 blocks a region or more, for gradients cluster."""
         return min(16, 1 << max(0, (self.numel // (64 * self.world_size)).bit_length() - 1))
 
     @property
     def length(self) -> int:
-        """Places in a region, of which the last block may have some that do not exist."""
+        """Indices in a region, of which the last block may have some that do not exist."""
         return -(-self.numel // (self.block * self.world_size)) * self.block
 
     @property
@@ -358,11 +358,11 @@ class Regions:
         extra = (rank + self.step) % self.world_size < self.k % self.world_size
         return min(self.kept, self.k // self.world_size + extra)
 
-    def divide(self, places: Tensor) -> tuple[Tensor, Tensor]:
+    def divide(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the owner of each place, and its place within the owner's region."""
-        blocks = places.long().div(self.block, rounding_mode="floor")
+        blocks = indices.long().div(self.block, rounding_mode="floor")
         group = blocks.div(self.world_size, rounding_mode="floor")
-        return (blocks + self._turn(group)) % self.world_size, group * self.block + places % self.block
+        return (blocks + self._turn(group)) % self.world_size, group * self.block + indices % self.block
 
     def join(self, owner: Tensor | int, local: Tensor) -> Tensor:
         """Undo `divide`."""
@@ -371,7 +371,7 @@ class Regions:
         return blocks * self.block + local % self.block
 
     def take(self, x: Tensor, rank: int) -> Tensor:
-        """Return a rank's region of flat x, with zeros at places that do not exist, and leave zeros in x."""
+        """Return a rank's region of flat x, with zeros at indices that do not exist, and leave zeros in x."""
         blocks, whole, tail = self._parts(x, rank)
         region = x.new_zeros(self.length)
         region[: blocks.numel() * self.block] = whole.index_select(0, blocks).view(-1)
@@ -407,8 +407,8 @@ class _Rows:
 
     Args:
         count: entries a row.
-        length: places in a region.
-        compact: whether to write places in few bits; then they ascend within a row.
+        length: indices in a region.
+        compact: whether to write indices in few bits; then they ascend within a row.
         halves: whether to write values as bfloat16.
     """
 
@@ -418,27 +418,27 @@ class _Rows:
     halves: bool
 
     def empty(self, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return places and values, `(rows, count)` each, of rows without entries."""
+        """Return indices and values, `(rows, count)` each, of rows without entries."""
         behind = torch.arange(self.length, self.length + self.count, device=like.device)
         return behind.repeat(rows, 1), torch.zeros(rows, self.count, dtype=like.dtype, device=like.device)
 
-    def write(self, places: Tensor, values: Tensor) -> Payload:
+    def write(self, indices: Tensor, values: Tensor) -> Payload:
         """Write rows as tensors whose first dimension is the number of rows."""
         values = self.rounded(values)
         if not self.compact:
-            return places.to(torch.int32), values
+            return indices.to(torch.int32), values
         universe = self.length + self.count
-        return torch.stack([pack_places(row, universe) for row in places]), values
+        return torch.stack([pack_indices(row, universe) for row in indices]), values
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return values as they travel."""
         return values.bfloat16() if self.halves else values
 
     def read(self, row: Payload) -> tuple[Tensor, Tensor]:
-        """Return places and values of one row."""
+        """Return indices and values of one row."""
         universe = self.length + self.count
         if self.compact:
-            return unpack_places(row[0], universe, self.count).long(), row[1]
+            return unpack_indices(row[0], universe, self.count).long(), row[1]
         return inside(row[0], universe).long(), row[1]
 
 
@@ -448,7 +448,7 @@ def regions_for(numel: int, k: int, site: Site, *, forced: bool = False) -> Regi
     It is where it moves less than half as much again: up to four ranks. One round takes less time than two.
 
     Args:
-        numel: number of places.
+        numel: number of indices.
         k: entries that a rank selects.
         site: for the world size.
         forced: whether to share it wherever there is something to share.
@@ -497,20 +497,20 @@ def sparse_all_reduce(
     if residual is not None:
         x.add_(residual)
     regions = replace(regions, step=site.step)
-    world, mine = regions.world_size, site.rank
+    world, own = regions.world_size, site.rank
     first = _Rows(regions.slots, regions.length, compact, halves)
     second = _Rows(regions.kept, regions.length, compact, halves)
-    sums = _padded(regions.take(x, mine), first)  # leaves zeros in x, so none of its own region is selected
-    places = select(x, regions.k)[0].long()
-    owner, local = regions.divide(places)
-    chosen = x.index_select(0, places)
+    sums = _padded(regions.take(x, own), first)  # leaves zeros in x, so none of its own region is selected
+    indices = select(x, regions.k)[0].long()
+    owner, local = regions.divide(indices)
+    chosen = x.index_select(0, indices)
     fits = _fitting(chosen, owner, regions)
     payload = first.write(*_arranged(chosen, owner, local, fits, first, world))
     rows = yield from scatter(*payload)
-    for received, values in (first.read(row) for rank, row in enumerate(rows) if rank != mine):
+    for received, values in (first.read(row) for rank, row in enumerate(rows) if rank != own):
         sums.index_add_(0, received, values.to(sums.dtype))
     # Not the padding behind the region, into which the unneeded entries of the rows were added.
-    message = second.write(*_largest(sums[: regions.length], regions.quota(mine), second, x, world))
+    message = second.write(*_largest(sums[: regions.length], regions.quota(own), second, x, world))
     everyone = yield from gather(*message)
     kept = [second.read(tuple(t[0] for t in row)) for row in everyone]
     average = _assembled(kept, regions, x)
@@ -518,10 +518,10 @@ def sparse_all_reduce(
         return Exchange(average, state)
     lost = chosen - first.rounded(chosen).to(x.dtype)  # by rounding
     # What was sent leaves its rounding, and what did not fit stays whole.
-    x.index_copy_(0, places, lost if fits is None else torch.where(fits, lost, chosen))
-    sent, values = _real(*kept[mine], kept[mine][0] < regions.length)
+    x.index_copy_(0, indices, lost if fits is None else torch.where(fits, lost, chosen))
+    sent, values = _real(*kept[own], kept[own][0] < regions.length)
     sums.index_add_(0, sent, values.to(sums.dtype), alpha=-world)  # what is in the average, times N
-    regions.put(sums[: regions.length].to(x.dtype), x, mine)
+    regions.put(sums[: regions.length].to(x.dtype), x, own)
     return Exchange(average, state, x)
 
 
@@ -545,15 +545,15 @@ def _arranged(
     """Put the entries that fit into their owners' rows, in their order."""
     if fits is not None:
         owner = torch.where(fits, owner, world_size)
-    order = owner.argsort(stable=True)  # stable: places ascend within a row, as their code needs
+    order = owner.argsort(stable=True)  # stable: indices ascend within a row, as their code needs
     owner = owner[order]
     slot = owner * rows.count + _numbered(owner, world_size + 1)
-    row_places, row_values = rows.empty(world_size + 1, values)
+    row_indices, row_values = rows.empty(world_size + 1, values)
     if fits is not None:
         slot.clamp_(max=world_size * rows.count)  # a row for nobody
-    row_places.view(-1)[slot] = local[order]
+    row_indices.view(-1)[slot] = local[order]
     row_values.view(-1)[slot] = values[order]
-    return row_places[:world_size], row_values[:world_size]
+    return row_indices[:world_size], row_values[:world_size]
 
 
 def _numbered(owner: Tensor, owners: int) -> Tensor:
@@ -562,9 +562,9 @@ def _numbered(owner: Tensor, owners: int) -> Tensor:
     return torch.arange(owner.numel(), device=owner.device) - starts[owner]
 
 
-def _real(places: Tensor, values: Tensor, are: Tensor) -> tuple[Tensor, Tensor]:
+def _real(indices: Tensor, values: Tensor, are: Tensor) -> tuple[Tensor, Tensor]:
     """Let those that are not real add nothing, at a place that there is."""
-    return torch.where(are, places, 0), torch.where(are, values, 0)
+    return torch.where(are, indices, 0), torch.where(are, values, 0)
 
 
 def _padded(region: Tensor, rows: _Rows) -> Tensor:
@@ -576,20 +576,20 @@ def _padded(region: Tensor, rows: _Rows) -> Tensor:
 def _largest(sums: Tensor, quota: int, rows: _Rows, like: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
     """Return one row with the largest sums, divided by the world size."""
     chosen, largest = select(sums, quota)
-    row_places, row_values = rows.empty(1, like)
-    row_places[0, :quota] = chosen
+    row_indices, row_values = rows.empty(1, like)
+    row_indices[0, :quota] = chosen
     row_values[0, :quota] = (largest / world_size).to(like.dtype)
-    return row_places, row_values
+    return row_indices, row_values
 
 
 def _assembled(received: list[tuple[Tensor, Tensor]], regions: Regions, like: Tensor) -> Tensor:
-    """Put every owner's entries into one dense tensor; zeros may be at places that do not exist."""
+    """Put every owner's entries into one dense tensor; zeros may be at indices that do not exist."""
     average = torch.zeros_like(like)
     for rank, (local, values) in enumerate(received):
-        places = regions.join(rank, local)
-        # Regions differ by a few places at the end. No owner names one that it has not, but a rehearsal does,
-        # which takes its own message for every owner's.
-        real = (local < regions.length) & (values != 0) & (places < regions.numel)
-        places, values = _real(places, values, real)
-        average.index_add_(0, places, values.to(like.dtype))
+        indices = regions.join(rank, local)
+        # Regions differ by a few indices at the end. No owner names one that it has not, but a rehearsal
+        # does, which takes its own message for every owner's.
+        real = (local < regions.length) & (values != 0) & (indices < regions.numel)
+        indices, values = _real(indices, values, real)
+        average.index_add_(0, indices, values.to(like.dtype))
     return average

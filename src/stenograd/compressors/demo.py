@@ -23,9 +23,9 @@ from stenograd.compression.contract import (
     StateKind,
     require_floating,
 )
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, gather
 from stenograd.errors import MethodError, bad_value, check_count
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, gather
 
 __all__ = ["DeMo", "cosines"]
 
@@ -122,12 +122,12 @@ class DeMo(Compressor):
             sent.append(self.backward(torch.zeros_like(found).scatter_(1, best, picked), shape))
         if not values:
             return Exchange(torch.zeros_like(x), {"demo_momentum": delta}, torch.zeros_like(x), finite_of([]))
-        mine = torch.cat(sent)  # D^-1(S_r), flat like x
+        own = torch.cat(sent)  # D^-1(S_r), flat like x
         everyone = yield from gather(torch.cat(chosen), torch.cat(values))
         average = self._directions(everyone, site, wide)
-        error = (x.to(wide) - mine).to(x.dtype) if site.error else None
+        error = (x.to(wide) - own).to(x.dtype) if site.error else None
         finite = finite_of(values for _, values in everyone)
-        return Exchange(average.to(x.dtype), {"demo_momentum": delta - mine}, error, finite)
+        return Exchange(average.to(x.dtype), {"demo_momentum": delta - own}, error, finite)
 
     def blocks(self, shape: torch.Size) -> tuple[int, int, int, int]:
         """Return how many blocks lie below and beside each other, and their two sides."""
@@ -162,9 +162,9 @@ class DeMo(Compressor):
             total = torch.zeros(a * b, height * width, dtype=wide, device=everyone[0][1].device)
             senders = torch.zeros_like(total)
             for chosen, values in everyone:  # in rank order, no index twice in one: the same bits everywhere
-                places = chosen[at : at + a * b * keep].long().view(a * b, keep)
-                total.scatter_add_(1, places, values[at : at + a * b * keep].view(a * b, keep))
-                senders.scatter_add_(1, places, torch.ones_like(places, dtype=wide))
+                indices = chosen[at : at + a * b * keep].long().view(a * b, keep)
+                total.scatter_add_(1, indices, values[at : at + a * b * keep].view(a * b, keep))
+                senders.scatter_add_(1, indices, torch.ones_like(indices, dtype=wide))
             parts.append(self.backward(total / senders.clamp_(min=1), shape).sign_())
             at += a * b * keep
         return torch.cat(parts)

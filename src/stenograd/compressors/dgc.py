@@ -23,11 +23,11 @@ from stenograd.compression.contract import (
     require_floating,
 )
 from stenograd.compression.sparse import Message, check_ramp, ramped
-from stenograd.data.finite import finite_of, norm_of
-from stenograd.data.requests import Rounds, gather, mean, together
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.scatter import scatter_mean
 from stenograd.kernels.select import select
+from stenograd.wire.finite import finite_of, norm_of
+from stenograd.wire.requests import Rounds, gather, mean, together
 
 __all__ = ["DGC"]
 
@@ -140,10 +140,10 @@ class DGC(Compressor):
         asked: list[Rounds[Any]] = [gather(*message.write(chosen, values))] if count else []
         replies = yield from together(asked + ([mean(dense)] if dense.numel() else []))  # one round for both
         sparse, exact = (replies[0], replies[1:]) if count else ([], replies)
-        finite = finite_of([*(theirs[1] for theirs in sparse), *exact])
+        finite = finite_of([*(other[1] for other in sparse), *exact])
         average = torch.zeros_like(g)
         if count:
-            average = scatter_mean([message.read(theirs) for theirs in sparse], g.numel(), out=average)
+            average = scatter_mean([message.read(other) for other in sparse], g.numel(), out=average)
         sent = torch.zeros_like(g).index_copy_(0, chosen.long(), values)
         v.index_fill_(0, chosen.long(), 0)  # v_S = 0
         if self.masking:

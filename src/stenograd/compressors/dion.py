@@ -23,10 +23,10 @@ from stenograd.compression.contract import (
     require_floating,
 )
 from stenograd.compression.orthogonalize import orthogonalize
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, means
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, row_sums, take_out
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, means
 
 __all__ = ["Dion"]
 
@@ -116,27 +116,27 @@ class Dion(Compressor):
 
     def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
         """Accumulate, project on both sides in two rounds, keep the rest."""
-        places = self.matrices(site)
+        indices = self.matrices(site)
         b = state["dion_momentum"] + x.to(state["dion_momentum"].dtype)  # B_r = M_r + G_r
         b = b if residual is None else b.add_(residual)
         before = b.clone() if site.error else None
-        exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in places]
+        exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in indices]
         average, new, finite = torch.zeros_like(b), dict(state), finite_of([])
         if sum(site.numels):
             # B_r Q, (1, k, n); what is handed over is copied, because the driver may average in place.
-            thin = [project_rows(b, None, at, state[f"dion_q/{i}"][None]) for i, (at, _) in places.items()]
+            thin = [project_rows(b, None, at, state[f"dion_q/{i}"][None]) for i, (at, _) in indices.items()]
             reply = yield from means([*thin, *(piece.clone() for piece in exact)])
             pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(thin)]]  # (1, k, n)
-            outs = [piece for i, piece in enumerate(average.split(site.numels)) if i not in places]
+            outs = [piece for i, piece in enumerate(average.split(site.numels)) if i not in indices]
             for piece, out, mean in zip(exact, outs, reply[len(thin) :], strict=True):
                 out.copy_(mean)
                 piece.zero_()  # these have no momentum
             # R_r
-            mine = [project_columns(b, at, pt) for (at, _), pt in zip(places.values(), pts, strict=True)]
+            local = [project_columns(b, at, pt) for (at, _), pt in zip(indices.values(), pts, strict=True)]
             # A copy: what this rank takes out of its momentum below is its own R_r.
-            rts = (yield from means([r.clone() for r in mine])) if places else ()  # (1, k, m)
+            rts = (yield from means([r.clone() for r in local])) if indices else ()  # (1, k, m)
             finite = finite_of([*reply, *rts])
-            for (i, (at, _)), pt, own, rt in zip(places.items(), pts, mine, rts, strict=True):
+            for (i, (at, _)), pt, own, rt in zip(indices.items(), pts, local, rts, strict=True):
                 # The same bits whatever the threads; float64 hides vectors of other widths.
                 length = row_sums(rt.double().square())[..., None].sqrt().to(rt.dtype)
                 unit = torch.where(length > 0, rt / length, 0.0)

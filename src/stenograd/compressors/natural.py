@@ -17,7 +17,7 @@ from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = ["Natural"]
 
-_BITS = 8
+_BITS = 8  # the sign, and seven for 127 exponents and zero
 _PIECE = 1 << 22  # elements at a time, so that what is computed on the way stays small
 _SIGN = 128  # the highest bit of a code
 _ONE = 126  # the code of the scale itself; 127 is twice the scale

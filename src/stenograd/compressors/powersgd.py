@@ -22,11 +22,11 @@ from stenograd.compression.contract import (
 )
 from stenograd.compression.means import half_means, half_rounds, small_means, small_rounds
 from stenograd.compression.orthogonalize import orthogonalize
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, commit, means
 from stenograd.devices import bring
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.lowrank import Place, expand, project_columns, project_rows, take_out
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, commit, means
 
 __all__ = ["PowerSGD"]
 
@@ -179,16 +179,16 @@ class PowerSGD(Compressor):
         finite = finite_of(reply)  # what is not finite makes the mean of M Q so
         pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
         # M_r^T P, (count, r, m)
-        mine = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
+        local = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
         # `mine` as it travelled, so that what rounding loses stays in the error.
-        qts, mine = (yield from _averages(mine, [], self, site)) if batches else ([], [])
+        qts, local = (yield from _averages(local, [], self, site)) if batches else ([], [])
         # An element that meets a zero of Q shows in M^T P, if anywhere.
         finite = torch.minimum(finite, finite_of(qts).to(finite.device))
         if site.frees_residual and (yield from commit(finite)):
             site = replace(site, buffer=residual)
         average = site.out(work) if site.error else work
         _put_exact(average, work if site.error else None, dense, reply[len(batches) :], sent[len(batches) :])
-        for b, pt, own, mean in zip(batches, pts, mine, qts, strict=True):
+        for b, pt, own, mean in zip(batches, pts, local, qts, strict=True):
             expand(average, b.place, (pt, mean))  # P Q^T
             if site.error:
                 take_out(work, b.place, (pt, own))  # M_r - P (M_r^T P)^T
@@ -211,11 +211,11 @@ class PowerSGD(Compressor):
                 work[start:stop] += residual[start:stop]
         pairs = list(zip(batches, bases, strict=True))
         if left:
-            mine = [project_rows(work, residual, b.place, basis) for b, basis in pairs]  # (count, r, n)
+            local = [project_rows(work, residual, b.place, basis) for b, basis in pairs]  # (count, r, n)
         else:
-            mine = [project_columns(work, b.place, basis) for b, basis in pairs]  # (count, r, m)
+            local = [project_columns(work, b.place, basis) for b, basis in pairs]  # (count, r, m)
         exact = [work[a:b] for a, b in dense]
-        reply, sent = yield from _averages(mine, exact, self, site, small=self._round_count(site) > 1)
+        reply, sent = yield from _averages(local, exact, self, site, small=self._round_count(site) > 1)
         finite = finite_of(reply)  # what is not finite makes the projections so
         if site.frees_residual and (yield from commit(finite)):
             site = replace(site, buffer=residual)
@@ -235,7 +235,7 @@ class PowerSGD(Compressor):
 class _Batch:
     """Matrices of one shape at equal distances in the flat x, so that one place tells them all.
 
-    tensors: their places in `Site.shapes`. start, stride: in elements of x.
+    tensors: their indices in `Site.shapes`. start, stride: in elements of x.
     """
 
     tensors: tuple[int, ...]
@@ -253,20 +253,20 @@ class _Batch:
 @lru_cache(maxsize=1024)
 def _plan(shapes: tuple[torch.Size, ...], rank: int) -> tuple[list[_Batch], list[tuple[int, int]]]:
     """Return the batches of matrices to compress, and the stretches of x to send as they are."""
-    places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    indices: dict[tuple[int, int], list[tuple[int, int]]] = {}
     dense: list[tuple[int, int]] = []
     start = 0
     for i, shape in enumerate(shapes):
         n, m = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         r = min(n, m, rank)
         if r * (n + m) < n * m:
-            places.setdefault((n, m), []).append((i, start))
+            indices.setdefault((n, m), []).append((i, start))
         elif dense and dense[-1][1] == start:
             dense[-1] = (dense[-1][0], start + n * m)
         else:
             dense.append((start, start + n * m))
         start += n * m
-    runs = [(n, m, run) for (n, m), found in places.items() for run in _even_runs(found)]
+    runs = [(n, m, run) for (n, m), found in indices.items() for run in _even_runs(found)]
     return [_batch(n, m, min(n, m, rank), run) for n, m, run in runs], dense
 
 
@@ -313,10 +313,10 @@ def _put_exact(
     sent: Sequence[Tensor],
 ) -> None:
     """Write the averages of what is not compressed, and leave in work, if it is wanted, what was not sent."""
-    for (start, stop), mean, mine in zip(dense, means, sent, strict=True):
+    for (start, stop), mean, own in zip(dense, means, sent, strict=True):
         average[start:stop] = mean  # before work changes: mean and mine may lie in it
         if work is not None:
-            work[start:stop] -= mine
+            work[start:stop] -= own
 
 
 def _next(name: str, batches: Sequence[_Batch], thin: Sequence[Tensor]) -> State:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
-from stenograd.data.requests import Rounds, mean
 from stenograd.devices import bring
 from stenograd.errors import MethodError, bad_value
+from stenograd.wire.requests import Rounds, mean
 
 __all__ = ["RandomK"]
 
 _SMALL = 4096
-_SPARSE = 32  # with fewer of n places, sorting those takes less than marking all
+_SPARSE = 32  # with fewer of n indices, sorting those takes less than marking all
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RandomK(Compressor):
         return Exchange(torch.zeros_like(x).index_copy_(0, indices, average * scale), state, error)
 
     def draw(self, n: int, k: int, generator: torch.Generator) -> Tensor:
-        """Return k of n places, every choice of k equally likely, in ascending order.
+        """Return k of n indices, every choice of k equally likely, in ascending order.
 
         Draws with repetition until k are distinct, then drops a random surplus; so it costs O(k log k) for
         small k instead of a permutation's O(n), which is only taken where n is small.
@@ -108,7 +108,7 @@ class RandomK(Compressor):
 
 
 def _distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
-    """Return k or a few more distinct places, ascending, without preference for any."""
+    """Return k or a few more distinct indices, ascending, without preference for any."""
     found = torch.empty(0, dtype=torch.int64, device="cpu")
     while found.numel() < k:
         many = k + k * k // n + 8  # k are distinct among about n ln(n / (n - k))
@@ -122,6 +122,8 @@ def _distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
     return found
 
 
-def _others(n: int, places: Tensor) -> Tensor:
-    """Return the places below n that are not among the given ones."""
-    return torch.nonzero(torch.ones(n, dtype=torch.bool, device="cpu").index_fill_(0, places, False)).view(-1)
+def _others(n: int, indices: Tensor) -> Tensor:
+    """Return the indices below n that are not among the given ones."""
+    return torch.nonzero(torch.ones(n, dtype=torch.bool, device="cpu").index_fill_(0, indices, False)).view(
+        -1
+    )

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from stenograd.compression.codec import Codec, gathered
 from stenograd.compression.contract import Exchange, Facts, Feedback, Payload, Site, State
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds, gather_lengths, gather_padded
 from stenograd.errors import MethodError, bad_value
 from stenograd.kernels.scatter import scatter_mean
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds, gather_lengths, gather_padded
 
 __all__ = ["Threshold"]
 
@@ -25,7 +25,7 @@ class Threshold(Codec):
     """Send every element of magnitude `value` or more: `S = {i : |x_i| >= value}`, `sent = x` on S, else 0.
 
     Biased, and no contraction: an x whose elements are all small is not sent at all, so use error feedback.
-    An exact zero is never sent. Wire: one int32 count, then as many int32 places and values as the rank
+    An exact zero is never sent. Wire: one int32 count, then as many int32 indices and values as the rank
     with the most has, `4 + 8 max_r |S_r|` bytes for float32, two all-gathers.
 
     Args:
@@ -45,7 +45,7 @@ class Threshold(Codec):
     """
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"threshold": {}}
-    summary: ClassVar[str] = "elements of a given magnitude or more, with their places"
+    summary: ClassVar[str] = "elements of a given magnitude or more, with their indices"
 
     value: float = 1e-3
     _: KW_ONLY
@@ -107,7 +107,7 @@ class Threshold(Codec):
 
     def combine(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         """Add all ranks' elements into one dense tensor."""
-        vectors = [(places, values) for places, values in payloads]
+        vectors = [(indices, values) for indices, values in payloads]
         return scatter_mean(vectors, like.numel(), out=site.out(like))
 
 
@@ -115,8 +115,8 @@ def _reaches(x: Tensor, value: float) -> Tensor:
     return ~(x.abs() < value)  # NaN, too
 
 
-def _taken(x: Tensor, places: Tensor) -> Payload:
-    return places.to(torch.int32), x.index_select(0, places)
+def _taken(x: Tensor, indices: Tensor) -> Payload:
+    return indices.to(torch.int32), x.index_select(0, indices)
 
 
 def _left(x: Tensor, payload: Payload) -> Tensor:

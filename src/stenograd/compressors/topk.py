@@ -1,4 +1,4 @@
-"""Top-k sparsification: the largest elements with their places."""
+"""Top-k sparsification: the largest elements with their indices."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from stenograd.compression.sparse import (
     select_chunks,
     sparse_all_reduce,
 )
-from stenograd.data.finite import finite_of
-from stenograd.data.requests import Rounds
 from stenograd.errors import MethodError, bad_value, check_count
 from stenograd.kernels.scatter import put, scatter_mean
 from stenograd.kernels.select import select, select_feedback
+from stenograd.wire.finite import finite_of
+from stenograd.wire.requests import Rounds
 
 __all__ = ["TopK"]
 
@@ -44,21 +44,21 @@ class TopK(Codec):
     which `round(ratio * chunk)` are sent, at least 1: then every layer gets its share, and what is sent of it
     does not depend on buckets. Biased, a contraction with `delta = k / n` (2/3 of that with chunks, whose
     share is rounded): use error feedback.
-    Wire: k places of about `2 + log2(n / k)` bits and k values, one all-gather, which moves N-1 times that:
+    Wire: k indices of about `2 + log2(n / k)` bits and k values, one all-gather, which moves N-1 times that:
     at 1 %, 8.6 bits and 16. `values` makes it 40.6 bits together (float32), 24.6 (bfloat16), 16.7 (int8) or
     10.6 (int2, and 16 bytes per tensor); error feedback sends later what the rounding loses.
-    Places as int32 take 32 bits instead of 8.6.
+    Indices as int32 take 32 bits instead of 8.6.
 
     From five ranks on, a sparse all-reduce (`stenograd.compression.sparse`) moves at most `18
     k` bytes whatever N is (24 k with float32), if k is at least N: each rank adds up one region of the
-    places, and only about the k largest of the *average* come back. So the average has at most k
+    indices, and only about the k largest of the *average* come back. So the average has at most k
     non-zeros, not up to `N k`. What was selected and is not in the average stays in the error, so `delta`
     is then no bound for a single rank's. Chunks and `divide=senders` need every rank's message, and a
     ramp has no k to choose by, so they always gather.
 
     Args:
         ratio: share of the elements to send, in (0, 1].
-        compact: whether places travel as an Elias-Fano code, not as int32.
+        compact: whether indices travel as an Elias-Fano code, not as int32.
         values: how float32 values travel: "float32"; "bfloat16"; "int8" with a scale for each 256; or "int2",
             the means of four bins per tensor. The sparse all-reduce has bfloat16 for the last three.
             "float30", which took 30 bits in earlier versions, means the same as "float32".
@@ -88,7 +88,7 @@ class TopK(Codec):
     """
 
     names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"topk": {}}
-    summary: ClassVar[str] = "the largest elements of each bucket, with their places"
+    summary: ClassVar[str] = "the largest elements of each bucket, with their indices"
 
     ratio: float = 0.01
     _: KW_ONLY
@@ -160,14 +160,14 @@ class TopK(Codec):
         message, halves = self._message(x, site), False
         if residual is None or self.chunk:
             x = x if residual is None else x.add_(residual)
-            places, values = self._select(x, site)
-            x.index_fill_(0, places.long(), 0)
+            indices, values = self._select(x, site)
+            x.index_fill_(0, indices.long(), 0)
         else:  # the sum is the same either way round, and x's memory takes what is left
             halves = message.values == "bfloat16"
-            places, values = select_feedback(residual, x, self._count(x, site), halves=halves)
-        payload = message.write(places, values)
+            indices, values = select_feedback(residual, x, self._count(x, site), halves=halves)
+        payload = message.write(indices, values)
         if message.is_lossy and not halves:  # else `select_feedback` has left it there
-            put(x, places, values - message.read_values(payload, places))
+            put(x, indices, values - message.read_values(payload, indices))
         return payload, x
 
     def decode(self, payload: Payload, like: Tensor, site: Site) -> Tensor:

@@ -329,7 +329,7 @@ def remove(prefix: str) -> None:
     """Remove the namespaces whose names start so, and kill the processes in them."""
     for name in names(prefix):
         for pid in ip("netns", "pids", name).split():
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):  # it has just ended
                 os.kill(int(pid), signal.SIGKILL)
         ip("netns", "del", name)  # its interfaces and queues go with it
 
@@ -345,8 +345,8 @@ def sent_bytes(*where: str) -> int:
     buckets = json.loads(command("tc", *where, "-s", "-j", "qdisc", "show", "dev", "eth0", "root"))
     if buckets and buckets[0]["kind"] == "tbf":
         return int(buckets[0]["bytes"])
-    told = json.loads(ip(*where, "-s", "-j", "link", "show", "dev", "eth0"))
-    return int(told[0]["stats64"]["tx"]["bytes"])
+    received = json.loads(ip(*where, "-s", "-j", "link", "show", "dev", "eth0"))
+    return int(received[0]["stats64"]["tx"]["bytes"])
 
 
 def ip(*arguments: str) -> str:

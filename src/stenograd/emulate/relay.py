@@ -35,7 +35,7 @@ READY = "ready"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET = 0x40000000  # linux/sched.h; `os` has it from Python 3.12 on
 
 _FRAME_BYTES = 66_000  # the largest segment that the kernel makes, 65,536 bytes, and its headers
 _FRAMES_AT_ONCE = 64  # from one device before others get their turn
@@ -145,7 +145,7 @@ def _forward(delay_s: float, delayed: Mapping[int, int], direct: Mapping[int, in
 
 def _read(tap: int) -> list[bytes]:
     frames = []
-    with suppress(BlockingIOError):
+    with suppress(BlockingIOError):  # until nothing more has come
         for _ in range(_FRAMES_AT_ONCE):
             frames.append(os.read(tap, _FRAME_BYTES))
     return frames

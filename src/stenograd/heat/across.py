@@ -1,23 +1,132 @@
-"""DASO's exchanges between nodes: which group sends, what is in flight, and how it reaches the whole node."""
+"""DASO between nodes: how often it averages there, which group sends, and how that reaches the whole node."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method, MethodLike, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.node_layout import Layout
-from stenograd.comm.traffic import Traffic
-from stenograd.data.flat_parameters import Stream, by_kind
 from stenograd.errors import CheckpointError
+from stenograd.exchange.flat_parameters import Stream, by_kind
 from stenograd.sync.averaging import Copies, FlatExchange, difference_method, not_finite
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.node_layout import Layout
+from stenograd.wire.traffic import Traffic
 
-__all__ = ["AcrossNodes", "InFlight", "ParameterAverager", "spread"]
+__all__ = ["BLOCKING", "AcrossNodes", "InFlight", "ParameterAverager", "Plan", "Skips", "spread"]
+
+_FIRST_SKIPS = 4  # as in Heat, which uses 4 even where max_global_skips is lower
+
+
+class Skips(NamedTuple):
+    """How often DASO averages until the next epoch.
+
+    global_skip: batches from one exchange between nodes to the next; 0 for an exact one after every batch.
+    local_skip: batches from one average of gradients inside the node to the next; 1 for every batch.
+    batches_to_wait: batches from sending to merging.
+    """
+
+    global_skip: int = 0
+    local_skip: int = 0
+    batches_to_wait: int = 0
+
+    def is_local_sync(self, batch: int, last_batch: int) -> bool:
+        """Return whether gradients are averaged inside the node in a batch.
+
+        They are while an exchange is in flight, in every `local_skip`-th batch, and in the last batch.
+
+        Example:
+            >>> [Skips(8, 2, 2).is_local_sync(b, 19) for b in range(9)]
+            [True, True, True, False, True, False, True, False, True]
+        """
+        if self.global_skip == 0 or self.local_skip <= 1 or batch == last_batch:
+            return True
+        since_sent = batch % self.global_skip
+        return since_sent <= self.batches_to_wait or batch % self.local_skip == 0
+
+
+# Exact averages after every batch. On MNIST (2 hosts of 2 workers, 100 Mbit/s) such an epoch takes 55 to
+# 56 s, and an epoch of cycling 20.5 s (docs/heat.md), so it is kept for the start and the end of a training.
+BLOCKING = Skips()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The phases of a training: warm-up, cycling, cool-down.
+
+    Exchanges are exact and follow every batch in warm-up and cool-down. Cycling starts with
+    `Skips(min(4, max_global_skips), 1, 1)`. When the loss stops improving, the skips shrink by
+    `skip_reduction_factor` and the wait by one, none below 1. At a global skip of 1 they start over from
+    `max_global_skips`, with `max_global_skips // local_skip_factor` (at least 1) as local skip and wait.
+
+    Args:
+        total_epochs, warmup_epochs, cooldown_epochs: lengths of the training, its start and its end.
+        max_global_skips: where cycles start; 0 for no cycling at all.
+        skip_reduction_factor: at least 2.
+        local_skip_factor: at least 1.
+
+    Example:
+        >>> plan, skips = Plan(40, warmup_epochs=4), Skips()
+        >>> for epoch in range(1, 17):  # the loss never improves: a plateau every third time
+        ...     skips = plan.after_epoch(epoch, skips, lambda epoch=epoch: epoch in (7, 10, 13, 16))
+        ...     if epoch in (3, 4, 7, 10, 13, 16):
+        ...         print(epoch, *skips)
+        3 0 0 0
+        4 4 1 1
+        7 2 1 1
+        10 1 1 1
+        13 8 2 2
+        16 4 1 1
+    """
+
+    total_epochs: int
+    warmup_epochs: int = 4
+    cooldown_epochs: int = 4
+    max_global_skips: int = 8
+    skip_reduction_factor: int = 2
+    local_skip_factor: int = 4
+
+    @property
+    def cycles(self) -> bool:
+        """Whether any epoch lies between warm-up and cool-down."""
+        return self.warmup_epochs + self.cooldown_epochs < self.total_epochs
+
+    def first(self) -> Skips:
+        """Return the skips of the first epoch."""
+        return self._start() if self.warmup_epochs == 0 and self.cycles else BLOCKING
+
+    def after_epoch(self, epoch: int, skips: Skips, is_plateau: Callable[[], bool]) -> Skips:
+        """Return the skips for the next epoch.
+
+        Args:
+            epoch: number of finished epochs.
+            skips: those of the last epoch.
+            is_plateau: returns whether the loss stopped improving; called once per epoch, only while cycling.
+        """
+        if epoch < self.warmup_epochs or epoch >= self.total_epochs - self.cooldown_epochs:
+            return BLOCKING
+        if self.max_global_skips == 0:
+            return BLOCKING
+        if epoch == self.warmup_epochs or skips == BLOCKING:  # or the plan was changed meanwhile
+            skips = self._start()
+        if not is_plateau():
+            return skips
+        if skips.global_skip > 1:
+            fewer = max(1, skips.global_skip // self.skip_reduction_factor)
+            local = max(1, skips.local_skip // self.skip_reduction_factor)
+            # merged when the next is sent at the latest
+            return Skips(fewer, local, min(fewer, max(1, skips.batches_to_wait - 1)))
+        again = max(1, self.max_global_skips // self.local_skip_factor)
+        return Skips(self.max_global_skips, again, again)
+
+    def _start(self) -> Skips:
+        first = min(_FIRST_SKIPS, self.max_global_skips)
+        return Skips(first, 1, 1) if first else BLOCKING
 
 
 class InFlight(NamedTuple):
@@ -101,12 +210,12 @@ class AcrossNodes:
         """Pack the parameters, merge the exchange in flight, then send; merged `wait` batches later."""
         group = self._take_turn()
         self._log("send", group)
-        mine = self._averagers.get(group)
-        if mine is not None:
-            mine.pack()  # before merging, as Heat does: what is sent does not hold this batch's merge
+        own = self._averagers.get(group)
+        if own is not None:
+            own.pack()  # before merging, as Heat does: what is sent does not hold this batch's merge
         self.merge()
-        if mine is not None:
-            mine.send()
+        if own is not None:
+            own.send()
         self.in_flight = InFlight(group, wait, due)
 
     def merge(self) -> None:
@@ -116,19 +225,19 @@ class AcrossNodes:
         (group, wait, _), self.in_flight = self.in_flight, None
         self._log("merge", group)
         nodes = len(self.layout.nodes)
-        mine = self._averagers.get(group)
+        own = self._averagers.get(group)
         # Heat's weight: the longer the wait, the newer are this rank's own parameters than the sent ones.
         with self._copies.follow(self.parameters.values()):
-            self._spread(group, mine is None or mine.merge(nodes / (nodes + (2 * wait or 1))))
+            self._spread(group, own is None or own.merge(nodes / (nodes + (2 * wait or 1))))
 
     def replace(self) -> None:
         """Merge the exchange in flight; then set all parameters to the exact mean over the nodes."""
         self.merge()  # first: at an epoch's end Heat packs over the exchange in flight, and loses it
         group = self._take_turn()
         self._log("send", group)
-        mine = self._averagers.get(group)
+        own = self._averagers.get(group)
         with self._copies.follow(self.parameters.values()):
-            finite = mine is None or mine.replace()
+            finite = own is None or own.replace()
             self._log("replace", group)
             self._spread(group, finite)
 
@@ -214,7 +323,7 @@ class ParameterAverager:
         self._exact: FlatExchange | None = None  # made when first used
         self._packed: list[Tensor] = []
         self._sent: list[Tensor] = []
-        self._mine: list[Tensor] = []
+        self._own: list[Tensor] = []
         self._mean: list[Tensor] = []
         self._arrived = False
 
@@ -227,8 +336,8 @@ class ParameterAverager:
     def anchor(self) -> None:
         """Count differences from the present parameters, which must be equal on all ranks."""
         if not self._lossless:
-            self._mine = self._flat.values()
-            self._mean = [values.clone() for values in self._mine]
+            self._own = self._flat.values()
+            self._mean = [values.clone() for values in self._own]
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -241,13 +350,13 @@ class ParameterAverager:
     @torch.no_grad()
     def send(self) -> None:
         """Send what `pack` read; returns at once. What was sent before must have been merged."""
-        self._packed, self._sent = self._sent, self._packed
+        self._packed, self._sent = self._sent, self._packed  # what was sent is merged, so its memory is free
 
         def fill(at: int, part: slice, out: Tensor) -> None:
             if self._lossless:
                 out.copy_(self._sent[at][part])
             else:
-                torch.sub(self._sent[at][part], self._mine[at][part], out=out)
+                torch.sub(self._sent[at][part], self._own[at][part], out=out)  # p - h
 
         self._flat.send(fill, self.weight)
 
@@ -266,8 +375,8 @@ class ParameterAverager:
             for stream, target in zip(self._flat.streams, self._sent, strict=True):
                 if stream.holds(target):
                     stream.approach(target, share)  # p + share (H + (p_sent - h) - p)
-            for mine, mean_ in zip(self._mine, self._mean, strict=True):
-                mine.lerp_(mean_, share)  # h + share (H - h)
+            for own, mean_ in zip(self._own, self._mean, strict=True):
+                own.lerp_(mean_, share)  # h + share (H - h)
         return arrived
 
     def discard(self) -> None:
@@ -295,7 +404,7 @@ class ParameterAverager:
         self._await_arrival()
         return {
             "exchange": self._flat.exchange.state_dict(),
-            "mine": [t.clone() for t in self._mine],
+            "mine": [t.clone() for t in self._own],
             "mean": [t.clone() for t in self._mean],
             "arrived": [t.clone() for t in self._sent] if self._arrived else [],
         }
@@ -312,7 +421,7 @@ class ParameterAverager:
                 raise CheckpointError(f"the state's {key} is of another model: load it into the same model")
         self._await_arrival()
         self._flat.exchange.load_state_dict(state["exchange"])
-        self._mine, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
+        self._own, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
         self._arrived = bool(state["arrived"])
         if self._arrived:
             self._sent = self._taken(state["arrived"])
@@ -339,7 +448,7 @@ class ParameterAverager:
                 continue
             # what was sent was multiplied by it
             lost = torch.zeros_like(sent) if lost is None else lost / self.weight
-            torch.sub(sent, lost, out=self._mine[at][part])  # h + q = p_sent - lost
+            torch.sub(sent, lost, out=self._own[at][part])  # h + q = p_sent - lost
             torch.add(self._mean[at][part].add_(mean_), lost, out=sent)  # H + mean(q), and p_sent - h
         self._arrived = True
 
@@ -360,7 +469,7 @@ def spread(parameters: Mapping[str, Tensor], driver: AnyDriver, source: int, fin
     verdict = torch.full(
         (1,), float(finite), dtype=torch.float32, device=next(iter(parameters.values())).device
     )
-    driver.broadcast(verdict, source, counted=True)
+    driver.broadcast(verdict, source, counted=True)  # first, so that all raise instead of taking NaN
     if not verdict.item():
         raise not_finite("parameters")
     if driver.world_size == 1:

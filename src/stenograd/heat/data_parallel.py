@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from stenograd.arguments import typed
 from stenograd.catalog.method import MethodLike
-from stenograd.comm.filling import Slot
-from stenograd.comm.groups import ranks_of
-from stenograd.comm.tensor_exchange import Outcome
-from stenograd.comm.traffic import Traffic
 from stenograd.errors import ConfigError, StenogradError
+from stenograd.exchange.filling import Slot
+from stenograd.exchange.tensor_exchange import Outcome
 from stenograd.heat.daso import DASO, check_comm
 from stenograd.sync.gradients import DEFAULT_BUCKET_BYTES, GradientSync
+from stenograd.wire.groups import ranks_of
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["DataParallel", "DataParallelMultiGPU", "DataParallelOptimizer", "DelayedSync", "Updates"]
 
@@ -256,7 +256,9 @@ class DataParallelOptimizer:
         self.update_next = False
         self.params_ref: list[torch.Tensor] = torch_optimizer.param_groups[0]["params"]
         self._updates = Updates()
+        # a step that waits belongs to what is saved
         torch_optimizer.register_state_dict_pre_hook(lambda *_: self.flush())
+        # and not to what is loaded
         torch_optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush())
 
     @property

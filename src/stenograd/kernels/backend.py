@@ -24,7 +24,7 @@ __all__ = ["check_out", "corrected", "landed", "length_of", "matching", "pick", 
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CHOICES = ("reference", "numba", "triton")
-_MOST = 1 << 31  # elements, whose places an int32 holds
+_MOST = 1 << 31  # elements, whose indices an int32 holds
 
 
 def pick(function: F, *tensors: Tensor, numel: int = 0) -> F | None:

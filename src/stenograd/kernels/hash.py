@@ -15,7 +15,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 _STEP = GOLDEN - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-_TAIL = 0x5851F42D4C957F2D  # odd, so a bijection; keeps the tail's places apart from the words'
+_TAIL = 0x5851F42D4C957F2D  # odd, so a bijection; keeps the tail's indices apart from the words'
 _CHUNK = {"cpu": 1 << 14, "cuda": 1 << 22}  # words at a time: on the CPU all of it stays in the cache
 
 

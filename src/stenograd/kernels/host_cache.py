@@ -36,7 +36,7 @@ _PATIENCE_S = 1.0  # a user waits that long without asking what is going on
 _LOCK_S = 120.0
 _POLL_S = 0.02
 _KERNEL_BYTES = 1 << 26  # of one kernel, at most; the largest has 0.3 MB
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # of SHA-256
 
 
 @cache
@@ -198,7 +198,7 @@ class _Turn:
         self.what = "this step"
         self._file: int | None = None
         self._line: threading.Timer | None = None
-        self._told: set[str] = set()
+        self._said: set[str] = set()
 
     def take(self, place: Path) -> None:
         """Wait for the lock, unless this process has it; where there is none to be had, just go on."""
@@ -241,9 +241,9 @@ class _Turn:
             self._line.start()
 
     def _tell(self, line: str) -> None:
-        if line not in self._told:
+        if line not in self._said:
             print(line, file=sys.stderr, flush=True)
-        self._told.add(line)
+        self._said.add(line)
 
 
 _turn = _Turn()

@@ -1,4 +1,4 @@
-"""Ascending places in about `2 + log2(n / k)` bits each (Elias-Fano)."""
+"""Ascending indices in about `2 + log2(n / k)` bits each (Elias-Fano)."""
 
 from __future__ import annotations
 
@@ -12,113 +12,113 @@ from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.backend import pick
 from stenograd.kernels.bits import pack_bits, packed_bytes, unpack_bits
 
-__all__ = ["mark_count", "pack_places", "place_type", "places_bytes", "planes_of", "unpack_places"]
+__all__ = ["index_type", "indices_bytes", "mark_count", "pack_indices", "planes_of", "unpack_indices"]
 
 
-def place_type(n: int) -> torch.dtype:
-    """Return the integer type in which places of n elements are kept: int32 where it suffices.
+def index_type(n: int) -> torch.dtype:
+    """Return the integer type in which indices of n elements are kept: int32 where it suffices.
 
     Example:
-        >>> place_type(1000)
+        >>> index_type(1000)
         torch.int32
     """
     return torch.int32 if n <= 1 << 31 else torch.int64
 
 
 @lru_cache(maxsize=1024)
-def places_bytes(n: int, k: int) -> int:
-    """Bytes that `pack_places` needs for k of n places: about `k (2 + log2(n / k)) / 8`.
+def indices_bytes(n: int, k: int) -> int:
+    """Bytes that `pack_indices` needs for k of n indices: about `k (2 + log2(n / k)) / 8`.
 
     Raises:
         ConfigError: k outside [0, n].
 
     Example:
-        >>> places_bytes(1_000_000, 10_000) * 8 / 10_000  # bits a place; an int32 has 32
+        >>> indices_bytes(1_000_000, 10_000) * 8 / 10_000  # bits a place; an int32 has 32
         8.5624
     """
     return sum(packed_bytes(k, bits) for bits in planes_of(n, k)) + packed_bytes(mark_count(n, k), 1)
 
 
-def pack_places(places: Tensor, n: int) -> Tensor:
-    """Write ascending places: `l = floor(log2(n / k))` low bits of each as they are, the rest in unary.
+def pack_indices(indices: Tensor, n: int) -> Tensor:
+    """Write ascending indices: `l = floor(log2(n / k))` low bits of each as they are, the rest in unary.
 
     The unary part has one bit for each place and one for each of the `n / 2**l` values of the high bits: bit
-    `(p_i >> l) + i` is set for the i-th place. So the size, `places_bytes(n, k)`, follows from n and k alone.
+    `(p_i >> l) + i` is set for the i-th place. So the size, `indices_bytes(n, k)`, depends on n and k alone.
 
     Args:
-        places: int32 or int64 tensor (k,), strictly ascending, in [0, n).
-        n: number of places there are.
+        indices: int32 or int64 tensor (k,), strictly ascending, in [0, n).
+        n: number of indices there are.
 
     Raises:
-        ConfigError: places are not in order or outside the range.
+        ConfigError: indices are not in order or outside the range.
 
     Example:
-        >>> packed = pack_places(torch.tensor([3, 500, 999]), n=1000)
-        >>> packed.numel(), unpack_places(packed, n=1000, k=3)
+        >>> packed = pack_indices(torch.tensor([3, 500, 999]), n=1000)
+        >>> packed.numel(), unpack_indices(packed, n=1000, k=3)
         (4, tensor([  3, 500, 999], dtype=torch.int32))
 
     Reference: Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", 1974.
     """
-    places = places.contiguous()
-    fast = pick(pack_places, places)
+    indices = indices.contiguous()
+    fast = pick(pack_indices, indices)
     if fast is not None:
-        return fast(places, n)
-    places, k = places.long(), places.numel()
+        return fast(indices, n)
+    indices, k = indices.long(), indices.numel()
     planes = planes_of(n, k)
     # On other devices reading them would make the host wait, and all that come here were sorted before.
-    looked_at = k and places.is_cpu
-    if looked_at and not (int(places[0]) >= 0 and int(places[-1]) < n and bool((places.diff() > 0).all())):
-        raise ConfigError(f"places must be strictly ascending in [0, {n}): sort them")
-    marks = torch.zeros(mark_count(n, k), dtype=torch.uint8, device=places.device)
-    marks.index_fill_(0, (places >> sum(planes)) + torch.arange(k, device=places.device), 1)
-    low = [((places >> 8 * i) & ((1 << bits) - 1)).to(torch.uint8) for i, bits in enumerate(planes)]
+    looked_at = k and indices.is_cpu
+    if looked_at and not (int(indices[0]) >= 0 and int(indices[-1]) < n and bool((indices.diff() > 0).all())):
+        raise ConfigError(f"indices must be strictly ascending in [0, {n}): sort them")
+    marks = torch.zeros(mark_count(n, k), dtype=torch.uint8, device=indices.device)
+    marks.index_fill_(0, (indices >> sum(planes)) + torch.arange(k, device=indices.device), 1)
+    low = [((indices >> 8 * i) & ((1 << bits) - 1)).to(torch.uint8) for i, bits in enumerate(planes)]
     parts = [pack_bits(plane, bits) for plane, bits in zip(low, planes, strict=True)]
     return torch.cat([*parts, pack_bits(marks, 1)])
 
 
-def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
-    """Read back what `pack_places` wrote, as int32 (int64 above 2**31 places).
+def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
+    """Read back what `pack_indices` wrote, as int32 (int64 above 2**31 indices).
 
     Args:
-        packed: uint8 tensor of `places_bytes(n, k)` bytes.
-        n: number of places there are.
-        k: number of places written.
+        packed: uint8 tensor of `indices_bytes(n, k)` bytes.
+        n: number of indices there are.
+        k: number of indices written.
 
     Raises:
         ConfigError: k outside [0, n].
-        WireError: packed has another length, or does not hold k ascending places below n.
+        WireError: packed has another length, or does not hold k ascending indices below n.
 
     Example:
-        >>> unpack_places(pack_places(torch.arange(2), n=2), n=2, k=2)
+        >>> unpack_indices(pack_indices(torch.arange(2), n=2), n=2, k=2)
         tensor([0, 1], dtype=torch.int32)
     """
     packed = packed.contiguous()
-    fast = pick(unpack_places, packed) if place_type(n) is torch.int32 else None
+    fast = pick(unpack_indices, packed) if index_type(n) is torch.int32 else None
     if fast is not None:
         return fast(packed, n, k)
     planes, marks = planes_of(n, k), mark_count(n, k)
-    if packed.numel() != places_bytes(n, k):
-        raise WireError(f"{k} of {n} places take {places_bytes(n, k)} bytes, got {packed.numel()}")
+    if packed.numel() != indices_bytes(n, k):
+        raise WireError(f"{k} of {n} indices take {indices_bytes(n, k)} bytes, got {packed.numel()}")
     *low, high = packed.split([*(packed_bytes(k, bits) for bits in planes), packed_bytes(marks, 1)])
     set_bits = _set_bits(unpack_bits(high, 1, marks), k)
-    places = (set_bits - torch.arange(k, device=packed.device)) << sum(planes)
+    indices = (set_bits - torch.arange(k, device=packed.device)) << sum(planes)
     for i, (plane, bits) in enumerate(zip(low, planes, strict=True)):
-        places |= unpack_bits(plane, bits, k).long() << 8 * i
+        indices |= unpack_bits(plane, bits, k).long() << 8 * i
     if k:
-        ascend = (places[-1] < n) & (places.diff() > 0).all()
-        require(ascend, f"the {k} places received do not ascend in [0, {n}): the payload is damaged")
-    if not places.is_cpu:
-        places.clamp_(max=n - 1)  # until somebody reads that they are damaged
-    return places.to(place_type(n))
+        ascend = (indices[-1] < n) & (indices.diff() > 0).all()
+        require(ascend, f"the {k} indices received do not ascend in [0, {n}): the payload is damaged")
+    if not indices.is_cpu:
+        indices.clamp_(max=n - 1)  # until somebody reads that they are damaged
+    return indices.to(index_type(n))
 
 
 def _set_bits(marks: Tensor, k: int) -> Tensor:
-    """Return the places of k ones.
+    """Return the indices of k ones.
 
     Raises:
         WireError: there are not so many.
     """
-    rule = f"{k} places have {k} bits set"
+    rule = f"{k} indices have {k} bits set"
     if marks.is_cpu:
         found = marks.nonzero().view(-1)
         if found.numel() != k:

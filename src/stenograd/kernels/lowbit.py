@@ -113,8 +113,8 @@ def lowbit_decode(payload: tuple[Tensor, Tensor], name: str, block: int, numels:
         return fast(payload, name, block, numels)
     codes, scales = payload
     check_scales([payload], block_count(block, numels, sum(numels)))
-    places = unpack_bits(codes, BITS[name], sum(numels)).to(torch.int32)
-    values = levels(name, codes.device).index_select(0, places)
+    indices = unpack_bits(codes, BITS[name], sum(numels)).to(torch.int32)
+    values = levels(name, codes.device).index_select(0, indices)
     start = 0
     for rows in block_views(values, block, numels):
         rows.mul_(scales[start : start + len(rows), None])

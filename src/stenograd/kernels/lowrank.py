@@ -138,7 +138,7 @@ def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
         # The spare row goes along, so that no branch has to ask a device which of the two counts.
         pair = torch.stack([rows[:, j], spare[j].expand_as(rows[:, j])], 1)  # (count, 2, n)
         before = _norm(pair)
-        for _ in range(2 if j else 0):
+        for _ in range(2 if j else 0):  # twice: once leaves what rounding brought back
             shares = row_sums(pair[:, :, None] * q[:, None, :j])  # (count, 2, j)
             pair = pair - (shares[..., None] * q[:, None, :j]).sum(2)
         after = _norm(pair)

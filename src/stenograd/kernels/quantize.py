@@ -75,7 +75,7 @@ def qsgd_encode_feedback(
         y.copy_(torch.where(y > 0, y, 0.0)).clamp_(max=2 * levels).floor_()  # NaN becomes 0
         scales.append(scale.view(-1))
         if residual is not None:
-            rows -= ((y - levels) * (scale / levels)).to(rows.dtype)
+            rows -= ((y - levels) * (scale / levels)).to(rows.dtype)  # r' = v - m / s (code - s)
     return pack_bits(u.to(torch.uint8), bits), torch.cat(scales)
 
 
@@ -198,17 +198,16 @@ def short_uniforms(seed: int, n: int, device: torch.device | None = None) -> Ten
 
 
 def _hashes(seed: int, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of a tensor, each with the hashes of its places: int64 is twice the size of the result."""
+    """Yield parts of a tensor, each with the hashes of its indices: int64 is twice the size of the result."""
     first, second = hash_keys(seed)
     chunk = _CHUNK.get(out.device.type, 1 << 22)
     for start in range(0, len(out), chunk):
         part = out[start : start + chunk]
         # int64, masked: torch has no arithmetic of uint32
-        # int64, masked: torch has no arithmetic of uint32
         h = torch.arange(start, start + len(part), device=out.device)
         h ^= first
         h ^= h >> 16
-        h *= 0x7FEB352D
+        h *= 0x7FEB352D  # lowbias32's multipliers
         h &= _WORD
         h ^= second
         h ^= h >> 15

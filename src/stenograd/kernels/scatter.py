@@ -14,12 +14,12 @@ from stenograd.kernels.backend import check_out, landed, pick
 __all__ = ["inside", "put", "scatter_mean"]
 
 
-def put(x: Tensor, places: Tensor, values: Tensor) -> None:
-    """Write `x[places] = values` in place.
+def put(x: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Write `x[indices] = values` in place.
 
     Args:
         x: flat tensor (n,), overwritten.
-        places: int32 or int64 tensor (k,), in [0, n), which is not checked, unique.
+        indices: int32 or int64 tensor (k,), in [0, n), which is not checked, unique.
         values: (k,), of x's type.
 
     Example:
@@ -28,20 +28,20 @@ def put(x: Tensor, places: Tensor, values: Tensor) -> None:
         >>> x
         tensor([1., 0., 3.])
     """
-    fast = pick(put, x, places, values)
+    fast = pick(put, x, indices, values)
     if fast is not None:
-        return fast(x, places, values)
-    x.index_copy_(0, places.long(), values)
+        return fast(x, indices, values)
+    x.index_copy_(0, indices.long(), values)
     return None
 
 
 def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor | None = None) -> Tensor:
     """Return the dense mean of sparse vectors: added in rank order into zeros, then divided by their number.
 
-    Ascending places are fastest: then the result is finished piece by piece in the first-level cache.
+    Ascending indices are fastest: then the result is finished piece by piece in the first-level cache.
 
     Args:
-        vectors: per rank `(places, values)`, places int32 or int64, unique within a rank, in any order.
+        vectors: per rank `(indices, values)`, indices int32 or int64, unique within a rank, in any order.
         n: length of the result.
         out: where to write it, (n,); new float32 memory otherwise, which costs several times more.
 
@@ -60,16 +60,16 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
         return landed(fast(vectors, n, wide), out)
     total = torch.empty(n, dtype=torch.float32, device=kind.device) if wide is None else wide
     total.zero_()
-    for places, values in vectors:
-        places = inside(places, n)
-        if places.numel() != values.numel():
-            raise WireError(f"{places.numel()} places came with {values.numel()} values")
-        total.index_add_(0, places, values.to(total.dtype))
+    for indices, values in vectors:
+        indices = inside(indices, n)
+        if indices.numel() != values.numel():
+            raise WireError(f"{indices.numel()} indices came with {values.numel()} values")
+        total.index_add_(0, indices, values.to(total.dtype))
     return landed(total.div_(len(vectors)), out)
 
 
-def inside(places: Tensor, n: int) -> Tensor:
-    """Return places, of which those outside a vector of n elements are refused.
+def inside(indices: Tensor, n: int) -> Tensor:
+    """Return indices, of which those outside a vector of n elements are refused.
 
     Elsewhere than on the CPU they are looked at later, and moved to the ends until then.
 
@@ -79,15 +79,15 @@ def inside(places: Tensor, n: int) -> Tensor:
     Example:
         >>> inside(torch.tensor([0, 4]), 4)
         Traceback (most recent call last):
-        stenograd.errors.WireError: places lie in [0, 4), got 0 to 4: the message is damaged
+        stenograd.errors.WireError: indices lie in [0, 4), got 0 to 4: the message is damaged
     """
-    rule = f"places lie in [0, {n})"
-    if not places.numel():
-        return places
-    lowest, highest = places.aminmax()
-    if places.is_cpu:
+    rule = f"indices lie in [0, {n})"
+    if not indices.numel():
+        return indices
+    lowest, highest = indices.aminmax()
+    if indices.is_cpu:
         if int(lowest) < 0 or int(highest) >= n:
             raise WireError(f"{rule}, got {int(lowest)} to {int(highest)}: the message is damaged")
-        return places
+        return indices
     require((lowest >= 0) & (highest < n), f"{rule}: the message is damaged")
-    return places.clamp(0, n - 1)
+    return indices.clamp(0, n - 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stenograd.errors import ConfigError
 from stenograd.kernels.backend import matching, pick
-from stenograd.kernels.indices import place_type
+from stenograd.kernels.indices import index_type
 
 __all__ = ["magnitude_bits", "select", "select_feedback"]
 
@@ -45,8 +45,8 @@ def select_feedback(x: Tensor, residual: Tensor, k: int, halves: bool = False) -
         halves: whether values will travel as bfloat16, so that on S `r' = v - bfloat16(v)`.
 
     Returns:
-        Places (k,), ascending, int32 (int64 above 2**31 elements), and values (k,) in residual's type. Of
-        equal magnitudes those at lower places are taken.
+        Indices (k,), ascending, int32 (int64 above 2**31 elements), and values (k,) in residual's type. Of
+        equal magnitudes those at lower indices are taken.
 
     Raises:
         ConfigError: k outside its range, or lengths that differ.
@@ -64,14 +64,14 @@ def select_feedback(x: Tensor, residual: Tensor, k: int, halves: bool = False) -
     fast = pick(select_feedback, x, residual)
     if fast is not None:
         return fast(x, residual, k, halves)
-    places, values = select(residual.add_(x), k)
+    indices, values = select(residual.add_(x), k)
     left = values - values.bfloat16().to(values.dtype) if halves else torch.zeros_like(values)
-    residual.index_copy_(0, places.long(), left)
-    return places, values
+    residual.index_copy_(0, indices.long(), left)
+    return indices, values
 
 
 def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k elements of largest magnitude and their places, like `select_feedback` without residual.
+    """Return the k elements of largest magnitude and their indices, like `select_feedback` without residual.
 
     Plain torch sorts only the elements that reach a bound, guessed from a regular sample: if there are at
     least k of them, all of the k largest are among them.
@@ -94,21 +94,21 @@ def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if fast is not None:
         return fast(x, k)
     bits = magnitude_bits(x)
-    if not x.is_cpu:
+    if not x.is_cpu:  # below, the host would wait for sizes
         return _taken(x, _largest(bits, k))
-    places = (bits >= _bound(bits, k)).nonzero().view(-1)
-    if places.numel() < k:
-        places = torch.arange(x.numel(), device=x.device)
-    bits = bits.index_select(0, places)
+    indices = (bits >= _bound(bits, k)).nonzero().view(-1)
+    if indices.numel() < k:  # the guess was too high
+        indices = torch.arange(x.numel(), device=x.device)
+    bits = bits.index_select(0, indices)
     if k:
         last = bits.topk(k, sorted=False).values.amin()
         above, equal = bits > last, bits == last
-        places = places[above | equal & (equal.cumsum(0) <= k - above.sum())]
-    return _taken(x, places[:k])
+        indices = indices[above | equal & (equal.cumsum(0) <= k - above.sum())]
+    return _taken(x, indices[:k])
 
 
 def _largest(bits: Tensor, k: int) -> Tensor:
-    """Return the places of the k largest, ascending, without a size that only the device knows.
+    """Return the indices of the k largest, ascending, without a size that only the device knows.
 
     `topk` may take any of those that equal the least: they are replaced by the first that do.
     """
@@ -122,8 +122,8 @@ def _largest(bits: Tensor, k: int) -> Tensor:
     return torch.where(equal, found, top.indices).sort().values
 
 
-def _taken(x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    return places.to(place_type(x.numel())), x.index_select(0, places)
+def _taken(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    return indices.to(index_type(x.numel())), x.index_select(0, indices)
 
 
 def _bound(bits: Tensor, k: int) -> Tensor | int:

@@ -47,7 +47,6 @@ def sign_encode_feedback(
     fast = pick(sign_encode_feedback, *present(x, residual))
     if fast is not None and (sent := fast(x, residual, block, numels)) is not None:
         return sent
-    # refuses lengths that do not fit
     block_count(block, numels, length_of(x, residual))  # refuses lengths that do not fit
     v = corrected(x, residual)
     scales = [v.new_zeros(0, dtype=torch.float32)]

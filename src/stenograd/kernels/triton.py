@@ -1,7 +1,7 @@
 """Kernels for CUDA tensors in Triton; STENOGRAD_KERNELS=triton turns them on.
 
 They have run in Triton's interpreter only, where they give the bits of plain torch, and never on a GPU, so
-plain torch is the default there. What is missing here (top-k, scatter, places, casts) stays with plain torch.
+plain torch is the default there. What is missing (top-k, scatter, indices, casts) stays with plain torch.
 Codes are written one a byte and then packed by torch. None is returned for what is left to plain torch.
 """
 
@@ -162,6 +162,7 @@ def _quantize(
     v = tl.load(x + start + lane, inside, 0.0)
     if add:
         v += tl.load(left + start + lane, inside, 0.0)
+    # The largest magnitude by its bits: as an integer NaN is above all, so the scale tells of it.
     scale = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     h = ((start + lane) >> 1).to(tl.uint32) ^ tl.load(keys).to(tl.uint32)
     h ^= h >> 16
@@ -169,12 +170,12 @@ def _quantize(
     h ^= h >> 15
     h = h * 0x846CA68B
     h ^= h >> 16
-    draw = (h >> (((start + lane) & 1) * 16).to(tl.uint32)) & 0xFFFF
+    draw = (h >> (((start + lane) & 1) * 16).to(tl.uint32)) & 0xFFFF  # two draws of 16 bits a hash
     inverse = tl.div_rn(levels, tl.where(scale == 0, 1.0, scale))
     inverse = tl.where(inverse > most, most, inverse)
     inverse = (inverse.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)  # the next larger float
     y = draw.to(tl.float32) * 1.52587890625e-05 + v * inverse + levels  # 2**-16
-    y = tl.minimum(tl.where(y > 0, y, 0.0), 2 * levels).to(tl.int32)
+    y = tl.minimum(tl.where(y > 0, y, 0.0), 2 * levels).to(tl.int32)  # NaN, too, becomes 0
     tl.store(scales + row, scale)
     tl.store(codes + start + lane, y.to(tl.uint8), inside)
     if keep:

@@ -53,7 +53,7 @@ def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
         scale = rows.abs().amax(1, keepdim=True)
         y.copy_(rows / torch.where(scale == 0, 1.0, scale) * 127).round_()
         scales.append(scale.view(-1))
-    return torch.where(codes == codes, codes, 0.0).to(torch.int8), torch.cat(scales)
+    return torch.where(codes == codes, codes, 0.0).to(torch.int8), torch.cat(scales)  # NaN: its scale tells
 
 
 def unpack_values(packed: tuple[Tensor, ...], kind: str, count: int) -> Tensor:

@@ -35,7 +35,7 @@ from stenograd.errors import LaunchError
 from stenograd.launch.local_workers import SECRET_VARIABLE
 from stenograd.launch.network import bounded, unshared
 
-__all__ = ["Absent", "LineServer", "Presence", "attend"]
+__all__ = ["Absent", "FailureDetector", "LineServer", "attend"]
 
 _TELL_S = 0.5  # at least, for telling survivors; those that are told have answered already
 _AGAIN_S = 0.1  # until a rank that dropped the question is asked again
@@ -66,7 +66,7 @@ class Absent:
     late: list[int] = field(default_factory=list)
 
 
-class Presence:
+class FailureDetector:
     """One rank's failure detector: answers roll calls, and holds one when a collective has failed.
 
     Args:
@@ -79,7 +79,7 @@ class Presence:
         came: number of collectives that this rank came to, by name of the group.
 
     Example:
-        >>> one, two = Presence(0, "127.0.0.1"), Presence(1, "127.0.0.1")
+        >>> one, two = FailureDetector(0, "127.0.0.1"), FailureDetector(1, "127.0.0.1")
         >>> one.meet({0: one.card, 1: two.card})
         >>> one.came["world"] += 1
         >>> one.absent("world", 1.0)
@@ -109,15 +109,15 @@ class Presence:
         Raises:
             LaunchError: a rank has another STENOGRAD_SECRET, or a stranger has changed its card.
         """
-        told = {r: json.loads(card) for r, card in cards.items() if r != self.rank}
-        foreign = [r for r, (*place, proof) in told.items() if proof != self._proof(r, place)]
+        received = {r: json.loads(card) for r, card in cards.items() if r != self.rank}
+        foreign = [r for r, (*place, proof) in received.items() if proof != self._proof(r, place)]
         if foreign:
             raise LaunchError(
                 f"rank(s) {', '.join(map(str, foreign))} and rank {self.rank} have different values of "
                 f"{SECRET_VARIABLE}: export the same one on all hosts, or none"
             )
-        self._others = {r: tuple(place) for r, (*place, _) in told.items()}
-        self._server.room += 2 * len(told)  # each asks, and tells; what was there is for strangers
+        self._others = {r: tuple(place) for r, (*place, _) in received.items()}
+        self._server.room += 2 * len(received)  # each asks, and tells; what was there is for strangers
 
     def absent(self, group: str, grace_s: float) -> Absent:
         """Hold a roll call before leaving: ask all others, and tell those that answer what was found.
@@ -133,8 +133,8 @@ class Presence:
         silent = set(self._others) - set(replies) - set(leavers) - unasked
         reported = set[int]().union(*leavers.values()) - set(replies) - {self.rank}
         lost = sorted(silent | reported)
-        mine = self.came[group]
-        behind = {r for r, reply in replies.items() if reply["came"] < mine and not reply.get("gave_up")}
+        own = self.came[group]
+        behind = {r for r, reply in replies.items() if reply["came"] < own and not reply.get("gave_up")}
         answering = {r: address for r, address in self._others.items() if r not in silent}
         slowest_s = max((reply["took_s"] for reply in replies.values()), default=0.0)
         self._ask(answering, {"from": self.rank, "lost": lost}, min(grace_s, max(_TELL_S, 2.0 * slowest_s)))
@@ -151,10 +151,10 @@ class Presence:
         self._server.close()
 
     def _answer(self, line: bytes) -> bytes:
-        told = json.loads(line)
-        if not isinstance(told, list) or [type(part) for part in told] != [str, str]:
+        received = json.loads(line)
+        if not isinstance(received, list) or [type(part) for part in received] != [str, str]:
             return b""
-        said, mac = told
+        said, mac = received
         if not hmac.compare_digest(mac.encode(), self._mac(self._token, said).encode()):
             return b""
         question = json.loads(said)
@@ -241,8 +241,8 @@ class Presence:
             try:
                 reply, mac = json.loads(line)
                 if hmac.compare_digest(str(mac).encode(), self._mac(token, said + reply).encode()):
-                    told: dict[str, Any] = json.loads(reply)
-                    return told
+                    received: dict[str, Any] = json.loads(reply)
+                    return received
             except TypeError as error:  # no list of two texts
                 raise ValueError("a stranger answers there") from error
             raise ValueError("a stranger answers there")
@@ -250,7 +250,7 @@ class Presence:
             writer.close()
 
 
-def attend(rank: int, find_host: Callable[[], str]) -> Presence | None:
+def attend(rank: int, find_host: Callable[[], str]) -> FailureDetector | None:
     """Start a failure detector; None where this machine has no address, so that nobody can ask this rank.
 
     Args:
@@ -258,11 +258,11 @@ def attend(rank: int, find_host: Callable[[], str]) -> Presence | None:
         find_host: returns the address at which the others reach this machine.
 
     Example:
-        >>> presence = attend(0, lambda: "127.0.0.1")
-        >>> presence.close()
+        >>> detector = attend(0, lambda: "127.0.0.1")
+        >>> detector.close()
     """
     try:
-        return Presence(rank, find_host())
+        return FailureDetector(rank, find_host())
     except OSError:
         return None
 

@@ -107,8 +107,8 @@ def time_interfaces(store: Store, world: World, limit_s: float = 60.0) -> list[R
     """
 
     def everyone(what: str, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        told = tell_all(store, world, f"interfaces/{what}", json.dumps(value), limit_s)
-        return [json.loads(text) for text in told]
+        received = tell_all(store, world, f"interfaces/{what}", json.dumps(value), limit_s)
+        return [json.loads(text) for text in received]
 
     cards = everyone("card", {"host": _host(), "interfaces": interfaces()})
     leaders = _leaders([str(card["host"]) for card in cards], world.world_size)
@@ -118,7 +118,7 @@ def time_interfaces(store: Store, world: World, limit_s: float = 60.0) -> list[R
         if all(name in cards[leader]["interfaces"] for leader in leaders)
         and address.startswith("127.") == (len({card["host"] for card in cards}) == 1)
     ]
-    mine: dict[str, dict[str, Any]] = {}
+    own: dict[str, dict[str, Any]] = {}
     pairs = list(zip(leaders, [*leaders[1:], *leaders[:1]], strict=True))
     # A ring of an odd number of hosts needs a third turn, so that no host is in two pairs at once.
     turns = [pairs[0:-1:2], pairs[1::2], pairs[-1:]] if len(pairs) % 2 else [pairs[0::2], pairs[1::2]]
@@ -130,10 +130,10 @@ def time_interfaces(store: Store, world: World, limit_s: float = 60.0) -> list[R
                 for sender, receiver in turn:
                     if sender == world.rank:
                         there = {**cards[receiver], "port": ports[receiver]}
-                        mine[name] = _timed(cards[sender], there, name, receiver)
+                        own[name] = _timed(cards[sender], there, name, receiver)
                 everyone(f"{name}/{number}", {})  # all pairs are done before the next turn
-    told = [one for one in everyone("found", mine) if one]
-    return [_worst(name, cards[0]["interfaces"][name], [one[name] for one in told]) for name in names]
+    received = [one for one in everyone("found", own) if one]
+    return [_worst(name, cards[0]["interfaces"][name], [one[name] for one in received]) for name in names]
 
 
 def _leaders(hosts: Sequence[str], world_size: int) -> list[int]:
@@ -145,34 +145,34 @@ def _leaders(hosts: Sequence[str], world_size: int) -> list[int]:
 def _host() -> str:
     """Return what no two hosts have in common: names alone repeat in containers, boot ids on one kernel."""
     boot = ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # only Linux has it
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     addresses = [address for address in interfaces().values() if not address.startswith("127.")]
     return " ".join([socket.gethostname(), boot, *sorted(addresses)])
 
 
-def _worst(name: str, address: str, told: Sequence[Mapping[str, Any]]) -> Reach:
-    reasons = [str(one["reason"]) for one in told if one["reason"]]
-    good = [one for one in told if not one["reason"]]
+def _worst(name: str, address: str, received: Sequence[Mapping[str, Any]]) -> Reach:
+    reasons = [str(one["reason"]) for one in received if one["reason"]]
+    good = [one for one in received if not one["reason"]]
     return Reach(
         name,
         address,
         failed=len(reasons),
-        pairs=len(told),
+        pairs=len(received),
         reason=next(iter(reasons), ""),
         rtt_ms=max((float(one["rtt_ms"]) for one in good), default=0.0),
         mbit_s=min((float(one["mbit_s"]) for one in good), default=0.0),
     )
 
 
-def _timed(mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str, rank: int) -> dict[str, Any]:
+def _timed(own: Mapping[str, Any], other: Mapping[str, Any], name: str, rank: int) -> dict[str, Any]:
     """Connect to another host's address on an interface, and time it."""
-    here, there = mine["interfaces"][name], theirs["interfaces"][name]
-    if here == there and mine["host"] != theirs["host"]:  # as bridges of containers often have
+    here, there = own["interfaces"][name], other["interfaces"][name]
+    if here == there and own["host"] != other["host"]:  # as bridges of containers often have
         return {"reason": f"both hosts have the address {here} there"}
     deadline = time.monotonic() + _LIMIT_S
     try:
-        with socket.create_connection((there, theirs["port"]), _CONNECT_S, (here, 0)) as link:
+        with socket.create_connection((there, other["port"]), _CONNECT_S, (here, 0)) as link:
             # else a small write may wait until the one before is acknowledged
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             answered = int.from_bytes(_read(link, 4, deadline), "big")
@@ -242,7 +242,7 @@ def _accept(server: socket.socket, rank: int) -> None:
             link, _ = server.accept()
         except OSError:  # closed: the timing is over
             return
-        with link, contextlib.suppress(OSError):
+        with link, contextlib.suppress(OSError):  # whoever breaks off: the next is served
             deadline = time.monotonic() + _LIMIT_S
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.sendall(rank.to_bytes(4, "big"))

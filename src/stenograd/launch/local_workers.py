@@ -20,7 +20,15 @@ from typing import Any, Literal
 from stenograd.errors import LaunchError, bad_value
 from stenograd.launch.detect import STORE_VARIABLE
 
-__all__ = ["SECRET_VARIABLE", "TIMEOUT_VARIABLE", "Workers", "environment", "python", "run_local"]
+__all__ = [
+    "SECRET_VARIABLE",
+    "TIMEOUT_VARIABLE",
+    "Workers",
+    "environment",
+    "python",
+    "run_local",
+    "usable_cores",
+]
 
 TIMEOUT_VARIABLE = "STENOGRAD_TIMEOUT_S"  # how long `init` waits for the others unless told otherwise
 
@@ -181,7 +189,7 @@ class Workers:
                 self.wait(term_s)
         finally:  # also at a second Ctrl-C
             for rank in self.running():
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                     if self._grouped:
                         os.killpg(self.processes[rank].pid, signal.SIGKILL)
                     else:
@@ -249,9 +257,13 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: str) -> dict[str, str]:
     """Build the environment that all workers share, without the variables of an outer torchrun's agent."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     kept = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
     own = {
         "WORLD_SIZE": str(workers),
@@ -260,7 +272,10 @@ def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: 
         TIMEOUT_VARIABLE: str(timeout_s),
     }
     # The caller's values win over these two, but not over what makes a rank of it.
-    given = {"OMP_NUM_THREADS": str(max(1, cores // workers)), SECRET_VARIABLE: secrets.token_hex(16)}
+    given = {
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // workers)),
+        SECRET_VARIABLE: secrets.token_hex(16),
+    }
     return given | kept | own
 
 

@@ -165,7 +165,7 @@ def _sockets() -> set[tuple[int, int]]:
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(_DESCRIPTORS):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # closed since: the listing's own is among them
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode) and _port(int(name)):
                     found.add((int(name), status.st_ino))

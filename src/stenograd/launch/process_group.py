@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from stenograd import devices
 from stenograd.errors import LaunchError, bad_value, first_line
 from stenograd.launch.detect import World, bad_variable, detect
-from stenograd.launch.failure_detector import Absent, Presence, attend
+from stenograd.launch.failure_detector import Absent, FailureDetector, attend
 from stenograd.launch.local_workers import TIMEOUT_VARIABLE, run_local
 from stenograd.launch.network import (
     GLOO_INTERFACE,
@@ -98,7 +98,7 @@ class _Session:
     place: _Place
     store: Store
     chose_interface: bool
-    detector: Presence | None
+    detector: FailureDetector | None
 
 
 _place: _Place | None = None
@@ -322,7 +322,7 @@ def waiting_loops() -> Iterator[None]:
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _start_detector(store: Store, world: World, where: Meeting) -> Presence | None:
+def _start_detector(store: Store, world: World, where: Meeting) -> FailureDetector | None:
     """Start to answer roll calls, and leave this rank's address in the store; None in a world of one."""
     if world.world_size == 1:
         return None
@@ -338,7 +338,7 @@ def _start_detector(store: Store, world: World, where: Meeting) -> Presence | No
     return detector
 
 
-def _introduce(detector: Presence, store: Store, world: World) -> None:
+def _introduce(detector: FailureDetector, store: Store, world: World) -> None:
     """Give a rank's failure detector the addresses that all ranks left in the store."""
     with store_errors():
         cards = {rank: store.get(f"detector/{rank}").decode() for rank in range(world.world_size)}
@@ -350,7 +350,7 @@ def _own_session() -> _Session | None:
     return _session if _session is not None and _session.place.pid == os.getpid() else None
 
 
-def _detector() -> Presence | None:
+def _detector() -> FailureDetector | None:
     session = _own_session()
     return None if session is None else session.detector
 
@@ -358,7 +358,7 @@ def _detector() -> Presence | None:
 def _joined_world() -> World:
     """Describe a group that the user made; it counts as one host unless a launcher's variables match it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    with contextlib.suppress(LaunchError):
+    with contextlib.suppress(LaunchError):  # the user may have used no launcher
         world = detect(os.environ)
         if (world.rank, world.world_size) == (rank, size):
             return world
@@ -487,7 +487,7 @@ def _loops() -> set[int]:
 
 def _at_exit() -> None:
     """Leave the group at exit; rank 0, or a survivor if rank 0 is lost, removes the rendezvous file."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # at exit nobody can do anything about it
         shutdown()
     if _place is None or _place.pid != os.getpid():
         return

@@ -236,10 +236,10 @@ def agree_on_start(store: Store, world: World, limit_s: float, deadline: float) 
             confirmed = [f"{prefix}/{drawn}/{rank}" for rank in range(world.world_size)]
             _await(store, world, confirmed, confirmed, "came", limit_s, deadline, meanwhile=answer)
             return drawn
-        number, mine = store.add(f"{prefix}/requests", 1), [f"{prefix}/answer/{drawn}"]
+        number, own = store.add(f"{prefix}/requests", 1), [f"{prefix}/answer/{drawn}"]
         store.set(f"{prefix}/request/{number}", drawn)
-        _await(store, world, mine, mine, "came", limit_s, deadline)
-        name = store.get(mine[0]).decode()
+        _await(store, world, own, own, "came", limit_s, deadline)
+        name = store.get(own[0]).decode()
         store.set(f"{prefix}/{name}/{world.rank}", "1")
         return name
 

@@ -7,7 +7,6 @@ extra: `pip install stenograd[lightning]`.
 from __future__ import annotations
 
 from stenograd.lightning.fabric import StenogradFabricStrategy
-from stenograd.lightning.traffic_logger import TrafficLogger
-from stenograd.lightning.trainer import StenogradStrategy
+from stenograd.lightning.trainer import StenogradStrategy, TrafficLogger
 
 __all__ = ["StenogradFabricStrategy", "StenogradStrategy", "TrafficLogger"]

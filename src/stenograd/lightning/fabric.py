@@ -9,24 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from stenograd.catalog.method import MethodLike
+from stenograd.adapters import Attached
 from stenograd.errors import ConfigError
-from stenograd.lightning.attachment import (
-    MARK,
-    Attachment,
-    Choice,
-    copied,
-    drop_others,
-    load_all,
-    register_names,
-    save_all,
-)
-from stenograd.lightning.packages import fabric
+from stenograd.lightning.exchanging import Exchanging, copied, fabric, register_names
 
 __all__ = ["StenogradFabricStrategy"]
 
 
-class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
+class StenogradFabricStrategy(Exchanging, fabric.strategies.DDPStrategy):
     """Trains by a Stenograd method; otherwise what Fabric's `DDPStrategy` is.
 
     See `StenogradStrategy`. With a schedule, `fabric.setup(model, optimizer)` must get both at once;
@@ -54,31 +44,6 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
 
     strategy_name = "stenograd"
 
-    def __init__(
-        self,
-        method: MethodLike | None = None,
-        *,
-        timeout_s: float = 300.0,
-        check_every: int = 0,
-        repair: bool = False,
-        check_buffers: bool = False,
-        skip_bad_steps: bool = True,
-        **ddp_options: Any,
-    ) -> None:
-        self._choice = Choice.of(
-            method,
-            timeout_s=timeout_s,
-            check_every=check_every,
-            repair=repair,
-            check_buffers=check_buffers,
-            skip_bad_steps=skip_bad_steps,
-        )
-        super().__init__(**ddp_options)
-        self._choice.refuse(self._ddp_kwargs)  # after super, which gathers them
-        self._attached: list[Attachment] = []
-        if self._choice.in_rounds:
-            self._backward_sync_control = _RoundsControl(self._attached)
-
     @property
     def syncs(self) -> list[Any]:
         """The hook or synchronisation of each model, in the order of `fabric.setup`."""
@@ -101,22 +66,23 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
         Raises:
             ConfigError: the method trains in rounds, which needs the optimizers too.
         """
-        if self._choice.in_rounds:
+        if self._in_rounds:
             raise ConfigError(
-                f"{self._choice.method} needs the model and its optimizers together: call "
+                f"{self._method} needs the model and its optimizers together: call "
                 "fabric.setup(model, optimizer)"
             )
         ddp = super().setup_module(module)
-        self._attached.append(self._choice.on_ddp(ddp))
+        self._attach_ddp(ddp)
         return ddp
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *rest: Any
     ) -> tuple[Any, ...]:
         """Attach the method to a model and its optimizers."""
-        if not self._choice.in_rounds:
+        if not self._in_rounds:
             return tuple(super().setup_module_and_optimizers(module, optimizers, *rest))
-        self._attached.append(self._choice.on_module(module, optimizers))
+        self._attach(module, optimizers)
+        self._backward_sync_control = _RoundsControl(self._attached)
         return (module, list(optimizers), *rest)
 
     def teardown(self) -> None:
@@ -124,12 +90,7 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
 
         Fabric never calls it: call `fabric.strategy.teardown()` where a program goes on after training.
         """
-        try:
-            super().teardown()
-        # Exchanges end even where Lightning's own teardown fails: others' processes wait for them.
-        finally:
-            for one in self._attached:
-                one.close()
+        super().teardown()
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return a model's state, for methods in rounds the consensus; all ranks call it."""
@@ -142,28 +103,21 @@ class StenogradFabricStrategy(fabric.strategies.DDPStrategy):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint and, if it holds an optimizer, what each rank keeps beside it."""
-        names: list[str] = []
-        if self._attached and _holds_optimizer(state):
-            names = save_all(self._attached, path)
-            state = {**state, MARK: names}
-        super().save_checkpoint(path, state, *args, **kwargs)
-        if names:
-            self.barrier()  # until rank 0 has written it, the state of the one before is needed
-            if self.local_rank == 0:
-                drop_others(path, names)
+        with self._saved_beside(path, _holds_optimizer(state)) as names:
+            super().save_checkpoint(path, {**state, **names}, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint and, if it is into an optimizer, then what each rank keeps beside it."""
         rest = dict(super().load_checkpoint(path, state, *args, **kwargs))
         if self._attached and isinstance(state, Mapping) and _holds_optimizer(state):
-            load_all(self._attached, path, rest.pop(MARK, None))
+            self._load_beside(path, rest)
         return rest
 
 
 class _RoundsControl:
     """What `fabric.no_backward_sync` does with models that are not wrapped."""
 
-    def __init__(self, attached: Sequence[Attachment]) -> None:
+    def __init__(self, attached: Sequence[Attached]) -> None:
         self._attached = attached
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

@@ -8,26 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stenograd.catalog.method import MethodLike
 from stenograd.errors import ConfigError, LaunchError
-from stenograd.lightning.attachment import (
-    MARK,
-    Attachment,
-    Choice,
-    copied,
-    drop_others,
-    load_all,
-    register_names,
-    save_all,
-)
-from stenograd.lightning.packages import pytorch
+from stenograd.lightning.exchanging import Exchanging, copied, drop_others, pytorch, register_names
 
-__all__ = ["StenogradStrategy"]
-
-_OTHERS_HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+__all__ = ["StenogradStrategy", "TrafficLogger"]
 
 
-class StenogradStrategy(pytorch.strategies.DDPStrategy):
+class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
     """Trains by a Stenograd method; otherwise what `DDPStrategy` is.
 
     Methods that average gradients in every step run as the hook of DistributedDataParallel, on any device
@@ -62,40 +49,13 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
 
     strategy_name = "stenograd"
 
-    def __init__(
-        self,
-        method: MethodLike | None = None,
-        *,
-        timeout_s: float = 300.0,
-        check_every: int = 0,
-        repair: bool = False,
-        check_buffers: bool = False,
-        skip_bad_steps: bool = True,
-        **ddp_options: Any,
-    ) -> None:
-        self._choice = Choice.of(
-            method,
-            timeout_s=timeout_s,
-            check_every=check_every,
-            repair=repair,
-            check_buffers=check_buffers,
-            skip_bad_steps=skip_bad_steps,
-        )
-        if given := [name for name in _OTHERS_HOOKS if ddp_options.get(name) is not None]:
-            raise ConfigError(
-                f"{given[0]} cannot stand beside a method: a DDP model takes one communication hook, which "
-                f"is {self._choice.method}; leave it out, or use Lightning's DDPStrategy"
-            )
-        super().__init__(**ddp_options)
-        self._choice.refuse(self._ddp_kwargs)
-        self._attached: Attachment | None = None
-        self._fitting = False
-        self._loaded_path: Any = None
+    _fitting = False
+    _loaded_path: Any = None
 
     @property
     def sync(self) -> Any:
         """The hook or synchronisation of the last `fit`; None before."""
-        return None if self._attached is None else self._attached.sync
+        return self._attached[-1].sync if self._attached else None
 
     def setup_environment(self) -> None:
         """Join the ranks, and make sure that all are there."""
@@ -112,21 +72,22 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
         self._fitting = trainer.state.fn == pytorch.trainer.states.TrainerFn.FITTING
         if self._fitting:
             self._close()
+            self._attached.clear()
         super().setup(trainer)
-        if self._fitting and self._choice.in_rounds:
-            self._attached = self._choice.on_module(self.lightning_module, self.optimizers)
+        if self._fitting and self._in_rounds:
+            self._attach(self.lightning_module, self.optimizers)
 
     def configure_ddp(self) -> None:
         """Wrap the model, but for methods in rounds."""
-        if not self._choice.in_rounds:
+        if not self._in_rounds:
             super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
-        self._attached = self._choice.on_ddp(self.model)
+        self._attach_ddp(self.model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step`, as a forward pass of what is attached."""
-        if not self._choice.in_rounds:
+        if not self._in_rounds:
             return super().training_step(*args, **kwargs)
         # Through the module's own call, so that its forward hooks run: they hold a round that is due after a
         # step was skipped.
@@ -137,51 +98,41 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients locally: passes inside exchange nothing and do not count."""
-        rounds = self._attached is not None and self._choice.in_rounds
-        with self.sync.no_sync() if rounds else super().block_backward_sync():
+        with self.sync.no_sync() if self._attached and self._in_rounds else super().block_backward_sync():
             yield
 
     def on_validation_start(self) -> None:
         """Put the consensus in place while training is validated."""
         super().on_validation_start()
-        if self._fitting and self._attached is not None:
-            self._attached.show()
+        if self._fitting and self._attached:
+            self._attached[-1].show()
 
     def on_validation_end(self) -> None:
         """Put this rank's own parameters back."""
         super().on_validation_end()
-        if self._fitting and self._attached is not None:
-            self._attached.hide()
+        if self._fitting and self._attached:
+            self._attached[-1].hide()
 
     def on_train_end(self) -> None:
         """Leave the consensus in the model; what is trained later by hand is not exchanged."""
         super().on_train_end()
         self._fitting = False
-        if self._attached is not None and self._choice.in_rounds:
-            self._attached.show()
+        if self._attached and self._in_rounds:
+            self._attached[-1].show()
             self.sync.enabled = False
 
     def on_exception(self, exception: BaseException) -> None:
         """Stop exchanging: the other ranks may not come any more."""
         super().on_exception(exception)
-        if self._attached is not None:
-            self._attached.close()
-
-    def teardown(self) -> None:
-        """Leave the process groups, and take threads and hooks away; `sync` still tells and can be saved."""
-        try:
-            super().teardown()
-        finally:
-            if self._attached is not None:
-                self._attached.close()
+        self._close()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state, for methods in rounds the consensus; all ranks call it."""
         state: dict[str, Any]
-        if self._attached is None or not self._choice.in_rounds:
+        if not self._attached or not self._in_rounds:
             state = super().lightning_module_state_dict()
             return state
-        with self._attached.shown():
+        with self._attached[-1].shown():
             state = super().lightning_module_state_dict()
             return copied(state)
 
@@ -189,14 +140,8 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Save the checkpoint, and what each rank keeps beside it, unless it holds the weights only."""
-        names: list[str] = []
-        if self._attached is not None and "optimizer_states" in checkpoint:
-            names = checkpoint[MARK] = save_all([self._attached], filepath)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if names:
-            self.barrier()  # until rank 0 has written it, the state of the one before is needed
-            if self.local_rank == 0:
-                drop_others(filepath, names)
+        with self._saved_beside(filepath, "optimizer_states" in checkpoint) as names:
+            super().save_checkpoint({**checkpoint, **names}, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read the checkpoint; what each rank keeps is loaded after the optimizers."""
@@ -206,8 +151,8 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers and then what each rank keeps, which for methods in rounds replaces them."""
         super().load_optimizer_state_dict(checkpoint)
-        if self._attached is not None:
-            load_all([self._attached], self._loaded_path, checkpoint.get(MARK))
+        if self._attached:
+            self._load_beside(self._loaded_path, dict(checkpoint))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove the checkpoint and what lies beside it."""
@@ -215,10 +160,37 @@ class StenogradStrategy(pytorch.strategies.DDPStrategy):
         if self.local_rank == 0:
             drop_others(filepath, [])
 
-    def _close(self) -> None:
-        if self._attached is not None:
-            self._attached.close()
-            self._attached = None
+
+class TrafficLogger(pytorch.callbacks.Callback):
+    """Logs bytes, collectives and seconds waited, as sums since training began, of rank 0.
+
+    They are written as often as everything else (`Trainer(log_every_n_steps=...)`).
+
+    Args:
+        prefix: begins every name, before a slash.
+
+    Example:
+        trainer = Trainer(strategy=StenogradStrategy("topk:ratio=0.05"), callbacks=[TrafficLogger()])
+    """
+
+    def __init__(self, prefix: str = "traffic") -> None:
+        self._prefix = prefix
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse a strategy that has no ledger.
+
+        Raises:
+            ConfigError: the strategy is not one of Stenograd's.
+        """
+        if getattr(trainer.strategy, "sync", None) is None:
+            raise ConfigError(
+                "TrafficLogger needs strategy=StenogradStrategy(...), got "
+                f"{type(trainer.strategy).__name__}: use that, or leave the callback out"
+            )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log the totals so far."""
+        pl_module.log_dict(trainer.strategy.sync.traffic.as_metrics(self._prefix))
 
 
 register_names(pytorch.strategies.StrategyRegistry.register, StenogradStrategy)

@@ -7,43 +7,45 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from stenograd import devices
 from stenograd.arguments import choice, number
-from stenograd.comm.driver import Driver
-from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor, Feedback
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.identity import Identity
 from stenograd.compressors.powersgd import PowerSGD
-from stenograd.data.buckets import Bucket, assign
-from stenograd.errors import ConfigError, bad_value
+from stenograd.errors import ConfigError, TensorTypeError, bad_value
+from stenograd.exchange.buckets import Bucket, assign
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.launch import process_group
-from stenograd.mlbench.arguments import (
-    AVG_CUSTOM,
-    AVG_WORLD,
-    Denominator,
-    gradient,
-    put_gradient,
-    trainable,
-    unused_names,
-)
 from stenograd.sync.handshake import compare
 from stenograd.sync.steps import BITS, hashed, refuse, tell, unequal
+from stenograd.wire.driver import Driver
+from stenograd.wire.traffic import Traffic
 
 __all__ = [
+    "AVG_CUSTOM",
+    "AVG_WORLD",
     "Aggregate",
     "Aggregation",
     "AllReduceAggregation",
     "Averaging",
+    "Denominator",
     "PowerAggregation",
     "RememberingAggregation",
+    "gradient",
+    "put_gradient",
+    "trainable",
+    "unused_names",
 ]
+
+AVG_WORLD = "avg_world"
+AVG_CUSTOM = "avg_custom"
+Denominator: TypeAlias = Tensor | float | None
 
 
 class Averaging:
@@ -152,9 +154,9 @@ class Averaging:
         names = [name for bucket in exchange.buckets for name in bucket.names]
         flags = [] if bad is None else [bad]
         settings = {"loss scale": self.scale}
-        told = [] if self.scale is None else tell(hashed(settings, self._count), BITS)
+        received = [] if self.scale is None else tell(hashed(settings, self._count), BITS)
         self._count += 1
-        outcome = exchange.finish([name not in unused for name in names], [*flags, *told]).result()
+        outcome = exchange.finish([name not in unused for name in names], [*flags, *received]).result()
         exchange.join_streams()
         if any(unequal(outcome.any_flags[len(flags) :])):
             refuse(self.driver, settings)
@@ -312,6 +314,7 @@ class AllReduceAggregation(Aggregation):
         if self.world_size > 1:
             means = self.average(values, unused, by_layer=by_layer)
         else:
+            # they are multiplied in place below
             means = {name: x.clone() for name, x in values.items() if name not in unused}
         for mean in means.values():
             if not self.divide_before and mean.element_size() < 4:
@@ -403,6 +406,41 @@ class PowerAggregation(RememberingAggregation):
         if self.world_size == 1 and op == AVG_WORLD and denom is None:
             return True  # every gradient is its own average
         return super()._average_gradients(model, op, denom, by_layer)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, at least one, by name; tied ones once."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ConfigError("model must have trainable parameters, got none: call requires_grad_() on some")
+    for name, p in named.items():
+        if not p.is_floating_point():
+            advice = "keep real and imaginary parts"
+            raise TensorTypeError(f"parameter {name} must be real, got {p.dtype}: {advice}")
+    return named
+
+
+def gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a dense gradient to read, of its own or another dtype; zeros where it is None."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if grad.layout is not torch.strided:
+        advice = "use sparse=False in the embedding"
+        raise TensorTypeError(f"gradients must be dense, got {grad.layout}: {advice}")
+    return grad.detach().to(dtype or grad.dtype)
+
+
+def put_gradient(parameter: Tensor, average: Tensor) -> None:
+    """Copy an average into the parameter's gradient, which is made where it is None."""
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter)
+    parameter.grad.copy_(average)
+
+
+def unused_names(named: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of parameters without a gradient."""
+    return {name for name, p in named.items() if p.grad is None}
 
 
 def _join(world_size: int | None) -> Driver:

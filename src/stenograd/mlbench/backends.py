@@ -17,12 +17,12 @@ from torch import Tensor
 
 from stenograd import devices
 from stenograd.arguments import choice
-from stenograd.comm.agreement import agree, sum_over_ranks
-from stenograd.comm.driver import Driver
-from stenograd.comm.groups import joined
 from stenograd.errors import bad_value
 from stenograd.launch.local_workers import environment
 from stenograd.launch.process_group import World, init, join, shutdown
+from stenograd.wire.agreement import agree, sum_over_ranks
+from stenograd.wire.driver import Driver
+from stenograd.wire.groups import joined
 
 __all__ = ["FCGraph", "global_average", "initialize_backends"]
 
@@ -116,7 +116,7 @@ def initialize_backends(
     choice("comm_backend", comm_backend, ("mpi", "gloo", "nccl"), "use 'gloo' on CPUs")
     if use_cuda and not devices.count():
         raise bad_value("use_cuda", "needs a CUDA device", use_cuda, "leave it out to compute on the CPU")
-    mine = not joined()
+    own = not joined()
     with environment(_place(hosts, rank)):
         world = init(backend=None if comm_backend == "mpi" else comm_backend)
         try:
@@ -131,7 +131,7 @@ def initialize_backends(
                 graph = FCGraph(world.rank, world.world_size, use_cuda, world.local_rank)
                 yield world.rank, world.world_size, graph
         finally:
-            if mine:
+            if own:
                 shutdown()
 
 

@@ -10,17 +10,24 @@ import torch
 from torch import nn
 
 from stenograd.errors import bad_value
-from stenograd.mlbench.aggregation import Aggregation, AllReduceAggregation, PowerAggregation
-from stenograd.mlbench.arguments import (
+from stenograd.mlbench.aggregation import (
     AVG_WORLD,
+    Aggregation,
+    AllReduceAggregation,
     Denominator,
+    PowerAggregation,
+)
+from stenograd.mlbench.wrapper import (
+    Closure,
+    Marks,
+    Wrapper,
     averaging_mode,
     check_denominator,
     check_lr,
     checked_clip,
     checked_model,
+    evaluate,
 )
-from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
 from stenograd.sync.averaging import Copies
 from stenograd.sync.handshake import broadcast_model, synced_parameters
 
@@ -90,6 +97,7 @@ class GenericCentralizedOptimizer(Wrapper):
         super().__init__(self.model.parameters())
         if self.world_size > 1:
             options = {"optimizer": type(self).__name__, "by_layer": self.by_layer, "agg_grad": self.agg_grad}
+            # before tensors travel by position
             aggregation.meet(dict(self.model.named_parameters()), options, self.model)
             if self.agg_grad:
                 broadcast_model(aggregation.driver, self.model)
@@ -264,6 +272,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         self.grad_clip = checked_clip(grad_clip)
         if isinstance(optimizer, torch.optim.Optimizer):
             synced_parameters(checked_model(model), [optimizer])  # before any rank waits for another
+        # At construction the weights move, and so must the copies that some optimizers keep of them.
         with Copies(optimizer).follow(checked_model(model).parameters()):
             super().__init__(world_size, model, use_cuda, by_layer, divide_before, agg_grad)
         self.optimizer = optimizer

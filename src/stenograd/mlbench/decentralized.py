@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stenograd.comm.driver import Driver
-from stenograd.comm.traffic import Traffic
-from stenograd.data.carried import can_average
-from stenograd.data.finite import is_finite
 from stenograd.errors import bad_value
 from stenograd.launch import process_group
-from stenograd.mlbench.arguments import check_lr
-from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
+from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, check_lr, evaluate
 from stenograd.sync.gossip import Gossip
 from stenograd.sync.handshake import compare
 from stenograd.topology.mixing import Graph
+from stenograd.wire.carried import can_average
+from stenograd.wire.driver import Driver
+from stenograd.wire.finite import are_finite
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["DecentralizedAggregation", "DecentralizedSGD"]
 
@@ -88,6 +87,7 @@ class DecentralizedAggregation:
                 return
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in params]
             used = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+            # `used` becomes 0 where no neighbour has a gradient
             self.gossip.mix([*grads, used], separately=by_layer)
             for p, grad, share in zip(params, grads, used.tolist(), strict=True):
                 p.grad = grad if share > 0 else None
@@ -199,12 +199,13 @@ class DecentralizedSGD(Wrapper):
             PeerLost: a neighbour did not answer in time; this rank's own step is done.
         """
         loss = evaluate(closure)
-        if all(p.grad is None or is_finite(p.grad) for p in self._parameters()):
+        if are_finite(p.grad for p in self._parameters() if p.grad is not None):
             self.optimizer.step()
         else:
             self.skipped += 1
         if tracker is not None:
             tracker.record_batch_opt_step()
+        # After a skipped step, too: the neighbours wait for this rank's parameters.
         self._gossip.mix([p for p in self._parameters() if can_average(p)], separately=self.by_layer)
         if tracker is not None:
             tracker.record_batch_agg()
@@ -221,22 +222,22 @@ class DecentralizedSGD(Wrapper):
 def _agree_on_graph(driver: Driver, rank: int | None, neighbors: Iterable[int] | None, weights: str) -> Graph:
     """Learn every rank's neighbours, so that a mistake of one rank is an error on all and not a deadlock."""
     try:
-        mine: Any = None if neighbors is None else [int(other) for other in neighbors]
+        own: Any = None if neighbors is None else [int(other) for other in neighbors]
     except (TypeError, ValueError):
-        mine = repr(neighbors)
-    told = driver.gather_bytes(json.dumps([rank, mine, weights], default=repr).encode())
-    answers = [json.loads(message) for message in told]
-    for place, (claimed, theirs, rule) in enumerate(answers):
+        own = repr(neighbors)  # told like a list, so that the error comes on all ranks
+    received = driver.gather_bytes(json.dumps([rank, own, weights], default=repr).encode())
+    answers = [json.loads(message) for message in received]
+    for place, (claimed, ranks, rule) in enumerate(answers):
         if claimed not in (None, place):
             advice = "pass init().rank, or None"
             raise bad_value(f"rank on rank {place}", f"must be {place} as in the group", claimed, advice)
-        if not isinstance(theirs, list):
+        if not isinstance(ranks, list):
             advice = "pass the ranks it is connected with, [] for none"
-            raise bad_value(f"neighbors of rank {place}", "must be a list of ranks", theirs, advice)
+            raise bad_value(f"neighbors of rank {place}", "must be a list of ranks", ranks, advice)
         if rule != (first := answers[0][2]):
             advice = "make it equal on all ranks"
             raise bad_value(f"weights on rank {place}", f"must be {first!r} as on rank 0", rule, advice)
-    return Graph([theirs for _, theirs, _ in answers], weights)
+    return Graph([ranks for _, ranks, _ in answers], weights)
 
 
 def _check_op(op: str, denom: Any) -> None:

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from stenograd.arguments import number
 from stenograd.errors import ConfigError, StenogradError, bad_value
-from stenograd.mlbench.aggregation import AllReduceAggregation
-from stenograd.mlbench.arguments import (
-    Denominator,
+from stenograd.mlbench.aggregation import AllReduceAggregation, Denominator, gradient, trainable
+from stenograd.mlbench.wrapper import (
+    Closure,
+    Marks,
+    Wrapper,
     averaging_mode,
     check_denominator,
     checked_clip,
     checked_model,
-    gradient,
-    trainable,
+    evaluate,
 )
-from stenograd.mlbench.wrapper import Closure, Marks, Wrapper, evaluate
 from stenograd.sync.handshake import broadcast_model
 
 __all__ = ["DynamicLossScaler", "FP16Optimizer"]
@@ -62,7 +62,7 @@ class DynamicLossScaler:
         self.scale_factor = number("scale_factor", scale_factor, "use 2", above=1)
         self.scale_window = number("scale_window", scale_window, "use 128", least=1, finite=False)
         self.max_scale = max_scale
-        self._iter, self._last_overflow_iter = 0, -1
+        self._iter, self._last_overflow_iter = 0, -1  # -1: the first window is as long as the others
 
     def update_scale(self, overflow: bool) -> None:
         """Take note of one step."""
@@ -160,7 +160,7 @@ class FP16Optimizer(Wrapper):
         if self.world_size > 1:
             self.aggregation.meet(trainable(fp16_model), {"by_layer": self.by_layer}, fp16_model)
             broadcast_model(self.aggregation.driver, fp16_model)
-        self.fp32_params = self.initialize_flat_fp32_weight()
+        self.fp32_params = self.initialize_flat_fp32_weight()  # after the broadcast: alike on all ranks
         super().__init__([self.fp32_params])
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -242,7 +242,7 @@ class FP16Optimizer(Wrapper):
         """Fill the master weights' gradient, clipped; return whether it is finite."""
         self.fp16_to_fp32_flat_grad(self.fp32_params, self.fp16_model)
         if self.fp32_params.grad is not None:
-            self.fp32_params.grad.div_(scale)
+            self.fp32_params.grad.div_(scale)  # before clipping: grad_clip bounds the unscaled norm
         norm = nn.utils.clip_grad_norm_([self.fp32_params], self.grad_clip)
         return not self.loss_scaler.has_overflow(norm)
 
@@ -259,7 +259,7 @@ class FP16Optimizer(Wrapper):
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:
         self.loss_scaler.load_state_dict(state["loss_scaler"])
         with torch.no_grad():
-            self.fp32_params.copy_(state["fp32_params"])
+            self.fp32_params.copy_(state["fp32_params"])  # in place: the optimizer inside holds this tensor
         self.fp32_to_fp16_weights(self.fp16_model, self.fp32_params)
 
 

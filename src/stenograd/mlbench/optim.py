@@ -11,29 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.arguments import number, whole
-from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
 from stenograd.compression.feedback import ErrorFeedback
-from stenograd.data.finite import is_finite
-from stenograd.data.requests import Rounds, mean
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
-from stenograd.mlbench.aggregation import Averaging, RememberingAggregation
-from stenograd.mlbench.arguments import check_lr, gradient, unused_names
-from stenograd.mlbench.wrapper import Closure, Marks, evaluate, kept_attributes
+from stenograd.mlbench.aggregation import Averaging, RememberingAggregation, gradient, unused_names
+from stenograd.mlbench.wrapper import Closure, Marks, check_lr, evaluate, kept_attributes
+from stenograd.wire.carried import wide
+from stenograd.wire.finite import are_finite
+from stenograd.wire.requests import Rounds, mean
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["CentralizedSparsifiedSGD", "SignSGD", "SparsifiedAggregation", "SparsifiedSGD"]
 
 
 class _Share(NamedTuple):
-    """A flat tensor cut in two: the values to send, at these places, and what stays."""
+    """A flat tensor cut in two: the values to send, at these indices, and what stays."""
 
-    places: Tensor
+    indices: Tensor
     values: Tensor
     memory: Tensor
 
     def spread(self, average: Tensor) -> Tensor:
-        """Return a tensor like the memory with the average on the places, and 0 elsewhere."""
-        return torch.zeros_like(self.memory).index_copy_(0, self.places, average)
+        """Return a tensor like the memory with the average on the indices, and 0 elsewhere."""
+        return torch.zeros_like(self.memory).index_copy_(0, self.indices, average)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +65,15 @@ class _Coordinates(Compressor):
 
     def cut(self, x: Tensor, site: Site) -> _Share:
         """Take elements out of flat x, which becomes the memory; all ranks draw from (step, key) alike."""
-        generator = site.generator(0, shared=True)  # alike on all ranks: no places travel
+        generator = site.generator(0, shared=True)  # alike on all ranks: no indices travel
         starts = accumulate(site.numels, initial=0)
         drawn = [self._draw(n, generator) + start for n, start in zip(site.numels, starts, strict=False)]
-        places = torch.cat(drawn).to(x.device)  # drawn on the CPU, so alike for every kind of device
-        values = x[places]
-        return _Share(places, values, x.index_fill_(0, places, 0))
+        indices = torch.cat(drawn).to(x.device)  # drawn on the CPU, so alike for every kind of device
+        values = x[indices]
+        return _Share(indices, values, x.index_fill_(0, indices, 0))
 
     def _draw(self, n: int, generator: torch.Generator) -> Tensor:
-        """Return the places of `min(count, n)` of n elements, ascending."""
+        """Return the indices of `min(count, n)` of n elements, ascending."""
         k = min(self.count, n)
         if not self.scattered:
             start = int(torch.randint(max(n, 1), (), generator=generator, device="cpu"))
@@ -121,6 +121,8 @@ class SparsifiedSGD(torch.optim.Optimizer):
     Reference: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
     """
 
+    _scattered = False  # what groups that say nothing of `random_sparse` do
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -128,21 +130,11 @@ class SparsifiedSGD(torch.optim.Optimizer):
         weight_decay: float = 0,
         sparse_grad_size: int = 10,
     ) -> None:
-        self._set_up(params, lr, weight_decay, sparse_grad_size, random_sparse=False)
-
-    def _set_up(
-        self,
-        params: Iterable[Any],
-        lr: float | None,
-        weight_decay: float,
-        sparse_grad_size: int,
-        random_sparse: bool,
-    ) -> None:
         decay = number("weight_decay", weight_decay, "use 0 for none", least=0)
         self.skipped = 0
         defaults = {"lr": check_lr(lr), "weight_decay": decay}
-        _Coordinates(count=sparse_grad_size, scattered=random_sparse)  # checks
-        sparse = {"sparse_grad_size": sparse_grad_size, "random_sparse": random_sparse}
+        _Coordinates(count=sparse_grad_size, scattered=self._scattered)  # checks
+        sparse = {"sparse_grad_size": sparse_grad_size, "random_sparse": self._scattered}
         super().__init__(params, {**defaults, **sparse})
 
     @torch.no_grad()
@@ -157,7 +149,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
                 )
         self._meet(added)
         for p in added:
-            memory = torch.zeros(p.shape, dtype=_wide(p), device=p.device)
+            memory = torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
             self.state[p] = {"step": 0, "memory": memory, "estimated_w": p.detach().clone()}
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -181,7 +173,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         at, group = found
         share = self._share(at, {**group, "lr": lr}, param)
         self._remember(param, share)
-        return share.places, share.values
+        return share.indices, share.values
 
     @torch.no_grad()
     def update_estimated_weights(self, iteration: int, sparse_vector_size: int) -> None:
@@ -246,7 +238,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
             raise ConfigError("a step needs parameters that require a gradient, got none: unfreeze some")
         shares = {name: self._share(int(name), group, p) for name, (group, p) in moving.items()}
         unused = unused_names({name: p for name, (_, p) in moving.items()})
-        bad = not all(is_finite(s.values) and is_finite(s.memory) for s in shares.values())
+        bad = not are_finite(x for share in shares.values() for x in (share.values, share.memory))
         averages = self._average({name: share.values for name, share in shares.items()}, unused, bad)
         if averages is None:
             self.skipped += 1
@@ -255,7 +247,8 @@ class SparsifiedSGD(torch.optim.Optimizer):
 
     def _share(self, at: int, group: dict[str, Any], p: Tensor) -> _Share:
         state = self.state[p]
-        x = torch.add(state["memory"], gradient(p, _wide(p)), alpha=group["lr"]).reshape(-1)  # m + lr g
+        # m + lr g
+        x = torch.add(state["memory"], gradient(p, wide(p.dtype)), alpha=group["lr"]).reshape(-1)
         drawn = _Coordinates(count=group["sparse_grad_size"], scattered=group["random_sparse"])
         return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"], key=at))
 
@@ -271,7 +264,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
     """`m_r <- m_r + lr g_r`, `p <- p - sum_r m_r / N - lr wd p` on S, `m_r <- 0` on S.
 
     S are drawn as in `SparsifiedSGD`, the same on all ranks. So exactly k coordinates of a tensor change,
-    `4 k` bytes travel by one all-reduce, and no places do. Rank 0's weights are broadcast at construction.
+    `4 k` bytes travel by one all-reduce, and no indices do. Rank 0's weights are broadcast at construction.
     A step whose gradients are not finite on some rank changes nothing on any. Arguments, attributes and
     departures that are not listed are `SparsifiedSGD`'s.
 
@@ -309,7 +302,8 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         self._averaging = Averaging(world_size)
         self.world_size = self._averaging.world_size
         self.average_world = bool(average_world)
-        self._set_up(params, lr, weight_decay, sparse_grad_size, bool(random_sparse))
+        self._scattered = bool(random_sparse)
+        super().__init__(params, lr, weight_decay, sparse_grad_size)
 
     @property
     def traffic(self) -> Traffic:
@@ -442,7 +436,3 @@ def _share_of_newest(t: int, tau: float) -> float:
     # sum over i = 0..t of tau^2 + 2 tau i + i^2
     total = (1 + t) * (6 * tau * tau + t + 6 * tau * t + 2 * t * t) / 6
     return (t + tau) ** 2 / total if total else 1.0  # t = tau = 0: all weights are 0
-
-
-def _wide(p: Tensor) -> torch.dtype:
-    return torch.promote_types(p.dtype, torch.float32)

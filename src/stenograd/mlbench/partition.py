@@ -82,6 +82,7 @@ class DataPartitioner:
             if shuffle
             else list(range(count))
         )
+        # the last whatever the sum rounds to
         ends = [round(math.fsum(sizes[:i]) * count) for i in range(len(sizes))] + [count]
         self.partitions = [samples[start:end] for start, end in pairwise(ends)]
 

@@ -46,7 +46,7 @@ class RateOfStep(LRScheduler):
         self.value = value
         if base is not None:
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] = base
+                group["lr"] = group["initial_lr"] = base  # before super, which takes base_lrs from here
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
@@ -281,6 +281,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
             self.batch_idx += 1
             self._set_rate()
 
+    # torch's own ReduceLROnPlateau.step takes a metric, which LRScheduler.step does not.
     def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]
         """End an epoch: look for a plateau of the metric, once warm."""
         if self.finished_warmup:

@@ -1,4 +1,4 @@
-"""A torch optimizer around another: schedulers, checkpoints, copies and pickles see one optimizer."""
+"""What MLBench's optimizers share: being one around another, and what they require of their arguments."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stenograd.comm.traffic import Traffic
+from stenograd.arguments import number
 from stenograd.errors import ConfigError, bad_value
-from stenograd.mlbench.aggregation import Aggregation
+from stenograd.mlbench.aggregation import AVG_CUSTOM, AVG_WORLD, Aggregation, Denominator, trainable
+from stenograd.wire.traffic import Traffic
 
-__all__ = ["Closure", "Marks", "Wrapper", "evaluate", "kept_attributes"]
+__all__ = [
+    "Closure",
+    "Marks",
+    "Wrapper",
+    "averaging_mode",
+    "check_denominator",
+    "check_lr",
+    "checked_clip",
+    "checked_model",
+    "evaluate",
+    "kept_attributes",
+]
 
 Closure = Callable[[], Any]
 
@@ -29,7 +41,7 @@ class Marks(Protocol):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Shares groups and state with the optimizer inside, which moves the parameters.
+    """Shares groups and state with the optimizer inside; all who use it see one optimizer.
 
     A subclass, or its user, sets `self.optimizer` before the first step. Unknown attributes are looked up
     inside.
@@ -152,3 +164,40 @@ def evaluate(closure: Closure | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def check_lr(lr: float | None) -> float:
+    """Return a learning rate that was given, and is finite and not negative."""
+    advice = "try 0.1 with SGD, 0.001 with Adam"
+    if lr is None:
+        raise bad_value("lr", "must be given, finite and at least 0", lr, advice)
+    return number("lr", lr, advice, least=0)
+
+
+def checked_model(model: nn.Module | None) -> nn.Module:
+    """Return a module that has trainable parameters."""
+    if not isinstance(model, nn.Module):
+        raise bad_value("model", "must be a torch.nn.Module", model, "pass the model to train")
+    trainable(model)
+    return model
+
+
+def averaging_mode(average_world: bool, average_custom: bool) -> str:
+    """Return the aggregation's op; exactly one of the two must be chosen."""
+    if bool(average_world) == bool(average_custom):
+        got = (average_world, average_custom)
+        raise bad_value("average_world, average_custom", "must be one True, one False", got, "choose one")
+    return AVG_WORLD if average_world else AVG_CUSTOM
+
+
+def check_denominator(mode: str, denom: Denominator) -> None:
+    """Raise where denom is given to an average that does not use it, or missing where it is used."""
+    if mode == AVG_WORLD and denom is not None:
+        raise bad_value("denom", "needs average_custom=True", denom, "leave it out")
+    if mode == AVG_CUSTOM and denom is None:
+        raise ConfigError("denom must be given with average_custom, got None: pass step(denom=...)")
+
+
+def checked_clip(grad_clip: float) -> float:
+    """Return a norm that is above 0; infinity is no clipping."""
+    return number("grad_clip", grad_clip, "leave it out for none", above=0, finite=False)

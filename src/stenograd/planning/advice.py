@@ -11,11 +11,10 @@ import numpy as np
 
 from stenograd.catalog.method import Method, method
 from stenograd.compressors.cast import Cast
-from stenograd.errors import bad_value
 from stenograd.planning.formula import Network, step_s
+from stenograd.planning.link import rate_text, time_text
 from stenograd.planning.program import Program, with_ratio
 from stenograd.planning.rehearsal import stretches
-from stenograd.planning.units import rate_text, time_text
 from stenograd.schedules.every_step import EveryStep
 from stenograd.schedules.rounds import Rounds
 
@@ -28,7 +27,6 @@ __all__ = [
     "accuracy_of",
     "advised",
     "best_keys",
-    "check_accuracy",
     "open_keys",
     "predict",
     "variants",
@@ -106,16 +104,6 @@ def accuracy_of(text: str) -> str:
     return "rounded" if isinstance(how.compressor, Cast) else "lossy"
 
 
-def check_accuracy(accuracy: str) -> None:
-    """Refuse an unknown word.
-
-    Raises:
-        ConfigError: it is none of `ACCURACIES`.
-    """
-    if accuracy not in ACCURACIES:
-        raise bad_value("accuracy", f"must be one of {', '.join(ACCURACIES)}", accuracy, "use lossy")
-
-
 def predict(
     programs: Mapping[str, Program], network: Network, floor_s: float, slower: float
 ) -> list[Prediction]:
@@ -153,8 +141,8 @@ def predict(
 
 def _pays(program: Program, network: Network, floor_s: float, slower: float, dense: Sequence[float]) -> float:
     """Return the highest of the rates at which a method is ahead of dense."""
-    for rate, theirs in zip(reversed(_RATES), reversed(dense), strict=True):
-        if step_s(program, replace(network, bps=rate), floor_s, slower=slower) < theirs:
+    for rate, other in zip(reversed(_RATES), reversed(dense), strict=True):
+        if step_s(program, replace(network, bps=rate), floor_s, slower=slower) < other:
             return math.inf if rate == _RATES[-1] else rate
     return 0.0
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from stenograd.comm.gloo import Route, frames, route, spreads
-from stenograd.comm.traffic import moved_bytes
-from stenograd.data.requests import REDUCTIONS, Op
 from stenograd.errors import StenogradError, bad_value, check_count
 from stenograd.planning.link import Link
-from stenograd.planning.program import BROADCAST, Collective, Program
+from stenograd.planning.program import BROADCAST, Collective, Program, hops, messages, wire_bytes
+from stenograd.wire.requests import Op
 
-__all__ = ["Network", "Transfer", "hops", "messages", "network_of", "step_s", "wire_bytes"]
+__all__ = ["Network", "Transfer", "network_of", "step_s"]
 
 # Between processes of one host, through the loopback device; chosen, not fitted.
 _INSIDE_BPS, _INSIDE_HOP_S = 1e10, 1e-4
@@ -117,43 +115,6 @@ def network_of(
         raise bad_value("ranks_per_host", f"must divide the {world_size} workers", per_host, "use 1")
     hosts = world_size // per_host
     return Network(hosts=hosts, ranks_per_host=per_host, bps=link.bps, hop_s=link.hop_s, cores=cores)
-
-
-def hops(op: Op, nbytes: int, world_size: int) -> int:
-    """Return how many messages of a collective wait for one another.
-
-    Example:
-        >>> hops(Op.MEAN, 1 << 20, 8), hops(Op.GATHER, 1 << 20, 8), hops(Op.GATHER, 100, 8)
-        (14, 7, 1)
-    """
-    if world_size == 1:
-        return 0
-    return messages(op, world_size) if route(op, nbytes, world_size) is Route.RING else 1
-
-
-def messages(op: Op, world_size: int) -> int:
-    """Return how many messages a rank sends for a collective that reaches all ranks.
-
-    Example:
-        >>> messages(Op.MEAN, 8), messages(Op.SCATTER, 8)
-        (14, 7)
-    """
-    return (2 if op in REDUCTIONS else 1) * (world_size - 1)
-
-
-def wire_bytes(op: Op, nbytes: int, world_size: int, *, itemsize: int = 4, peers: int = 1) -> int:
-    """Return what a rank sends for a collective, with the headers that gloo and TCP add.
-
-    Example:
-        >>> wire_bytes(Op.MEAN, 1_000_000, 2) / 1_000_000
-        1.049878
-    """
-    if nbytes == 0:
-        return 0
-    if spreads(op, nbytes, world_size):
-        op, nbytes = Op.SCATTER, world_size * nbytes
-    framing = frames(op, nbytes, world_size, itemsize=itemsize, peers=peers)
-    return moved_bytes(op, nbytes, world_size, peers) + framing.header_bytes
 
 
 def _leaving(side_by_side: int, size: int) -> float:

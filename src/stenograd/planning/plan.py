@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,32 +14,31 @@ import torch
 
 from stenograd.catalog.method import MethodLike, for_any_optimizer, method
 from stenograd.catalog.registry import schedules
-from stenograd.checkpoint.files import finite, write_json
-from stenograd.comm.agreement import everyone
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
-from stenograd.errors import ConfigError, DataError, StenogradError, first_line
+from stenograd.checkpoint.files import finite, read_json, write_json
+from stenograd.errors import ConfigError, DataError, StenogradError, bad_value
+from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
+from stenograd.launch.local_workers import usable_cores
 from stenograd.planning.advice import (
+    ACCURACIES,
     DENSE,
     FRAGMENTS,
     Prediction,
     accuracy_of,
     advised,
     best_keys,
-    check_accuracy,
     open_keys,
     predict,
     variants,
     with_keys,
 )
 from stenograd.planning.formula import Network, network_of
-from stenograd.planning.link import Link, assumed, from_json
+from stenograd.planning.link import Link, assumed, from_json, rate_text
 from stenograd.planning.program import Program, at_size
 from stenograd.planning.rehearsal import Profile, rehearse, together
 from stenograd.planning.trial import Trial
-from stenograd.planning.units import rate_text
-from stenograd.reading import read_regular
 from stenograd.version import __version__
+from stenograd.wire.agreement import everyone
+from stenograd.wire.drivers import AnyDriver
 
 __all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_ranks"]
 
@@ -134,10 +132,9 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON-able values, for `load_plan`; what is not finite becomes None."""
-        told = {"format": _FORMAT, **asdict(self)}
-        told["link"] = self.link.as_json()
-        told["programs"] = {text: program.as_json() for text, program in self.programs.items()}
-        return dict(finite(told))
+        received = {"format": _FORMAT, **asdict(self)}
+        received["link"] = self.link.as_json()
+        return dict(finite(received))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as a JSON file, which is whole or absent whenever the machine stops."""
@@ -196,14 +193,15 @@ def plan(
         >>> found.method, found.predictions[0].method
         ('fp16', 'dense')
     """
-    check_accuracy(accuracy)
+    if accuracy not in ACCURACIES:
+        raise bad_value("accuracy", f"must be one of {', '.join(ACCURACIES)}", accuracy, "use lossy")
     families: dict[str, tuple[list[str], list[str]]] = {}
     for one in methods or default_methods():
         # An object says all its values; only a text leaves some open.
         families[method(one).text] = (open_keys(one), _recorded(one)) if isinstance(one, str) else ([], [])
     texts = dict.fromkeys([DENSE, *families, *(t for _, more in families.values() for t in more)])
     chosen = assumed(link, _hosts(workers, ranks_per_host)) if isinstance(link, str) else link
-    own = cores if cores is not None else max(default_cores() / ranks_per_host, 0.1)
+    own = cores if cores is not None else max(usable_cores() / ranks_per_host, 0.1)
     network_of(chosen, workers, ranks_per_host=ranks_per_host, cores=own)  # complain before measuring
     found = rehearse(trial, [*texts], workers, seconds=_FIRST * seconds, bucket_bytes=bucket_bytes)
     if DENSE not in found.programs:
@@ -243,11 +241,6 @@ def _recorded(text: str) -> list[str]:
         if least == every or "every" in open_keys(text):
             found.append(with_keys(how, every=least, fragments=count).text)
     return found
-
-
-def default_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def predicted(bare: Plan) -> Plan:
@@ -324,23 +317,23 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         DataError: there is no such file, or it is of another kind.
     """
-    try:
-        told = json.loads(read_regular(Path(path)))
-        if told.pop("format") != _FORMAT:
-            raise ValueError("it is of another version")
-        told["link"] = from_json(told["link"])
-        told["programs"] = {text: Program.from_json(p) for text, p in told["programs"].items()}
-        profile = told["profile"]
-        seconds = {key: tuple(profile[key]) for key in ("step_s", "cpu_s", "together_s")}
-        told["profile"] = Profile(parameters=profile["parameters"], **seconds)
-        told["predictions"] = tuple(_prediction(p) for p in told["predictions"])
-        return Plan(**{**told, "notes": tuple(told["notes"])})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
-        raise DataError(
-            f"{path}: cannot be read as a plan ({first_line(cause)}): give a file of stenograd plan --out"
-        ) from cause
+    return read_json(
+        Path(path), _from_json, DataError, "cannot be read as a plan", "give a file of stenograd plan --out"
+    )
 
 
-def _prediction(told: Mapping[str, Any]) -> Prediction:
-    below = math.inf if told["pays_below_bps"] is None else told["pays_below_bps"]
-    return Prediction(**{**told, "seconds": tuple(told["seconds"]), "pays_below_bps": below})
+def _from_json(received: dict[str, Any]) -> Plan:
+    if received.pop("format") != _FORMAT:
+        raise ValueError("it is of another version")
+    received["link"] = from_json(received["link"])
+    received["programs"] = {text: Program.from_json(p) for text, p in received["programs"].items()}
+    profile = received["profile"]
+    seconds = {key: tuple(profile[key]) for key in ("step_s", "cpu_s", "together_s")}
+    received["profile"] = Profile(parameters=profile["parameters"], **seconds)
+    received["predictions"] = tuple(_prediction(p) for p in received["predictions"])
+    return Plan(**{**received, "notes": tuple(received["notes"])})
+
+
+def _prediction(received: Mapping[str, Any]) -> Prediction:
+    below = math.inf if received["pays_below_bps"] is None else received["pays_below_bps"]
+    return Prediction(**{**received, "seconds": tuple(received["seconds"]), "pays_below_bps": below})

@@ -1,16 +1,27 @@
-"""What a method does in a step, in order: computing, collectives, and what waits for what."""
+"""What a method does in a step, in order: computing, collectives, what they send, what waits for what."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from stenograd.comm.traffic import moved_bytes
-from stenograd.data.requests import REDUCTIONS, Op
+from stenograd.wire.gloo import Route, frames, route, spreads
+from stenograd.wire.requests import REDUCTIONS, Op
+from stenograd.wire.traffic import moved_bytes
 
-__all__ = ["Collective", "Event", "Program", "at_size", "with_ratio"]
+__all__ = [
+    "BROADCAST",
+    "Collective",
+    "Event",
+    "Program",
+    "at_size",
+    "hops",
+    "messages",
+    "wire_bytes",
+    "with_ratio",
+]
 
 BROADCAST = "broadcast"
 _READING_S = 1e-4  # of Python and PyTorch, for a message of any size; chosen, not fitted
@@ -113,19 +124,54 @@ class Program:
             ),
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON-able values, for `from_json`."""
-        return asdict(self)
-
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Program:
-        """Undo `as_json`."""
+    def from_json(cls, received: Mapping[str, Any]) -> Program:
+        """Undo `dataclasses.asdict`, also where JSON stands in between."""
 
         def event(kind: str, number: int, compute_s: float, about: list[Any] | None) -> Event:
             found = None if about is None else Collective(*about)._replace(peers=tuple(about[4]))
             return Event(kind, number, compute_s, found)
 
-        return cls(**{**told, "lanes": tuple(tuple(event(*e) for e in lane) for lane in told["lanes"])})
+        return cls(
+            **{**received, "lanes": tuple(tuple(event(*e) for e in lane) for lane in received["lanes"])}
+        )
+
+
+def hops(op: Op, nbytes: int, world_size: int) -> int:
+    """Return how many messages of a collective wait for one another.
+
+    Example:
+        >>> hops(Op.MEAN, 1 << 20, 8), hops(Op.GATHER, 1 << 20, 8), hops(Op.GATHER, 100, 8)
+        (14, 7, 1)
+    """
+    if world_size == 1:
+        return 0
+    return messages(op, world_size) if route(op, nbytes, world_size) is Route.RING else 1
+
+
+def messages(op: Op, world_size: int) -> int:
+    """Return how many messages a rank sends for a collective that reaches all ranks.
+
+    Example:
+        >>> messages(Op.MEAN, 8), messages(Op.SCATTER, 8)
+        (14, 7)
+    """
+    return (2 if op in REDUCTIONS else 1) * (world_size - 1)
+
+
+def wire_bytes(op: Op, nbytes: int, world_size: int, *, itemsize: int = 4, peers: int = 1) -> int:
+    """Return what a rank sends for a collective, with the headers that gloo and TCP add.
+
+    Example:
+        >>> wire_bytes(Op.MEAN, 1_000_000, 2) / 1_000_000
+        1.049878
+    """
+    if nbytes == 0:
+        return 0
+    if spreads(op, nbytes, world_size):
+        op, nbytes = Op.SCATTER, world_size * nbytes
+    framing = frames(op, nbytes, world_size, itemsize=itemsize, peers=peers)
+    return moved_bytes(op, nbytes, world_size, peers) + framing.header_bytes
 
 
 def with_ratio(program: Program, times: float) -> Program:

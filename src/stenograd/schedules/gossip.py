@@ -180,4 +180,4 @@ class Gossip(Schedule):
     @property
     def _turns(self) -> bool:
         """Whether the graph is directed and changes from step to step."""
-        return isinstance(self.topology(2), Directed)
+        return isinstance(self.topology(2), Directed)  # a graph is of the same kind for any number of ranks

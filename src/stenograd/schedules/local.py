@@ -74,4 +74,5 @@ class Local(Rounds):
         """Return the number of steps of a round that starts at a learning rate."""
         if not self.qsr or lr <= 0:
             return self.every
+        # the bound of `every` itself
         return min(max(self.every, math.floor((self.qsr / lr) ** 2)), (1 << 31) - 1)

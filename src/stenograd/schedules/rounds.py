@@ -134,7 +134,7 @@ class Rounds(Schedule):
         if codec.accumulates:
             why = "it accumulates gradients by itself"
             raise refused(self, codec, why, "use topk, or leave out what stands before the slash")
-        if codec.votes and not codec.divides_by_senders:
+        if codec.votes and not codec.divides_by_senders:  # means over senders suit DiLoCo; Local refuses them
             raise refused(self, codec, "a vote is no mean", "use sign without majority")
         if codec.clips:
             why = "clip_value and clip_norm would clip what rounds exchange, not gradients"

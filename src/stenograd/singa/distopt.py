@@ -12,22 +12,23 @@ from torch import Tensor, nn
 
 from stenograd.arguments import number, whole
 from stenograd.catalog.method import Method, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.comm.traffic import Traffic
 from stenograd.compression.contract import require_floating
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compressors.cast import Cast
 from stenograd.compressors.identity import Identity
-from stenograd.data.buckets import Bucket
 from stenograd.devices import is_current
 from stenograd.errors import CheckpointError, ConfigError, bad_value
+from stenograd.exchange.buckets import Bucket
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.singa.gradients import DEFAULT_THRESHOLD, Gradients
 from stenograd.singa.launch import join
 from stenograd.singa.optimizers import SGD, Optimizer, Saved, Setting
 from stenograd.singa.slots import named_members
 from stenograd.sync.averaging import average_buffers
 from stenograd.sync.handshake import broadcast_model, broadcast_tensors, compare
+from stenograd.wire.driver import Driver
+from stenograd.wire.finite import are_finite
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["DistOpt", "TorchOptimizer"]
 
@@ -68,7 +69,7 @@ class TorchOptimizer:
 
     def get_states(self) -> dict[str, Any]:
         """Return a copy of the optimizer's `state_dict()`."""
-        return copy.deepcopy(self.optimizer.state_dict())
+        return copy.deepcopy(self.optimizer.state_dict())  # torch's state_dict shares its tensors
 
     def set_states(self, states: Mapping[str, Any]) -> None:
         """Load a `state_dict()`."""
@@ -271,8 +272,9 @@ class DistOpt(Saved):
         """
         walked, partitions = self._gradients.local(loss, threshold)
         # Other ranks do not learn of a bad gradient here, so only this rank's update is left out.
-        finite = all(bool(p.grad.isfinite().all()) for p in walked if p.grad is not None)
+        finite = are_finite(p.grad for p in walked if p.grad is not None)
         self._update_all(walked, finite)
+        # Not `% len`: with another threshold there may be fewer partitions than the last call averaged.
         self.partial = self.partial + 1 if self.partial < len(partitions) else 1
         self._average([self._gradients.parameters[name] for name in partitions[self.partial - 1]])
         self.partial %= len(partitions)
@@ -402,7 +404,7 @@ class DistOpt(Saved):
                     f"the state's {key} must be {wanted!r}, got {states.get(key)!r}: "
                     "load it where it was saved"
                 )
-        self._gradients.check(states)
+        self._gradients.check(states)  # before anything changes
         self._inner.set_states(states["optimizer"])
         self._gradients.load(states)
         self.partial, self.skipped = int(states["partial"]), int(states["skipped"])
@@ -488,7 +490,7 @@ class DistOpt(Saved):
         exchange.submit(0)
         (total,) = exchange.finish().result().averages
         if not (adds or mean):
-            total.mul_(self.world_size)
+            total.mul_(self.world_size)  # exchanges give averages
         for target, piece in zip(targets, total.split(bucket.numels), strict=True):
             target.copy_(piece.view(target.shape))
         if accumulation is not None:
@@ -501,7 +503,7 @@ class DistOpt(Saved):
         if exchange is None:
             exchange = TensorExchange(how, self._driver, waits=True)
             exchange.arrange([bucket])
-        self._exchanges[key] = exchange
+        self._exchanges[key] = exchange  # to the end: the first is then the one unused for longest
         if len(self._exchanges) > _MOST_EXCHANGES:
             self._exchanges.pop(next(iter(self._exchanges))).close()
         return exchange

@@ -48,7 +48,7 @@ class NcclIdHolder:
         """
         mark = Path(f"{self.path}-rank-{rank}")
         try:
-            with suppress(FileExistsError), mark.open("x") as file:
+            with suppress(FileExistsError), mark.open("x") as file:  # claimed: read below by whom
                 file.write(str(os.getpid()))
             owner = mark.read_text()
         except OSError as cause:
@@ -72,15 +72,8 @@ def join(
 ) -> World:
     """Join the process group, and return which rank this process is.
 
-    Args:
-        token: an `NcclIdHolder`; None to read the launcher's variables (mpiexec, torchrun, srun, or none: a
-            world of one).
-        local_rank: with a token, this process's number among its holders, in [0, world_size); without, None
-            or the launcher's value.
-        world_size: with a token, the number of its holders, at least 1; without, None or the launcher's
-            value.
-        timeout_s: seconds to wait for the others, above 0.
-        per_node: number of ranks on this host, or None.
+    Arguments are `DistOpt`'s: token is its nccl_id, and per_node the number of ranks on this host, or None.
+    Without a token local_rank and world_size are None or the launcher's values.
 
     Raises:
         ConfigError: a rank or size is missing, out of range, or contradicts the launcher.

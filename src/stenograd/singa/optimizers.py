@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import CheckpointError, TensorTypeError, bad_value
-from stenograd.singa.graph import Walker, backward
+from stenograd.singa.gradients import Walker, backward
 from stenograd.singa.schedules import Constant, DecayScheduler, as_schedule, values_at
 from stenograd.singa.slots import Slot, Slots, named_members
 

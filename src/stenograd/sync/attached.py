@@ -18,16 +18,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
 from stenograd.catalog.method import Method
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.tensor_exchange import TensorExchange
-from stenograd.comm.traffic import Traffic
-from stenograd.data.requests import gather
 from stenograd.devices import refuse_capture
 from stenograd.errors import StenogradError
+from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.sync.handshake import Members, Wrapping, compare, describe_optimizers, entries
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.sync.steps import Passes, after_closure, warn_of_left_out, watch_others
 from stenograd.tracing import MAX_EVENTS, Tracing
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import gather
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["Sync", "as_in_training", "at_end", "next_order", "refuse_nested"]
 
@@ -422,9 +422,9 @@ class Sync(ABC):
         if not self.enabled or self.world_size == 1:
             return loss
         # float64 holds the loss exactly, and "cpu" whatever torch.set_default_device says.
-        mine = torch.tensor([loss], dtype=torch.float64, device="cpu")
-        told = [float(theirs) for (theirs,) in self._driver.run(gather(mine))]
-        return sum(told) / len(told)  # in rank order: LBFGS decides by its bits
+        own = torch.tensor([loss], dtype=torch.float64, device="cpu")
+        received = [float(other) for (other,) in self._driver.run(gather(own))]
+        return sum(received) / len(received)  # in rank order: LBFGS decides by its bits
 
     def _unwatch(self) -> None:
         for handle in self._watches:

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, MethodLike, method
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.kernel_loading import load_kernels
-from stenograd.comm.tensor_exchange import Outcome, TensorExchange
 from stenograd.compression.contract import Facts, Payload, Site
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.compression.means import mean_in_order
 from stenograd.compressors.identity import Identity
-from stenograd.data.carried import averaged_buffers
-from stenograd.data.finite import are_finite
-from stenograd.data.flat_parameters import Stream, by_kind
-from stenograd.data.requests import Rounds, gather, mean
 from stenograd.errors import ConfigError, MethodError, NonFiniteError, StenogradError
+from stenograd.exchange.flat_parameters import Stream, by_kind
+from stenograd.exchange.kernel_loading import load_kernels
+from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
 from stenograd.sync.handshake import broadcast_tensors
 from stenograd.sync.steps import BITS, refuse_other_passes, tell
+from stenograd.wire.carried import averaged_buffers
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import are_finite
+from stenograd.wire.requests import Rounds, gather, mean
 
 __all__ = [
     "IN_ORDER",
@@ -255,7 +255,7 @@ def average(
         NonFiniteError: on every rank, if a mean is not finite; all tensors are kept then.
 
     Example:
-        >>> from stenograd.comm.driver import Driver
+        >>> from stenograd.wire.driver import Driver
         >>> from stenograd.launch.process_group import init, shutdown
         >>> _ = init()
         >>> x = torch.ones(2)
@@ -266,8 +266,8 @@ def average(
     """
     with torch.no_grad():
         streams = [Stream(part) for part in by_kind({str(i): t for i, t in enumerate(tensors)})]
-        mine = [stream.read(stream.empty()).mul_(weight) for stream in streams]
-        rounds = [mean_in_order(x, driver.world_size) if in_order else mean(x) for x in mine]
+        own = [stream.read(stream.empty()).mul_(weight) for stream in streams]
+        rounds = [mean_in_order(x, driver.world_size) if in_order else mean(x) for x in own]
         means = [driver.run(one) for one in rounds]
         # All means before any is written: one that is bad must leave every tensor as it was.
         if not are_finite(means):
@@ -353,19 +353,19 @@ def average_states(
     Raises:
         NonFiniteError: on every rank, if a moment has an element that is finite nowhere; all are kept then.
     """
-    mine = _moments(optimizers, parameters)
-    told = [set(json.loads(text)) for text in driver.gather_bytes(json.dumps([*mine]).encode())]
-    having = [{name.rsplit("|", 1)[0] for name in theirs} for theirs in told]
-    lacking = {of: [of in theirs for theirs in having] for of in set().union(*having)}
+    own = _moments(optimizers, parameters)
+    received = [set(json.loads(text)) for text in driver.gather_bytes(json.dumps([*own]).encode())]
+    having = [{name.rsplit("|", 1)[0] for name in other} for other in received]
+    lacking = {of: [of in other for other in having] for of in set().union(*having)}
     lacking = {of: has for of, has in lacking.items() if not all(has)}
     names = [
         name
-        for name in sorted(set().union(*told))
+        for name in sorted(set().union(*received))
         if second or name.rsplit("|", 1)[1] not in _SECOND or name.rsplit("|", 1)[0] in lacking
     ]
     # NaN, which a mean of what is finite leaves out: a rank without the state has no say in it.
-    none = {n: torch.full_like(parameters[n.rsplit("|", 1)[0]], math.nan) for n in names if n not in mine}
-    means = average_carried([mine[n] if n in mine else none[n] for n in names], driver)
+    none = {n: torch.full_like(parameters[n.rsplit("|", 1)[0]], math.nan) for n in names if n not in own}
+    means = average_carried([own[n] if n in own else none[n] for n in names], driver)
     if not are_finite(means):
         raise NonFiniteError(
             "optimizer states to average must be finite on some rank, got NaN or infinity on all: lower the "
@@ -415,8 +415,8 @@ def take_states(
     Raises:
         StenogradError: on every rank: a state there holds something else than tensors and plain values.
     """
-    mine = driver.rank == source
-    form: Any = [_form(state.get(p, {})) for p, state in zip(parameters, states, strict=True)] if mine else []
+    own = driver.rank == source
+    form: Any = [_form(state.get(p, {})) for p, state in zip(parameters, states, strict=True)] if own else []
     try:
         said = json.dumps(form)
     except TypeError as cause:
@@ -434,7 +434,7 @@ def take_states(
             if kind == "value":
                 state[key] = value
                 continue
-            if not mine:
+            if not own:
                 dtype, place = getattr(torch, kind), p.device if where == "parameter" else torch.device("cpu")
                 state[key] = torch.empty(value, dtype=dtype, device=place)
             tensors.append(state[key])
@@ -603,8 +603,8 @@ class Copies:
         return torch.cat([part.to(found[0].device, torch.float32) for part in found])
 
     def _refuse(self, driver: AnyDriver) -> None:
-        told = driver.run(gather(torch.tensor([int(self._undone)], device="cpu")))
-        if any(bool(theirs) for (theirs,) in told):
+        received = driver.run(gather(torch.tensor([int(self._undone)], device="cpu")))
+        if any(bool(other) for (other,) in received):
             kinds = ", ".join(dict.fromkeys(type(owner).__name__ for owner in self._owners))
             raise ConfigError(
                 f"optimizer must start its steps from the parameters, got {kinds}, which goes on from copies "
@@ -665,6 +665,6 @@ def _near(t: Tensor, p: Tensor) -> bool:
     """Return whether a tensor is a parameter's copy: moments are of another size than what they move."""
     if t.data_ptr() == p.data_ptr():  # the parameter itself
         return False
-    mine, own = (x.detach().reshape(-1)[:_SAMPLE].double().cpu() for x in (t, p))
+    local, own = (x.detach().reshape(-1)[:_SAMPLE].double().cpu() for x in (t, p))
     # Parameters of zeros only tell nothing: moments would be as near.
-    return bool((mine - own).norm() <= own.norm() / 2) and bool(own.norm() > 0)
+    return bool((local - own).norm() <= own.norm() / 2) and bool(own.norm() > 0)

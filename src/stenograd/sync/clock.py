@@ -15,11 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import MethodLike, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.traffic import Traffic
-from stenograd.data.carried import in_memory
-from stenograd.data.finite import look_at, read
 from stenograd.errors import ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Sync, as_in_training, at_end, next_order, refuse_nested
@@ -37,6 +32,11 @@ from stenograd.sync.handshake import (
 from stenograd.sync.outer import Nodes
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.steps import Leftovers, bad_of, drop_bad, refuse_step, zero_bad
+from stenograd.wire.carried import in_memory
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import look_at, read
+from stenograd.wire.traffic import Traffic
 
 __all__ = ["RoundSync", "beside"]
 

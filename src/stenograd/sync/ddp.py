@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, MethodLike, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.kernel_loading import load_kernels
-from stenograd.comm.sparse_rows import sparse_parameters
-from stenograd.comm.tensor_exchange import Outcome, TensorExchange
-from stenograd.data.buckets import Bucket
-from stenograd.data.finite import is_finite
 from stenograd.devices import future_on, refuse_capture
 from stenograd.errors import StenogradError, TensorTypeError, first_line
+from stenograd.exchange.buckets import Bucket
+from stenograd.exchange.kernel_loading import load_kernels
+from stenograd.exchange.sparse_rows import sparse_parameters
+from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
 from stenograd.sync.attached import Sync, at_end, next_order
 from stenograd.sync.handshake import Members, compare, named, refuse_second_momentum, unwrapped
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.steps import Leftovers, Passes, warn_unexchanged, watch_others
 from stenograd.tracing import MAX_EVENTS, Tracing
+from stenograd.wire.driver import Driver
+from stenograd.wire.finite import is_finite
 
 __all__ = ["DDPHook", "register"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from stenograd.catalog.method import MethodLike
 from stenograd.catalog.method import method as parse
-from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES
+from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
 from stenograd.schedules.schedule import What
 from stenograd.sync.attached import Sync
 from stenograd.sync.gossip import GossipSync

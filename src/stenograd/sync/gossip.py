@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, method
-from stenograd.comm.bucket_states import check_state
-from stenograd.comm.driver import Driver, Pipeline
-from stenograd.comm.traffic import Label
 from stenograd.compression.contract import Site
-from stenograd.data.carried import can_average
-from stenograd.data.requests import gather
 from stenograd.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +23,7 @@ from stenograd.errors import (
     TensorTypeError,
     bad_value,
 )
+from stenograd.exchange.bucket_states import check_state
 from stenograd.schedules.gossip import Gossip as Schedule
 from stenograd.sync.attached import as_in_training
 from stenograd.sync.averaging import average, average_carried
@@ -37,6 +33,10 @@ from stenograd.sync.mixing import Estimates, Number, by_dtype, codec_of, mixing
 from stenograd.sync.survivors import watch_ranks
 from stenograd.topology.directed import Directed
 from stenograd.topology.mixing import Checked, Topology, describe
+from stenograd.wire.carried import can_average
+from stenograd.wire.driver import Driver, Pipeline
+from stenograd.wire.requests import gather
+from stenograd.wire.traffic import Label
 
 __all__ = ["Gossip", "GossipSync"]
 
@@ -297,10 +297,10 @@ class Gossip:
         me = before.name_of(before.rank)
         self.driver = before.without(error.ranks)
         self._left = [rank for i, rank in enumerate(self._left) if before.name_of(i) not in error.ranks]
-        mine = torch.tensor([self.step, self._held], device="cpu")
-        told = [row.tolist() for (row,) in self.driver.run(gather(mine), Label(method="gossip"))]
-        self._skip_to = max(step for step, _ in told)
-        if self._last is not None and self._held > min(held for _, held in told):
+        own = torch.tensor([self.step, self._held], device="cpu")
+        received = [row.tolist() for (row,) in self.driver.run(gather(own), Label(method="gossip"))]
+        self._skip_to = max(step for step, _ in received)
+        if self._last is not None and self._held > min(held for _, held in received):
             self._last()  # the others wait for it
         seconds = time.monotonic() - start
         self.events.append({"step": self.step, "lost": list(error.ranks), "seconds": seconds})
@@ -479,8 +479,8 @@ class GossipSync(RoundSync):
         """Return all ranks' weights in the mean, whose mean is 1."""
         if self._gossip.share is None:
             return [1.0] * self.world_size
-        told = self._driver.run(gather(self._gossip.share.cpu()))
-        shares = [float(theirs) for (theirs,) in told]
+        received = self._driver.run(gather(self._gossip.share.cpu()))
+        shares = [float(other) for (other,) in received]
         return [share * self.world_size / sum(shares) for share in shares]
 
     @as_in_training
@@ -526,7 +526,7 @@ class GossipSync(RoundSync):
         else:
             self._owed = {}
             known = state["own"]["neighbours"]
-            estimates = {group: {int(r): t for r, t in theirs.items()} for group, theirs in known.items()}
+            estimates = {group: {int(r): t for r, t in other.items()} for group, other in known.items()}
             self._gossip.load_state_dict({**named, "share": share, "estimates": estimates})
         self._take_counters(state)
 
@@ -549,6 +549,6 @@ class GossipSync(RoundSync):
 @torch.no_grad()
 def _swap(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     for t, other in zip(tensors, others, strict=True):
-        mine = t.clone()
+        own = t.clone()
         t.copy_(other)
-        other.copy_(mine)
+        other.copy_(own)

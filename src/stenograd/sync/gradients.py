@@ -17,15 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from stenograd.catalog.method import MethodLike, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.filling import Filler, Slot, SparseFiller, is_own
-from stenograd.comm.groups import as_group
-from stenograd.comm.kernel_loading import load_kernels
-from stenograd.comm.sparse_rows import sparse_parameters
-from stenograd.comm.tensor_exchange import DEFAULT_BUCKET_BYTES, Outcome, TensorExchange
-from stenograd.data.buckets import assign
-from stenograd.data.requests import gather
 from stenograd.errors import StenogradError
+from stenograd.exchange.buckets import assign
+from stenograd.exchange.filling import Filler, Slot, SparseFiller, is_own
+from stenograd.exchange.kernel_loading import load_kernels
+from stenograd.exchange.sparse_rows import sparse_parameters
+from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES, Outcome, TensorExchange
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Sync, at_end, next_order, refuse_nested
 from stenograd.sync.averaging import Copies, take_states
@@ -46,6 +43,9 @@ from stenograd.sync.steps import (
     StepSettings,
     bad_of,
 )
+from stenograd.wire.driver import Driver
+from stenograd.wire.groups import as_group
+from stenograd.wire.requests import gather
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
 
@@ -205,10 +205,10 @@ class GradientSync(Sync, Joinable):
 
     def _hook(self, parameters: Iterable[nn.Parameter]) -> None:
         """Hook parameters that have a slot."""
-        mine = weakref.ref(self)
+        own = weakref.ref(self)
         for p in parameters:
             slot = self._slots[id(p)]
-            slot.handle = self._owner(p).register_post_accumulate_grad_hook(partial(_hook, mine, slot))
+            slot.handle = self._owner(p).register_post_accumulate_grad_hook(partial(_hook, own, slot))
         self._pass_id = self._seen = -1
         self._fresh = True  # nobody looked yet if the model was wrapped after this
 
@@ -339,8 +339,8 @@ class GradientSync(Sync, Joinable):
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
         self._wrapping.look_before_step()
         self._passes.settings.look()
-        told = self._slots, self._pass_id != -1, self.finite
-        self._passes.check_step(optimizer, *told, parameters=self._parameters.values(), zeros=zeros)
+        received = self._slots, self._pass_id != -1, self.finite
+        self._passes.check_step(optimizer, *received, parameters=self._parameters.values(), zeros=zeros)
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         parameters = self._parameters.values()
@@ -395,9 +395,9 @@ class GradientSync(Sync, Joinable):
     def take_from_last(self, last: bool) -> None:
         """Make all ranks equal to the lowest of those that ran out last; `last` tells if this is one."""
         Joinable.__init__(self)  # later passes are no part of the `with` block any more
-        told = self._driver.run(gather(torch.tensor([int(last)], device="cpu")))
-        lasts = [rank for rank, (theirs,) in enumerate(told) if bool(theirs)]
-        if len(lasts) == len(told) or not lasts:
+        received = self._driver.run(gather(torch.tensor([int(last)], device="cpu")))
+        lasts = [rank for rank, (other,) in enumerate(received) if bool(other)]
+        if len(lasts) == len(received) or not lasts:
             return  # even inputs, so nothing differs
         broadcast_model(self._driver, self._model, lasts[0])
         for optimizer in self._optimizers:

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 
 from stenograd.catalog.method import Method
-from stenograd.comm.drivers import AnyDriver
-from stenograd.data.carried import form_of, in_memory, refuse_unfit
 from stenograd.errors import ConfigError, MethodError, MismatchError, StenogradError, TensorTypeError
 from stenograd.kernels.backend import wanted
 from stenograd.version import __version__
+from stenograd.wire.carried import form_of, in_memory, refuse_unfit
+from stenograd.wire.drivers import AnyDriver
 
 __all__ = [
     "REFRESH",
@@ -110,10 +110,10 @@ class Members:
         held = [(m._parameters, key) for m in modules for key, p in m._parameters.items() if id(p) in ours]
         links = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
         self._seen = [_state(owner[key]) for owner, key in held]
-        places: list[tuple[dict[str, Any], str]] = [*held, *((parent, key) for parent, key, _ in links)]
-        self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
-        self._members = [holder[name] for holder, name in places]
-        self._places = {path: p for path, p in self._now().items() if id(p) in ours}
+        indices: list[tuple[dict[str, Any], str]] = [*held, *((parent, key) for parent, key, _ in links)]
+        self._holders, self._names = [holder for holder, _ in indices], [name for _, name in indices]
+        self._members = [holder[name] for holder, name in indices]
+        self._paths = {path: p for path, p in self._now().items() if id(p) in ours}
         self._inside = {name: p._cdata for name, p in self._parameters.items()}
         if self._rehooks:
             for p in self._parameters.values():
@@ -137,7 +137,7 @@ class Members:
         if _in_functional_call():
             return  # other tensors stand in for the parameters until it ends
         ours, now = {id(p) for p in self._parameters.values()}, self._now()
-        for path in self._places:
+        for path in self._paths:
             found = now.get(path)
             if isinstance(found, nn.Parameter) and found.requires_grad and id(found) not in ours:
                 raise StenogradError(
@@ -243,11 +243,11 @@ def refuse_second_momentum(how: Method, optimizers: Iterable[torch.optim.Optimiz
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            mine = {key: group[key] for key in ("momentum", "betas") if group.get(key)}
-            if not (mine.get("momentum") or mine.get("betas", (0,))[0]):
+            own = {key: group[key] for key in ("momentum", "betas") if group.get(key)}
+            if not (own.get("momentum") or own.get("betas", (0,))[0]):
                 continue
             if any(how.moves(p.shape) for p in group["params"]):
-                said = " and ".join(f"{key}={value}" for key, value in mine.items())
+                said = " and ".join(f"{key}={value}" for key, value in own.items())
                 raise MethodError(
                     f"{how} has momentum of its own, and {type(optimizer).__name__} has {said}: set the "
                     "optimizer's momentum to 0, and use torch.optim.SGD in place of Adam and its like (dgc "
@@ -316,7 +316,7 @@ class Wrapping:
 
     def __init__(self, keeps: object = None) -> None:
         self._keeps = keeps
-        self._mine: dict[int, Tensor] = {}  # torch cannot swap (`model.to`) what has a weak reference
+        self._own: dict[int, Tensor] = {}  # torch cannot swap (`model.to`) what has a weak reference
         self._harmless: set[int] = set()
         self._members = Members()
         self._looked = False
@@ -331,7 +331,7 @@ class Wrapping:
 
     def watch(self, parameters: Iterable[Tensor], members: Members | None = None) -> None:
         """Take the parameters that are averaged here; none when that has ended."""
-        self._mine, self._harmless = {id(p): p for p in parameters}, set()
+        self._own, self._harmless = {id(p): p for p in parameters}, set()
         self._members = members or Members()
 
     def look(self) -> None:
@@ -346,7 +346,7 @@ class Wrapping:
 
     def watches(self, ids: set[int]) -> bool:
         """Return whether some of the parameters with these ids are averaged here."""
-        return not ids.isdisjoint(self._mine)
+        return not ids.isdisjoint(self._own)
 
     def __reduce__(self) -> Any:
         return Wrapping, ()
@@ -484,13 +484,13 @@ def compare(
 
     Versions of torch that differ in their last part only, as 2.13.0 and 2.13.1 do, are a warning on rank 0.
     """
-    mine = json.dumps(_described(settings, parameters, model))
-    digest = hashlib.sha256(mine.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
+    own = json.dumps(_described(settings, parameters, model))
+    digest = hashlib.sha256(own.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
     messages = driver.gather_bytes(json.dumps([_host(), digest, torch.__version__]).encode())
     about: list[list[str]] = [json.loads(text) for text in messages]
     driver.traffic.hosts = [host for host, _, _ in about]
     builds = sorted({build for _, _, build in about})
-    if all(theirs == digest for _, theirs, _ in about):
+    if all(other == digest for _, other, _ in about):
         if len(builds) > 1 and driver.rank == 0:
             warnings.warn(
                 f"the ranks run different builds of torch ({', '.join(builds)}), whose results may differ in "
@@ -503,9 +503,9 @@ def compare(
         if model is not None:
             refuse_unfit(_carried(model))
         return
-    told: list[dict[str, Any]] = [json.loads(text) for text in driver.gather_bytes(mine.encode())]
-    first = told[0]
-    for rank, other in enumerate(told[1:], start=1):
+    received: list[dict[str, Any]] = [json.loads(text) for text in driver.gather_bytes(own.encode())]
+    first = received[0]
+    for rank, other in enumerate(received[1:], start=1):
         for what in [*first, *(k for k in other if k not in first)]:
             a, b = first.get(what, "nothing"), other.get(what, "nothing")
             if a != b:

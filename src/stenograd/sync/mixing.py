@@ -14,11 +14,11 @@ from stenograd.catalog.method import Method
 from stenograd.compression.codec import Codec
 from stenograd.compression.contract import Site
 from stenograd.compression.feedback import ErrorFeedback
-from stenograd.data.carried import mean_of_finite, wide
-from stenograd.data.finite import are_finite, is_finite
-from stenograd.data.flat_parameters import holds
-from stenograd.data.requests import Op, Rounds, exchange
 from stenograd.errors import CheckpointError, MethodError, StenogradError
+from stenograd.exchange.flat_parameters import holds
+from stenograd.wire.carried import mean_of_finite, wide
+from stenograd.wire.finite import are_finite, is_finite
+from stenograd.wire.requests import Op, Rounds, exchange
 
 __all__ = ["Estimates", "Number", "by_dtype", "codec_of", "mixing"]
 
@@ -76,16 +76,16 @@ def mixing(
     """
     judged = len(by_dtype(tensors))
     groups = [*by_dtype(tensors), *by_dtype(carried)]
-    mine = [torch.cat([t.detach().reshape(-1) for t in group]) for group in groups]
-    told = [] if share is None else [share]
+    own = [torch.cat([t.detach().reshape(-1) for t in group]) for group in groups]
+    received = [] if share is None else [share]
     sources = [r for r in weights if r != rank]
-    message = [flat.clone() for flat in (*mine, *told)]
-    theirs = yield from exchange(message, sources if targets is None else targets, sources)
-    rows = {r: (*mine, *told) if r == rank else theirs[r] for r in sorted(weights)}
+    message = [flat.clone() for flat in (*own, *received)]
+    other = yield from exchange(message, sources if targets is None else targets, sources)
+    rows = {r: (*own, *received) if r == rank else other[r] for r in sorted(weights)}
     fit = {r for r, flats in rows.items() if are_finite(flats[:judged])}
     kept = _without(weights, fit, rank) if share is None else _pushed(weights, fit, rank, rows, share)
     with torch.no_grad():
-        for i, (group, flat) in enumerate(zip(groups, mine, strict=True)):
+        for i, (group, flat) in enumerate(zip(groups, own, strict=True)):
             weighted = [(kept[r], rows[r][i]) for r in sorted(kept) if kept[r]]
             mixed = _weighted_sum(weighted, flat)
             if i >= judged:
@@ -114,16 +114,17 @@ class Number:
             try:
                 request = rounds.send(reply)
             except StopIteration as stop:
+                # StopIteration has no type parameter: its value is Any.
                 return stop.value  # type: ignore[no-any-return]
             if self._sent or request.op is not Op.EXCHANGE:
                 reply = yield request
                 continue
             self._sent = True
             device = request.tensors[0].device
-            mine = torch.tensor([self._passes % 256], dtype=torch.uint8, device=device)
-            told = yield replace(request, tensors=(*request.tensors, mine))
-            self._others = {rank: int(theirs[-1]) for rank, theirs in told.items()}
-            reply = {rank: theirs[:-1] for rank, theirs in told.items()}
+            own = torch.tensor([self._passes % 256], dtype=torch.uint8, device=device)
+            received = yield replace(request, tensors=(*request.tensors, own))
+            self._others = {rank: int(other[-1]) for rank, other in received.items()}
+            reply = {rank: other[:-1] for rank, other in received.items()}
 
     def refuse_others(self) -> None:
         """Raise a StenogradError, here and there, if a neighbour is at another backward pass."""
@@ -263,26 +264,26 @@ class Estimates:
         sound = is_finite(x)
         # q_i = C(x_i - h_i); zeros leave the estimates of a rank that is not finite as they are.
         payload = self._codec.encode(x - known[site.rank] if sound else torch.zeros_like(x), site)
-        mine = self._codec.decode(payload, x, site)
-        if sound and not is_finite(mine):  # the code ends before this type does, as fp16 does at 65,504
+        own = self._codec.decode(payload, x, site)
+        if sound and not is_finite(own):  # the code ends before this type does, as fp16 does at 65,504
             sound, payload = False, self._codec.encode(torch.zeros_like(x), site)
         flag = torch.tensor([sound], dtype=torch.uint8, device=x.device)
-        theirs = yield from exchange((*payload, flag), [rank for rank in weights if rank != site.rank])
-        flags = torch.cat([ok for *_, ok in theirs.values()]).tolist() if theirs else []
-        fit = [rank for rank, ok in zip(theirs, flags, strict=True) if ok]
+        other = yield from exchange((*payload, flag), [rank for rank in weights if rank != site.rank])
+        flags = torch.cat([ok for *_, ok in other.values()]).tolist() if other else []
+        fit = [rank for rank, ok in zip(other, flags, strict=True) if ok]
         for rank in fit:
-            *message, _ = theirs[rank]
+            *message, _ = other[rank]
             known[rank] = known[rank] + self._codec.decode(tuple(message), x, replace(site, rank=rank))
         if sound:
-            known[site.rank] = mine = known[site.rank] + mine  # h_i + q_i
+            known[site.rank] = own = known[site.rank] + own  # h_i + q_i
             for rank, weight in sorted(weights.items()):  # x_i + gamma sum_j W_ij (h_j - h_i), in rank order
-                x.add_(known[rank] - mine, alpha=self._consensus * weight)
+                x.add_(known[rank] - own, alpha=self._consensus * weight)
         moves = sound and is_finite(x) and holds(tensors[0].dtype, x)
         if moves:
             with torch.no_grad():
                 for t, piece in zip(tensors, x.split(site.numels), strict=True):
                     t.copy_(piece.view(t.shape))
-        return moves and len(fit) == len(theirs)
+        return moves and len(fit) == len(other)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all estimates; save them on every rank."""
@@ -295,10 +296,10 @@ class Estimates:
             CheckpointError: they are of another graph.
         """
         for group, known in state.items():
-            mine = self._known.get(group)
-            if mine is not None and mine.keys() != known.keys():
+            own = self._known.get(group)
+            if own is not None and own.keys() != known.keys():
                 raise CheckpointError(
-                    f"the estimates must be of rank(s) {sorted(mine)}, got {sorted(known)}: load them into "
+                    f"the estimates must be of rank(s) {sorted(own)}, got {sorted(known)}: load them into "
                     "the same graph"
                 )
         self._known = {group: {r: t.clone() for r, t in known.items()} for group, known in state.items()}

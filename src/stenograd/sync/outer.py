@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method
-from stenograd.comm.bucket_states import check_state
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.node_layout import find_layout
-from stenograd.data.finite import are_finite
-from stenograd.data.requests import gather
 from stenograd.errors import ConfigError, NonFiniteError
+from stenograd.exchange.bucket_states import check_state
 from stenograd.launch.detect import World
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.averaging import IN_ORDER, FlatExchange, average, difference_method
 from stenograd.sync.handshake import broadcast_tensors
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import are_finite
+from stenograd.wire.node_layout import find_layout
+from stenograd.wire.requests import gather
 
 if TYPE_CHECKING:
     from stenograd.sync.gossip import Gossip
@@ -195,7 +195,7 @@ class Part:
     def _turn(self) -> bool:
         """Merge what was sent a round ago, with this rank's newest share in it, and send that."""
         # phi_i - theta_i
-        own = [outer - mine for outer, mine in zip(self._outer, self._flat.values(), strict=True)]
+        own = [outer - local for outer, local in zip(self._outer, self._flat.values(), strict=True)]
         self.lost_own = not are_finite(own)
         if self.lost_own:  # this rank brings nothing, and goes on from its outer parameters
             own = [torch.zeros_like(t) for t in own]
@@ -326,7 +326,7 @@ class Part:
             self.arrive()
 
     @torch.no_grad()
-    def settle(self, own: Mapping[str, Tensor] | None, ranks: int) -> bool:
+    def end_resharded(self, own: Mapping[str, Tensor] | None, ranks: int) -> bool:
         """End a round by the mean of the parameters of the ranks that saved, after their number has changed.
 
         Args:
@@ -376,8 +376,8 @@ class Part:
         """What a state calls outer parameters, and what goes with them; "own" what is each rank's."""
         if self._diloco is None:  # of all ranks what this one sent so far, and the mean, which are equal
             return "mean of sent", "own sent"
-        mine = "" if self._diloco.shares_outer else "own "
-        return f"{mine}outer", f"{mine}momentum"
+        own = "" if self._diloco.shares_outer else "own "
+        return f"{own}outer", f"{own}momentum"
 
     def state_dict(self, *, own: bool) -> dict[str, Any]:
         """Return the exchange's state, and tensors by what they are and the parameter's name.
@@ -468,11 +468,11 @@ def check_shapes(parts: Sequence[Part], state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: names the first difference.
     """
-    mine = {name: p for part in parts for name, p in part.parameters.items()}
+    own = {name: p for part in parts for name, p in part.parameters.items()}
     saved: _Table = state["parameters"]
     found = {n.removesuffix(_IN_ROUNDS): ts for n, ts in saved.items() if n.endswith(_IN_ROUNDS)}
     if found:
-        wanted = {name: dict.fromkeys(found.get(name, ()), p) for name, p in mine.items()}
+        wanted = {name: dict.fromkeys(found.get(name, ()), p) for name, p in own.items()}
         check_state({"parameters": found}, {}, wanted)
 
 
@@ -587,9 +587,9 @@ class Nodes:
 
     def tell(self, number: int) -> list[list[int]]:
         """Return all ranks' numbers, by node and by place in it."""
-        mine = torch.tensor([number], device="cpu")
-        told = [int(theirs) for (theirs,) in self._driver.run(gather(mine))]
-        return [[told[rank] for rank in node] for node in self._nodes]
+        own = torch.tensor([number], device="cpu")
+        received = [int(other) for (other,) in self._driver.run(gather(own))]
+        return [[received[rank] for rank in node] for node in self._nodes]
 
     def close(self) -> None:
         """Leave the groups."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.arguments import whole
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.data.carried import in_memory
-from stenograd.data.requests import gather
 from stenograd.errors import ReplicaDivergence, bad_value
 from stenograd.kernels.hash import hash_tensor
+from stenograd.wire.carried import in_memory
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import gather
 
 __all__ = ["ReplicaGuard", "check_interval"]
 
@@ -116,20 +116,22 @@ class ReplicaGuard:
         """Return, alike on all ranks, whether all have the same hashes at the same step."""
         all_hashes = hash_tensor(torch.tensor(hashes, dtype=torch.int64, device="cpu"))  # hashes have 64 bits
         # equal replicas at different steps are no agreement
-        mine = torch.stack([all_hashes, torch.tensor(step, device="cpu")])
-        everyone = torch.stack([row for (row,) in self._driver.run(gather(mine))])
+        own = torch.stack([all_hashes, torch.tensor(step, device="cpu")])
+        everyone = torch.stack([row for (row,) in self._driver.run(gather(own))])
         return bool((everyone == everyone[0]).all())
 
     def _resolve(self, tensors: Mapping[str, Tensor], hashes: Sequence[int], step: int) -> list[str]:
         """Find out what differs, then repair it or raise."""
-        mine = json.dumps({"step": step, "hashes": dict(zip(tensors, hashes, strict=True))})
-        told = [json.loads(text) for text in self._driver.gather_bytes(mine.encode())]
-        steps = [row["step"] for row in told]
+        own = json.dumps({"step": step, "hashes": dict(zip(tensors, hashes, strict=True))})
+        received = [json.loads(text) for text in self._driver.gather_bytes(own.encode())]
+        steps = [row["step"] for row in received]
         if len(set(steps)) > 1:
             raise ReplicaDivergence(
                 f"the ranks are at different steps, {steps}: check them at the same", step
             )
-        by_name = {name: [row["hashes"].get(name) for row in told] for row in told for name in row["hashes"]}
+        by_name = {
+            name: [row["hashes"].get(name) for row in received] for row in received for name in row["hashes"]
+        }
         odd = {name: _majority(row) for name, row in by_name.items() if len(set(row)) > 1}
         minorities = {
             name: tuple(r for r, h in enumerate(by_name[name]) if h != by_name[name][source])

@@ -12,11 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stenograd.comm.bucket_states import check_state
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.data.requests import gather
 from stenograd.errors import ConfigError, NonFiniteError
+from stenograd.exchange.bucket_states import check_state
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
@@ -27,6 +24,9 @@ from stenograd.sync.gossip import Gossip
 from stenograd.sync.outer import Part, check_shapes, fragments_of, joined, of_part
 from stenograd.sync.survivors import Survivors
 from stenograd.topology.pairs import RandomPairs
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.requests import gather
 
 __all__ = ["ParameterSync"]
 
@@ -151,7 +151,7 @@ class ParameterSync(RoundSync):
             for part, whole in zip(self._parts, self._whole, strict=True):
                 means = {name: p.detach().clone() for name, p in part.parameters.items()}
                 average(list(means.values()), part.driver, in_order=True)
-                part.settle(means, part.driver.world_size)
+                part.end_resharded(means, part.driver.world_size)
                 if self._nodes is not None:
                     self._nodes.spread(whole)
         super().refresh()
@@ -235,8 +235,8 @@ class ParameterSync(RoundSync):
         check_state(state, self._identity(), {})
         check_shapes(self._parts, state)  # all parts before any changes
         parts = [of_part(part, i, state) for i, part in enumerate(self._parts)]
-        for part, mine in zip(self._parts, parts, strict=True):
-            part.load_state_dict(mine)
+        for part, own in zip(self._parts, parts, strict=True):
+            part.load_state_dict(own)
         self._take_counters(state)
         self._next, self._common_at = int(state["next"]), state["common"]
         self._void = {name for i, name in enumerate(self._names()) if i in state["void"]}
@@ -264,7 +264,9 @@ class ParameterSync(RoundSync):
             return
         owns = [state["tensors"].get("own") for state in owed]
         with self._copies.follow(self._parameters.values()):
-            ended = [part.settle(own, self._saved_by) for part, own in zip(self._parts, owns, strict=True)]
+            ended = [
+                part.end_resharded(own, self._saved_by) for part, own in zip(self._parts, owns, strict=True)
+            ]
         self.round += any(ended)
         self._common_at = self._counted - self._dense_passes
 
@@ -359,22 +361,23 @@ class ParameterSync(RoundSync):
         lost = part.lost_own if sound else not part.is_finite()
         code = (0 if sound else _VOID) | (_LOST if lost else 0)
         if self._nodes is not None:
-            told, node, place = self._nodes.tell(code), self._nodes.node, self._nodes.place
-            names = list(range(len(told)))
+            received, node, place = self._nodes.tell(code), self._nodes.node, self._nodes.place
+            names = list(range(len(received)))
         elif sound:  # nobody asks the others
             return _Outcome(True, [0] if lost else [])
         else:
             driver = part.driver
-            mine = torch.tensor([code], dtype=torch.uint8, device="cpu")
-            told = [[int(theirs)] for (theirs,) in driver.run(gather(mine))]
+            own = torch.tensor([code], dtype=torch.uint8, device="cpu")
+            received = [[int(other)] for (other,) in driver.run(gather(own))]
             node, place, names = driver.rank, 0, [driver.name_of(rank) for rank in range(driver.world_size)]
         bad = [
-            {i for i, codes in enumerate(told) if codes[at] == _VOID | _LOST} for at in range(len(told[0]))
+            {i for i, codes in enumerate(received) if codes[at] == _VOID | _LOST}
+            for at in range(len(received[0]))
         ]
-        hopeless = any(len(nodes) == len(told) for nodes in bad)
+        hopeless = any(len(nodes) == len(received) for nodes in bad)
         return _Outcome(
-            not any(code & _VOID for codes in told for code in codes),
-            [at for at, code in enumerate(told[node]) if code & _LOST],
+            not any(code & _VOID for codes in received for code in codes),
+            [at for at, code in enumerate(received[node]) if code & _LOST],
             frozenset(names[i] for nodes in bad for i in nodes),
             hopeless,
             bool if sound or hopeless else part.restart(bad[place]),
@@ -464,8 +467,8 @@ class ParameterSync(RoundSync):
         # Else the period is in the method's text, which was compared: nothing to ask.
         if not isinstance(self._schedule, Local) or not self._schedule.qsr:
             return period
-        mine = torch.tensor([period], device="cpu")
-        found = [int(theirs) for (theirs,) in self._together(lambda: self._way.run(gather(mine)))]
+        own = torch.tensor([period], device="cpu")
+        found = [int(other) for (other,) in self._together(lambda: self._way.run(gather(own)))]
         if len(set(found)) > 1:
             raise ConfigError(
                 f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "

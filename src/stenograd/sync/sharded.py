@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from stenograd.catalog.method import MethodLike, method
-from stenograd.comm.driver import Driver
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.filling import Slot
-from stenograd.comm.groups import ranks_of
-from stenograd.comm.tensor_exchange import Outcome
-from stenograd.data.finite import are_finite
-from stenograd.data.requests import Rounds, gather
 from stenograd.errors import ConfigError, MethodError
+from stenograd.exchange.filling import Slot
+from stenograd.exchange.tensor_exchange import Outcome
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import Members, as_optimizers, named, synced_parameters, unwrapped
 from stenograd.sync.steps import bad_of
 from stenograd.tracing import MAX_EVENTS, Tracing
+from stenograd.wire.driver import Driver
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import are_finite
+from stenograd.wire.groups import ranks_of
+from stenograd.wire.requests import Rounds, gather
 
 __all__ = ["ShardedSync", "is_sharded"]
 
@@ -252,8 +252,8 @@ class ShardedSync(GradientSync):
         self._passes.settings.look()
         slots = {id(self._owners[at]): _Seen(slot) for at, slot in self._slots.items()}
         under_way = self._pass_id != -1
-        told: Any = slots, under_way, self.finite
-        self._passes.check_step(optimizer, *told, parameters=self._parameters.values(), zeros=zeros)
+        received: Any = slots, under_way, self.finite
+        self._passes.check_step(optimizer, *received, parameters=self._parameters.values(), zeros=zeros)
 
 
 class _Seen:
@@ -295,14 +295,14 @@ class _Verdict:
     def write_back(self, outcome: Outcome) -> None:
         """Do nothing."""
 
-    def any(self, mine: bool) -> bool:
+    def any(self, own: bool) -> bool:
         """Return whether it holds for a rank of this replica."""
-        return self.each([mine])[0]
+        return self.each([own])[0]
 
-    def each(self, mine: Sequence[bool]) -> list[bool]:
+    def each(self, own: Sequence[bool]) -> list[bool]:
         """Return for each of several questions whether it holds for a rank of this replica."""
-        told = self.driver.run(gather(torch.tensor([int(one) for one in mine], device="cpu")))
-        return [any(column) for column in zip(*(theirs.tolist() for (theirs,) in told), strict=True)]
+        received = self.driver.run(gather(torch.tensor([int(one) for one in own], device="cpu")))
+        return [any(column) for column in zip(*(other.tolist() for (other,) in received), strict=True)]
 
 
 def _before_backward(sync: weakref.ref[ShardedSync], _: nn.Module, __: Any, output: Any) -> None:

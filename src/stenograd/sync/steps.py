@@ -22,11 +22,11 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from stenograd.comm.drivers import AnyDriver
-from stenograd.comm.filling import Slot, is_own
-from stenograd.comm.tensor_exchange import Told
-from stenograd.data.finite import is_finite, look_at, values_of
 from stenograd.errors import MismatchError, StenogradError
+from stenograd.exchange.filling import Slot, is_own
+from stenograd.exchange.tensor_exchange import Told
+from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import is_finite, look_at, values_of
 
 if TYPE_CHECKING:
     from stenograd.sync.attached import Sync
@@ -254,17 +254,17 @@ class StepSettings:
 
     def share(self, driver: AnyDriver, source: int) -> None:
         """Take one rank's settings: parameter groups without parameters, schedulers, and scalers."""
-        mine = json.dumps(self._all()).encode() if driver.rank == source else b"null"
-        told = json.loads(driver.gather_bytes(mine)[source])
+        own = json.dumps(self._all()).encode() if driver.rank == source else b"null"
+        received = json.loads(driver.gather_bytes(own)[source])
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        for group, theirs in zip(groups, told["groups"], strict=True):
-            _take(group, theirs)
+        for group, other in zip(groups, received["groups"], strict=True):
+            _take(group, other)
         schedulers = self._schedulers()
-        if [type(scheduler).__name__ for scheduler in schedulers] == told["kinds"]:
-            for scheduler, theirs in zip(schedulers, told["schedulers"], strict=True):
-                _take(vars(scheduler), theirs)
-        for scaler, theirs in zip(self._known(), told["scalers"], strict=False):
-            scaler.load_state_dict(theirs)
+        if [type(scheduler).__name__ for scheduler in schedulers] == received["kinds"]:
+            for scheduler, other in zip(schedulers, received["schedulers"], strict=True):
+                _take(vars(scheduler), other)
+        for scaler, other in zip(self._known(), received["scalers"], strict=False):
+            scaler.load_state_dict(other)
 
     def _all(self) -> dict[str, Any]:
         schedulers = self._schedulers()
@@ -317,12 +317,12 @@ def refuse(driver: AnyDriver, settings: Mapping[str, Any]) -> None:
     Raises:
         MismatchError: naming the first that differs, unless all are equal.
     """
-    mine = json.dumps(settings).encode()
-    told = [json.loads(text) for text in driver.gather_bytes(mine)]
-    known = [rank for rank, theirs in enumerate(told) if theirs]
+    own = json.dumps(settings).encode()
+    received = [json.loads(text) for text in driver.gather_bytes(own)]
+    known = [rank for rank, other in enumerate(received) if other]
     for rank in known:
-        for what, value in told[rank].items():
-            if (first := told[known[0]][what]) != value:
+        for what, value in received[rank].items():
+            if (first := received[known[0]][what]) != value:
                 raise MismatchError(
                     f"ranks differ in their {what}: rank {known[0]} has {first}, rank {rank} has {value}, so "
                     "equal gradients would make unequal steps: load and step scalers and schedulers alike on "
@@ -341,14 +341,14 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _take(settings: Any, theirs: Mapping[str, Any]) -> None:
+def _take(settings: Any, other: Mapping[str, Any]) -> None:
     """Overwrite settings by another rank's, tensors in place: compiled steps hold them."""
-    for key, value in theirs.items():
-        mine = settings.get(key)
-        if isinstance(mine, Tensor):
-            mine.fill_(value)
+    for key, value in other.items():
+        own = settings.get(key)
+        if isinstance(own, Tensor):
+            own.fill_(value)
         elif isinstance(value, list):
-            settings[key] = tuple(value) if isinstance(mine, tuple) else value
+            settings[key] = tuple(value) if isinstance(own, tuple) else value
         else:
             settings[key] = value
 
@@ -406,8 +406,8 @@ def drop_bad(
         zeros: whether its gradients become zeros, since it computes with them already.
         parameters: those that other optimizers may hold; of theirs only bad gradients become zeros.
     """
-    mine = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
-    for p in mine.values():
+    own = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
+    for p in own.values():
         if zeros and p.grad is not None:
             p.grad.zero_()
             continue
@@ -418,7 +418,7 @@ def drop_bad(
             _taken[optimizer].append((p, p.grad))
         p.grad = None
     for p in bad_of(parameters):
-        if id(p) not in mine and p.grad is not None:
+        if id(p) not in own and p.grad is not None:
             p.grad.zero_()  # not None: its optimizer may compute with it before it asks, as SAM does
 
 
@@ -505,13 +505,13 @@ def zero_bad(
         sound: 0-d and boolean, on a device: whether all gradients are finite.
         parameters: those that other optimizers may hold; of theirs only bad gradients become zeros.
     """
-    mine = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
+    own = {id(p): p for g in optimizer.param_groups for p in g["params"] if id(p) in averaged}
     bad = {sound.device: sound.logical_not()}
     for p in parameters:
         if p.grad is None:
             continue
         values = values_of(p.grad)
-        if id(p) in mine:
+        if id(p) in own:
             if values.device not in bad:
                 bad[values.device] = bad[sound.device].to(values.device, non_blocking=not values.is_cpu)
             values.masked_fill_(bad[values.device], 0)
@@ -637,18 +637,18 @@ class Passes:
         self._local = False
 
     def _checked(self, any_flags: Sequence[bool], driver: AnyDriver) -> _PassFlags:
-        told = _SILENT.unpacked(any_flags)
-        refuse_other_passes(told.number, self.count)
-        if any(unequal(told.settings)):
+        received = _SILENT.unpacked(any_flags)
+        refuse_other_passes(received.number, self.count)
+        if any(unequal(received.settings)):
             refuse(driver, self.settings.read())
-        return told
+        return received
 
     def follow(self, any_flags: Sequence[bool], driver: AnyDriver) -> None:
         """Take the other ranks' number from their `flags`: this rank shadowed their pass."""
-        told = self._checked(any_flags, driver)
-        theirs = sum(bool(one) << bit for bit, one in enumerate(told.number[:BITS]))
+        received = self._checked(any_flags, driver)
+        other = sum(bool(one) << bit for bit, one in enumerate(received.number[:BITS]))
         # flags tell it modulo 16: the next number that fits
-        self.count += (theirs - self.count) % (1 << BITS)
+        self.count += (other - self.count) % (1 << BITS)
         self._exchanges += 1
 
     def check_step(

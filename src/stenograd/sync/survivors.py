@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from stenograd.comm.driver import Driver
-from stenograd.data.requests import gather
 from stenograd.errors import LaunchError, PeerLost
-from stenograd.launch.failure_detector import Presence, attend
+from stenograd.launch.failure_detector import FailureDetector, attend
 from stenograd.launch.network import own_address
 from stenograd.launch.process_group import attends
+from stenograd.wire.driver import Driver
+from stenograd.wire.requests import gather
 
 if TYPE_CHECKING:
     from stenograd.sync.outer import Part
@@ -34,8 +34,8 @@ def watch_ranks(driver: Driver, owner: object) -> None:
     """
     driver.stay_in_memory()
     if driver.world_size > 1 and not attends():
-        driver.presence = _attend(driver)
-        weakref.finalize(owner, driver.presence.close)
+        driver.detector = _attend(driver)
+        weakref.finalize(owner, driver.detector.close)
 
 
 class Survivors:
@@ -105,10 +105,10 @@ class Survivors:
         """Make a group of those that are left, and tell whether this rank is to take what has arrived."""
         start, before = time.monotonic(), self.driver
         self.driver = before.without(error.ranks)
-        mine = torch.tensor([self._taken, arrived], device="cpu")
-        told = [theirs.tolist() for (theirs,) in self.driver.run(gather(mine))]
-        most = max(taken for taken, _ in told)
-        takes = self._taken < most or all(theirs == [most, 1] for theirs in told)
+        own = torch.tensor([self._taken, arrived], device="cpu")
+        received = [other.tolist() for (other,) in self.driver.run(gather(own))]
+        most = max(taken for taken, _ in received)
+        takes = self._taken < most or all(other == [most, 1] for other in received)
         seconds = time.monotonic() - start
         self.events.append({"round": number, "lost": list(error.ranks), "seconds": seconds})
         warnings.warn(
@@ -120,7 +120,7 @@ class Survivors:
         return takes
 
 
-def _attend(driver: Driver) -> Presence:
+def _attend(driver: Driver) -> FailureDetector:
     """Let the ranks ask each other after a failure who is there, in a group that `init` did not make.
 
     `roll_call` knows only who left a mark in the group's store. A rank that is no neighbour of the lost one
@@ -132,14 +132,14 @@ def _attend(driver: Driver) -> Presence:
     """
     one_host = len(set(driver.traffic.hosts)) == 1
     names = [driver.name_of(rank) for rank in range(driver.world_size)]
-    presence = attend(names[driver.rank], lambda: "127.0.0.1" if one_host else own_address())
-    mine = "" if presence is None else presence.card
-    cards = [card.decode() for card in driver.gather_bytes(mine.encode())]
-    if presence is not None and all(cards):
-        presence.meet(dict(zip(names, cards, strict=True)))
-        return presence
-    if presence is not None:
-        presence.close()
+    detector = attend(names[driver.rank], lambda: "127.0.0.1" if one_host else own_address())
+    own = "" if detector is None else detector.card
+    cards = [card.decode() for card in driver.gather_bytes(own.encode())]
+    if detector is not None and all(cards):
+        detector.meet(dict(zip(names, cards, strict=True)))
+        return detector
+    if detector is not None:
+        detector.close()
     silent = ", ".join(str(name) for name, card in zip(names, cards, strict=True) if not card)
     raise LaunchError(
         f"rank(s) {silent} cannot listen at the address of their host's name, so nobody could tell whether "

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from stenograd.errors import ConfigError, bad_value
-from stenograd.tasks.base import Task
-from stenograd.tasks.digits import Digits
-from stenograd.tasks.glyphs import Glyphs
-from stenograd.tasks.mnist import Mnist
-from stenograd.tasks.recipe import Recipe
+from stenograd.tasks.base import Recipe, Task
+from stenograd.tasks.images import Digits, Glyphs, Mnist
 from stenograd.tasks.shards import batches, eval_batches, shard, steps_per_epoch
 from stenograd.tasks.text import Text
 

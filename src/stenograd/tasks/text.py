@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stenograd.errors import DataError
-from stenograd.tasks.base import IGNORE, Task
+from stenograd.tasks.base import IGNORE, Recipe, Task
 from stenograd.tasks.models import CharGPT
-from stenograd.tasks.recipe import Recipe
 
 __all__ = ["Text"]
 
@@ -72,9 +71,7 @@ class Text(Task):
         """Build a GPT of 4 layers, 4 heads and width 128, about 0.8 million parameters."""
         return CharGPT(len(self.vocabulary), self.context)
 
-    def train_batch(
-        self, indices: Tensor, *, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def train_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the windows that start at indices, and those one character later, both (batch, 64)."""
         spans = self._train[indices[:, None] + torch.arange(self.context + 1, device="cpu")].long()
         return spans[:, :-1], spans[:, 1:]

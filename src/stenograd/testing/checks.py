@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stenograd.comm.simulate import exchange
 from stenograd.compression.contract import Compressor, Exchange, Site, State
 from stenograd.compression.feedback import ErrorFeedback
-from stenograd.data.requests import REDUCTIONS, Request
+from stenograd.exchange.simulate import exchange
+from stenograd.wire.requests import REDUCTIONS, Request
 
 __all__ = [
     "NUMEL",

@@ -136,11 +136,11 @@ class _Member:
     """
 
     def __init__(self, context: Any) -> None:
-        self.pipe, theirs = context.Pipe()
+        self.pipe, other = context.Pipe()
         # The environment too: a fork has that of the time when the server was started.
-        self._process = context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True)
+        self._process = context.Process(target=_serve, args=(other, dict(os.environ)), daemon=True)
         self._process.start()
-        theirs.close()
+        other.close()
 
     def send(self, file: Path, job: Any) -> None:
         file.write_bytes(pickle.dumps(job))

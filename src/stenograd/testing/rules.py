@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stenograd.comm.simulate import exchange, run
 from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback, Site, State
 from stenograd.compression.feedback import ErrorFeedback
-from stenograd.data.finite import Finite
-from stenograd.data.requests import REDUCTIONS, Op, Request, Rounds, summed
+from stenograd.exchange.simulate import exchange, run
 from stenograd.testing.checks import (
     NUMEL,
     SHAPES,
@@ -32,6 +30,8 @@ from stenograd.testing.checks import (
     votes,
     wire_eps,
 )
+from stenograd.wire.finite import Finite
+from stenograd.wire.requests import REDUCTIONS, Op, Request, Rounds, summed
 
 __all__ = ["RULES"]
 
@@ -301,9 +301,9 @@ def bad_numbers_are_reported(c: Compressor) -> None:
                 for e in _run(c, xs, frees=facts.frees_residual, watch=asked):
                     expect(e.average.shape == (NUMEL,), "a non-finite x still has an average", bad=bad)
                     if facts.finite:
-                        told = e.finite is not None and int(e.finite) == Finite.NO
+                        received = e.finite is not None and int(e.finite) == Finite.NO
                         rule = "finite: every rank hears of a non-finite x"
-                        expect(told, rule, world=world, bad=bad, got=e.finite)
+                        expect(received, rule, world=world, bad=bad, got=e.finite)
                     if facts.linear:
                         rule = "linear: a non-finite x makes the average non-finite"
                         expect(not e.average.isfinite().all(), rule, world=world, bad=bad)
@@ -330,9 +330,9 @@ def large_numbers_are_told_from_bad_ones(c: Compressor) -> None:
                 rule = "finite: a finite x is not reported as NaN or infinity"
                 expect(e.finite is not None, "finite: every exchange tells", world=world)
                 spoilt = large in _LARGE and not made
-                told = e.finite is not None and int(e.finite)
-                expect(told != Finite.NO or spoilt, rule, world=world, large=large)
-                bounded = told == Finite.BOUNDED or Finite.BOUNDED in asked.flags
+                received = e.finite is not None and int(e.finite)
+                expect(received != Finite.NO or spoilt, rule, world=world, large=large)
+                bounded = received == Finite.BOUNDED or Finite.BOUNDED in asked.flags
                 rule = "what is reported as bounded has a finite average and state"
                 expect(not bounded or made, rule, world=world, large=large)
 
@@ -429,6 +429,7 @@ def _watched(rounds: Rounds[Exchange], watch: Callable[[Request], None]) -> Roun
         try:
             request = rounds.send(reply)
         except StopIteration as stop:
+            # StopIteration has no type parameter: its value is Any.
             return stop.value  # type: ignore[no-any-return]
         watch(request)
         reply = yield request

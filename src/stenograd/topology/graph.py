@@ -51,10 +51,10 @@ class Graph:
         if size != len(self.neighbours):
             advice = "give neighbours for every rank of the run and no more"
             raise bad_value("size", f"must be the graph's, {len(self.neighbours)}", size, advice)
-        mine = self.neighbours[rank]
+        own = self.neighbours[rank]
         if self.rule == "uniform":
-            return dict.fromkeys(sorted((rank, *mine)), 1 / (1 + len(mine)))
-        row = {j: 1 / (1 + max(len(mine), len(self.neighbours[j]))) for j in mine}
+            return dict.fromkeys(sorted((rank, *own)), 1 / (1 + len(own)))
+        row = {j: 1 / (1 + max(len(own), len(self.neighbours[j]))) for j in own}
         row[rank] = 1 - math.fsum(row.values())
         return dict(sorted(row.items()))
 

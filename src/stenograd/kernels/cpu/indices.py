@@ -1,4 +1,4 @@
-"""Elias-Fano codes of ascending places on the CPU; the format is that of `reference.indices`."""
+"""Elias-Fano codes of ascending indices on the CPU; the format is that of `reference.indices`."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from torch import Tensor
 from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.cpu.jit import kernel, peek, view
 from stenograd.kernels.cpu.lanes import bit_count, load_word, lowest_bit, store_word
-from stenograd.kernels.indices import mark_count, places_bytes, planes_of
+from stenograd.kernels.indices import indices_bytes, mark_count, planes_of
 
-__all__ = ["pack_places", "unpack_places"]
+__all__ = ["pack_indices", "unpack_indices"]
 
 
-def pack_places(places: Tensor, n: int) -> Tensor:
-    """Write ascending places: low bits as they are, the rest in unary."""
-    packed = torch.zeros(places_bytes(n, places.numel()), dtype=torch.uint8, device="cpu")
-    if not _pack(view(places), n, sum(planes_of(n, places.numel())), view(packed)):
-        raise ConfigError(f"places must be strictly ascending in [0, {n}): sort them")
+def pack_indices(indices: Tensor, n: int) -> Tensor:
+    """Write ascending indices: low bits as they are, the rest in unary."""
+    packed = torch.zeros(indices_bytes(n, indices.numel()), dtype=torch.uint8, device="cpu")
+    if not _pack(view(indices), n, sum(planes_of(n, indices.numel())), view(packed)):
+        raise ConfigError(f"indices must be strictly ascending in [0, {n}): sort them")
     return packed
 
 
 @kernel
-def _pack(places: Any, n: int, low: int, packed: Any) -> bool:
-    """Fill `packed`, which is all zeros, and return whether the places were in order."""
-    if places.size == 0:
+def _pack(indices: Any, n: int, low: int, packed: Any) -> bool:
+    """Fill `packed`, which is all zeros, and return whether the indices were in order."""
+    if indices.size == 0:
         return True
     # Before anything is written: kernels do not check bounds.
-    good = places[0] >= 0 and places[places.size - 1] < n
-    for i in range(1, places.size):
-        good &= places[i - 1] < places[i]
+    good = indices[0] >= 0 and indices[indices.size - 1] < n
+    for i in range(1, indices.size):
+        good &= indices[i - 1] < indices[i]
     if not good:
         return False
     start = 0
     for shift in range(0, low, 8):
-        start += _pack_plane(places, shift, min(8, low - shift), packed[start:])
-    _mark(places, low, packed[start:])
+        start += _pack_plane(indices, shift, min(8, low - shift), packed[start:])
+    _mark(indices, low, packed[start:])
     return True
 
 
 @kernel
-def _pack_plane(places: Any, shift: int, bits: int, packed: Any) -> int:
+def _pack_plane(indices: Any, shift: int, bits: int, packed: Any) -> int:
     """Write `bits` bits of each place, lowest first; return how many bytes that took.
 
-    Eight places fill `bits` bytes; what is written behind them is zeros, where zeros are or more places come.
+    Eight indices fill `bits` bytes; behind them come zeros, where zeros are or more indices come.
     """
     mask = np.int64((1 << bits) - 1)
     # Groups whose eight bytes all lie in the plane.
-    whole = min(places.size // 8, (packed.size - 8) // bits + 1) if packed.size >= 8 else 0
+    whole = min(indices.size // 8, (packed.size - 8) // bits + 1) if packed.size >= 8 else 0
     for group in range(whole):
         word = np.uint64(0)
         for j in range(8):
-            place = np.int64(places[np.uint64(8 * group + j)])
+            place = np.int64(indices[np.uint64(8 * group + j)])
             word |= np.uint64((place >> shift) & mask) << np.uint64(j * bits)
         store_word(packed, group * bits, word)
     pending, held, at = np.int64(0), 0, whole * bits
-    for i in range(8 * whole, places.size):
-        pending |= ((np.int64(places[i]) >> shift) & mask) << held
+    for i in range(8 * whole, indices.size):
+        pending |= ((np.int64(indices[i]) >> shift) & mask) << held
         held += bits
         if held >= 8:
             packed[at] = pending & 255
@@ -73,11 +73,11 @@ def _pack_plane(places: Any, shift: int, bits: int, packed: Any) -> int:
 
 
 @kernel
-def _mark(places: Any, low: int, marks: Any) -> None:
+def _mark(indices: Any, low: int, marks: Any) -> None:
     """Set the bit of each place's high bits, by words of which all but the last are complete."""
     word, at = np.uint64(0), np.uint64(0)
-    for i in range(places.size):
-        bit = np.uint64((np.int64(places[np.uint64(i)]) >> low) + i)
+    for i in range(indices.size):
+        bit = np.uint64((np.int64(indices[np.uint64(i)]) >> low) + i)
         if bit >> np.uint64(6) != at:
             store_word(marks, np.int64(at * np.uint64(8)), word)
             word, at = np.uint64(0), bit >> np.uint64(6)
@@ -87,61 +87,61 @@ def _mark(places: Any, low: int, marks: Any) -> None:
         word >>= np.uint64(8)
 
 
-def unpack_places(packed: Tensor, n: int, k: int) -> Tensor:
-    """Read back what `pack_places` wrote."""
-    needed = places_bytes(n, k)
+def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
+    """Read back what `pack_indices` wrote."""
+    needed = indices_bytes(n, k)
     if packed.numel() != needed:
-        raise WireError(f"{k} of {n} places take {needed} bytes, got {packed.numel()}")
-    places = torch.empty(k, dtype=torch.int32, device="cpu")
-    found, good = _unpack(view(packed), n, sum(planes_of(n, k)), mark_count(n, k), view(places))
+        raise WireError(f"{k} of {n} indices take {needed} bytes, got {packed.numel()}")
+    indices = torch.empty(k, dtype=torch.int32, device="cpu")
+    found, good = _unpack(view(packed), n, sum(planes_of(n, k)), mark_count(n, k), view(indices))
     if found != k:
-        raise WireError(f"{k} places have {k} bits set, got {found}: the ranks disagree on k")
+        raise WireError(f"{k} indices have {k} bits set, got {found}: the ranks disagree on k")
     if not good:
-        raise WireError(f"the {k} places received do not ascend in [0, {n}): the payload is damaged")
-    return places
+        raise WireError(f"the {k} indices received do not ascend in [0, {n}): the payload is damaged")
+    return indices
 
 
 @kernel
-def _unpack(packed: Any, n: int, low: int, marks: int, places: Any) -> tuple[int, bool]:
-    """Fill `places`; return how many bits are set in the unary part, and whether all places are in order."""
-    k = places.size
+def _unpack(packed: Any, n: int, low: int, marks: int, indices: Any) -> tuple[int, bool]:
+    """Fill `indices`; return how many bits the unary part has set, and whether all indices are in order."""
+    k = indices.size
     start = 0
-    places[:] = 0
+    indices[:] = 0
     for shift in range(0, low, 8):
         bits = min(8, low - shift)
         plane = packed[start : start + (k * bits + 7) // 8]
-        _unpack_plane(plane, shift, bits, places)
+        _unpack_plane(plane, shift, bits, indices)
         start += plane.size
     unary, found = packed[start:], np.int64(0)
     for first in range(0, marks, 64):
         found += bit_count(_marked(unary, first, marks))
-    if found != k:  # more than k would be written behind the places
+    if found != k:  # more than k would be written behind the indices
         return found, False
     good, previous, at = True, np.int64(-1), np.uint64(0)
     for first in range(0, marks, 64):
         word = _marked(unary, first, marks)
         while word:
-            place = ((first + lowest_bit(word) - np.int64(at)) << low) | np.int64(places[at])
+            place = ((first + lowest_bit(word) - np.int64(at)) << low) | np.int64(indices[at])
             good &= previous < place
             previous = place
-            places[at] = place
+            indices[at] = place
             at += np.uint64(1)
             word &= word - np.uint64(1)
     return found, good and previous < n
 
 
 @kernel
-def _unpack_plane(plane: Any, shift: int, bits: int, places: Any) -> None:
-    """Read what `_pack_plane` wrote into places, where these bits are zeros."""
+def _unpack_plane(plane: Any, shift: int, bits: int, indices: Any) -> None:
+    """Read what `_pack_plane` wrote into indices, where these bits are zeros."""
     mask = np.uint64((1 << bits) - 1)
     # Groups whose eight bytes all lie in the plane.
-    whole = min(places.size // 8, (plane.size - 8) // bits + 1) if plane.size >= 8 else 0
+    whole = min(indices.size // 8, (plane.size - 8) // bits + 1) if plane.size >= 8 else 0
     for group in range(whole):
         word = load_word(plane, group * bits)
         for j in range(8):
-            places[np.uint64(8 * group + j)] |= np.int64((word >> np.uint64(j * bits)) & mask) << shift
-    for i in range(8 * whole, places.size):
-        places[i] |= np.int64(peek(plane, i * bits) & mask) << shift
+            indices[np.uint64(8 * group + j)] |= np.int64((word >> np.uint64(j * bits)) & mask) << shift
+    for i in range(8 * whole, indices.size):
+        indices[i] |= np.int64(peek(plane, i * bits) & mask) << shift
 
 
 @kernel

@@ -165,7 +165,7 @@ def add_signs_32(typing: Any, array: Any, start: Any, word: Any, scale: Any) -> 
 
 @lowering
 def add_magnitudes_256(typing: Any, array: Any, start: Any, sums: Any) -> Any:
-    """Add an eighth of 256 magnitudes to 32 float64: eight of them, 32 places apart, are summed first."""
+    """Add an eighth of 256 magnitudes to 32 float64: eight of them, 32 indices apart, are summed first."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _FLOATS)

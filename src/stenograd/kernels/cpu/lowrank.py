@@ -18,6 +18,7 @@ _NONE = np.empty(0, np.float32)
 
 def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor) -> Tensor:
     """Add in place, then multiply the matrices by thin ones."""
+    # (count, r, n)
     out = torch.empty(queries.shape[0], queries.shape[1], place[3], dtype=torch.float32, device="cpu")
     _rows(view(x), _NONE if addend is None else view(addend), place, view(queries.contiguous()), view(out))
     return out
@@ -25,6 +26,7 @@ def project_rows(x: Tensor, addend: Tensor | None, place: Place, queries: Tensor
 
 def project_columns(x: Tensor, place: Place, factors: Tensor) -> Tensor:
     """Multiply thin matrices by the matrices."""
+    # (count, r, m), zeros because products are added to it.
     out = torch.zeros(factors.shape[0], factors.shape[1], place[4], dtype=torch.float32, device="cpu")
     _columns(view(x), place, view(factors.contiguous()), view(out))
     return out

@@ -127,7 +127,7 @@ def _inverse(scale: Any, levels: Any) -> Any:
 
 @kernel
 def _draw(first: int, count: int, keys: Any, draws: Any) -> None:
-    """Write the hashes of the pairs of places that begin with some place's."""
+    """Write the hashes of the pairs of indices that begin with some place's."""
     before, within, at = keys[0], keys[1], first >> 1
     for i in range(((first + count + 1) >> 1) - at):
         h = _U32(_U32(at + i) ^ before)  # numba widens every result, and 64-bit lanes take 1.3 times as long

@@ -23,12 +23,12 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
     """Add sparse vectors in rank order and divide by their number."""
     total = torch.empty(n, dtype=torch.float32, device="cpu") if out is None else out
     ascending = True
-    for places, values in vectors:
-        lowest, highest, sorted_ = _extent(view(places.contiguous()))
-        if places.numel() and not (lowest >= 0 and highest < n):
-            raise WireError(f"places lie in [0, {n}), got {lowest} to {highest}")
-        if places.numel() != values.numel():
-            raise WireError(f"{places.numel()} places came with {values.numel()} values")
+    for indices, values in vectors:
+        lowest, highest, sorted_ = _extent(view(indices.contiguous()))
+        if indices.numel() and not (lowest >= 0 and highest < n):
+            raise WireError(f"indices lie in [0, {n}), got {lowest} to {highest}")
+        if indices.numel() != values.numel():
+            raise WireError(f"{indices.numel()} indices came with {values.numel()} values")
         ascending &= sorted_
     everyone = [(aligned(p.to(torch.int32)), aligned(v.to(torch.float32))) for p, v in vectors]
     addresses = np.array([[p.data_ptr(), v.data_ptr(), p.numel()] for p, v in everyone], np.int64)
@@ -42,34 +42,34 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
     return total
 
 
-def put(x: Tensor, places: Tensor, values: Tensor) -> None:
-    """Write values at places."""
-    put_at(view(places), view(values), view(x))
+def put(x: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Write values at indices."""
+    put_at(view(indices), view(values), view(x))
 
 
 @kernel
-def put_at(places: Any, values: Any, v: Any) -> None:
-    """Write values at places that lie in v."""
-    for i in range(places.size):
-        v[np.uint64(places[i])] = values[i]
+def put_at(indices: Any, values: Any, v: Any) -> None:
+    """Write values at indices that lie in v."""
+    for i in range(indices.size):
+        v[np.uint64(indices[i])] = values[i]
 
 
 @kernel
-def _extent(places: Any) -> tuple[int, int, bool]:
+def _extent(indices: Any) -> tuple[int, int, bool]:
     """Return the least place, the greatest, and whether all are in order."""
-    if places.size == 0:
+    if indices.size == 0:
         return np.int64(0), np.int64(-1), True
-    lowest = highest = places[0]
+    lowest = highest = indices[0]
     ordered = True
-    for i in range(1, places.size):
-        lowest, highest = min(lowest, places[i]), max(highest, places[i])
-        ordered &= places[i] >= places[i - 1]
+    for i in range(1, indices.size):
+        lowest, highest = min(lowest, indices[i]), max(highest, indices[i])
+        ordered &= indices[i] >= indices[i - 1]
     return np.int64(lowest), np.int64(highest), ordered
 
 
 @kernel
 def _mean(addresses: Any, done: Any, out: Any, region: int, inverse: Any) -> None:
-    """Finish the result region by region; `done` counts what was used of each rank's sorted places.
+    """Finish the result region by region; `done` counts what was used of each rank's sorted indices.
 
     The pieces of a large result are made aside, because an ordinary store reads the memory that it is about
     to overwrite, and pushes out of the cache what training needs next.
@@ -81,11 +81,11 @@ def _mean(addresses: Any, done: Any, out: Any, region: int, inverse: Any) -> Non
         piece = aside[: goal.size] if aside.size else goal
         piece[:] = 0
         for rank in range(ranks):
-            places = array_at(addresses[rank, 0], addresses[rank, 2], np.int32)
+            indices = array_at(addresses[rank, 0], addresses[rank, 2], np.int32)
             values = array_at(addresses[rank, 1], addresses[rank, 2], np.float32)
             i, size, end = np.uint64(done[rank]), np.uint64(addresses[rank, 2]), start + region
-            while i < size and places[i] < end:  # unsigned indices need no test for counting from the end
-                piece[np.uint64(places[i] - start)] += values[i]
+            while i < size and indices[i] < end:  # unsigned indices need no test for counting from the end
+                piece[np.uint64(indices[i] - start)] += values[i]
                 i += np.uint64(1)
             done[rank] = i
         if aside.size and inverse:

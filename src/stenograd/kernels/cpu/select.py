@@ -29,7 +29,7 @@ def select_feedback(x: Tensor, residual: Tensor, k: int, halves: bool) -> tuple[
 
 
 def select(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest and their places, ascending."""
+    """Return the k largest and their indices, ascending."""
     return _largest(_NONE, view(x), k, clear=False, halves=False)
 
 
@@ -39,7 +39,7 @@ def _largest(addend: Any, v: Any, k: int, *, clear: bool, halves: bool) -> tuple
     With `clear` they are taken out of v, where nothing of them is left, or with `halves` what bfloat16 loses.
     """
     n = v.size
-    places, values = _room(k)
+    indices, values = _room(k)
     last = None
     # Else a guess does not pay: the sample is half of all, or candidates are a sixteenth or more.
     if n >= 2 * _SAMPLE and 0 < k <= n // 16:
@@ -48,23 +48,23 @@ def _largest(addend: Any, v: Any, k: int, *, clear: bool, halves: bool) -> tuple
         reach = math.ceil(expected + 3.5 * math.sqrt(expected)) + 4  # k or more, but for 1 in 4,000
         bound = max(np.uint32(_kth(sample, reach, np.uint32(0))[0]), np.uint32(1))  # 0 would take all zeros
         room = 3 * k + n // 256  # more means a wrong guess, which costs time only
-        some, theirs = _room(room + CHUNK)
-        count = _sweep(addend, v, bound, clear, halves, room, some, theirs)
-        some, theirs = some[:count], theirs[:count]
+        some, other = _room(room + CHUNK)
+        count = _sweep(addend, v, bound, clear, halves, room, some, other)
+        some, other = some[:count], other[:count]
         if k <= count < room:
-            kept = _choose(some, theirs, *_kth(theirs, k, bound), v, clear)
-            places[:], values[:] = some[:kept], theirs[:kept]
-            return torch.from_numpy(places), torch.from_numpy(values)
+            kept = _choose(some, other, *_kth(other, k, bound), v, clear)
+            indices[:], values[:] = some[:kept], other[:kept]
+            return torch.from_numpy(indices), torch.from_numpy(values)
         # What was taken out goes back before all are ranked.
         if clear:
-            put_at(some, theirs, v)
+            put_at(some, other, v)
         if count < k and bound == 1:  # all but a few are zeros
             last = np.uint32(0), k - count
     elif addend.size:
         _add(addend, v)
     bound, ties = last or _kth(v, k, np.uint32(0))
-    _take(v, bound, ties, clear, halves, places, values)
-    return torch.from_numpy(places), torch.from_numpy(values)
+    _take(v, bound, ties, clear, halves, indices, values)
+    return torch.from_numpy(indices), torch.from_numpy(values)
 
 
 def _room(size: int) -> tuple[Any, Any]:
@@ -74,9 +74,9 @@ def _room(size: int) -> tuple[Any, Any]:
 @kernel
 def _sampled(addend: Any, v: Any, stride: int) -> Any:
     """Return the sum at every stride-th place, and at the next ones; v is longer than a stride."""
-    places = (v.size - _NEIGHBOURS) // stride + 1
-    out = np.empty(_NEIGHBOURS * places, np.float32)
-    for j in range(places):
+    indices = (v.size - _NEIGHBOURS) // stride + 1
+    out = np.empty(_NEIGHBOURS * indices, np.float32)
+    for j in range(indices):
         for beside in range(_NEIGHBOURS):
             i = np.uint64(j * stride + beside)
             out[j * _NEIGHBOURS + beside] = v[i] + addend[i] if addend.size else v[i]
@@ -91,7 +91,7 @@ def _add(addend: Any, v: Any) -> None:
 
 @kernel
 def _sweep(
-    addend: Any, v: Any, bound: Any, clear: bool, halves: bool, room: int, places: Any, values: Any
+    addend: Any, v: Any, bound: Any, clear: bool, halves: bool, room: int, indices: Any, values: Any
 ) -> Any:
     """Add, and write down what is at least the bound until the room is full; return how many that were.
 
@@ -105,9 +105,9 @@ def _sweep(
             break
         before, stop = count, min(start + CHUNK, v.size)
         _mark(addend, v, start, stop, bound, hits.view(np.uint32))
-        count = _written(hits, start, places, count)
+        count = _written(hits, start, indices, count)
         for i in range(before, count):
-            at = np.uint64(places[np.uint64(i)])  # an unsigned index needs no test for counting from the end
+            at = np.uint64(indices[np.uint64(i)])  # an unsigned index needs no test for counting from the end
             values[np.uint64(i)] = v[at]
             if clear:
                 v[at] = _left(v[at], halves)
@@ -141,7 +141,7 @@ def _mark(addend: Any, v: Any, start: int, stop: int, bound: Any, hits: Any) -> 
 
 
 @kernel
-def _written(hits: Any, first: int, places: Any, count: Any) -> Any:
+def _written(hits: Any, first: int, indices: Any, count: Any) -> Any:
     """Write down where bits are set, and return the new count.
 
     Four are written for every 64 bits, whether set or not: what is beyond the count is written over. So there
@@ -152,11 +152,11 @@ def _written(hits: Any, first: int, places: Any, count: Any) -> Any:
         start, end = np.uint64(count), count + bit_count(word)
         base = first + 64 * i
         for j in range(4):
-            places[start + np.uint64(j)] = base + lowest_bit(word)
+            indices[start + np.uint64(j)] = base + lowest_bit(word)
             word &= word - np.uint64(1)
         at = start + np.uint64(4)
         while word:
-            places[at] = base + lowest_bit(word)
+            indices[at] = base + lowest_bit(word)
             word &= word - np.uint64(1)
             at += np.uint64(1)
         count = end
@@ -164,7 +164,7 @@ def _written(hits: Any, first: int, places: Any, count: Any) -> Any:
 
 
 @kernel
-def _take(v: Any, bound: Any, ties: int, clear: bool, halves: bool, places: Any, values: Any) -> None:
+def _take(v: Any, bound: Any, ties: int, clear: bool, halves: bool, indices: Any, values: Any) -> None:
     """Write down what is above the bound and the first `ties` at it, which are as many as there is room."""
     count = 0
     whole = v.size - v.size % 32
@@ -177,7 +177,7 @@ def _take(v: Any, bound: Any, ties: int, clear: bool, halves: bool, places: Any,
             equal = bits_of(v[at]) == bound
             if not equal or ties:
                 ties -= equal
-                places[count], values[count] = at, v[at]
+                indices[count], values[count] = at, v[at]
                 count += 1
                 if clear:
                     v[at] = _left(v[at], halves)
@@ -222,7 +222,7 @@ def _kth(v: Any, k: int, base: Any) -> tuple[Any, int]:
 
 
 @kernel
-def _choose(some: Any, theirs: Any, bound: Any, ties: int, v: Any, clear: bool) -> Any:
+def _choose(some: Any, other: Any, bound: Any, ties: int, v: Any, clear: bool) -> Any:
     """Move those above the bound and the first `ties` at it to the front, put others back; return a count.
 
     Everything is written before it is known whether it counts: a fifth does not, in an order that no
@@ -231,13 +231,13 @@ def _choose(some: Any, theirs: Any, bound: Any, ties: int, v: Any, clear: bool) 
     others, theirs_too = np.empty(some.size + 1, np.int32), np.empty(some.size + 1, np.float32)
     count = rest = np.uint64(0)
     for i in range(some.size):
-        place, value = some[i], theirs[i]
+        place, value = some[i], other[i]
         bits = bits_of(value)
         tie = (bits == bound) & (ties > 0)
         keep = np.uint64((bits > bound) | tie)
         ties -= np.int64(tie)
         others[rest], theirs_too[rest] = place, value
-        some[count], theirs[count] = place, value
+        some[count], other[count] = place, value
         count += keep
         rest += np.uint64(1) - keep
     if clear:

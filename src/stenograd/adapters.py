@@ -1,0 +1,146 @@
+"""What adapters to frameworks do with a model: attach a method, show the consensus, save and load states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.catalog.method import Method
+from stenograd.checkpoint.api import load_state, save_state
+from stenograd.errors import StenogradError
+from stenograd.sync.ddp import register
+from stenograd.sync.distribute import distribute
+from stenograd.sync.handshake import unwrapped
+from stenograd.wire.carried import in_memory
+
+__all__ = ["Attached"]
+
+
+@dataclass(eq=False)
+class Attached:
+    """A model and what runs its exchanges.
+
+    Args:
+        module: the plain model.
+        sync: from `stenograd.ddp.register` or `stenograd.distribute`.
+        optimizers: those that hold its parameters; empty where the sync does not need them.
+        timeout_s: seconds after which a silent peer is an error.
+    """
+
+    module: nn.Module
+    sync: Any
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    timeout_s: float = 300.0
+    _own: list[Tensor] | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    @classmethod
+    def by_hook(cls, ddp: Any, method: Method, options: Mapping[str, Any]) -> Attached:
+        """Register a method as the hook of a DDP model, with the options of `stenograd.ddp.register`."""
+        module: Any = unwrapped(ddp).module
+        return cls(module, register(ddp, method, **options), timeout_s=options["timeout_s"])
+
+    @classmethod
+    def by_optimizers(
+        cls,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        method: Method,
+        options: Mapping[str, Any],
+    ) -> Attached:
+        """Let a plain model train in rounds, with the options of `stenograd.distribute`."""
+        sync = distribute(module, optimizers, method, **options)
+        return cls(module, sync, list(optimizers), options["timeout_s"])
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the ranks' parameters differ between exchanges."""
+        return not self.sync.method.averages_gradients
+
+    def show(self) -> None:
+        """Put the consensus of all ranks in place, until `hide()`; all ranks call it."""
+        if not self.in_rounds or self._own is not None:
+            return
+        try:
+            # Copied out of the block, since `hide()` comes in a later call.
+            shown = self._common()
+        except StenogradError as cause:
+            if not self._closed:
+                raise
+            raise StenogradError(
+                f"training by {self.sync.method} ended with an error, and ranks cannot find any more what "
+                "they have in common: save in a callback's on_exception, or go back to a checkpoint"
+            ) from cause
+        self._own = self._values()
+        self._put(shown)
+
+    def adopt(self) -> None:
+        """Leave the model with the consensus of all ranks; all of them call it."""
+        self._put(self._common())
+
+    def hide(self) -> None:
+        """Put this rank's own parameters back, if the consensus is in place."""
+        own, self._own = self._own, None
+        if own is not None:
+            self._put(own)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Put the consensus in place for a `with` block, unless it is already."""
+        before = self._own
+        self.show()
+        try:
+            yield
+        finally:
+            if before is None:
+                self.hide()
+
+    def save(self, folder: Path, name: str) -> None:
+        """Save what this rank keeps for itself; all ranks call it."""
+        consensus = None if self._own is None else self._values()
+        # A rank saves its own parameters, which evaluation has replaced by the consensus for a while.
+        if self._own is not None:
+            self._put(self._own)
+        try:
+            save_state(folder, self.sync, name=name, **self._parts())
+        finally:
+            if consensus is not None:
+                self._put(consensus)
+
+    def load(self, folder: Path, name: str) -> None:
+        """Continue from what `save` wrote; all ranks call it, after the framework has loaded its own part.
+
+        Raises:
+            MissingState: there is none; on every rank.
+            CheckpointError: it is not whole or does not fit; on every rank.
+        """
+        load_state(folder, self.sync, name=name, **self._parts())
+
+    def close(self) -> None:
+        """Detach from the model, in which the consensus stays if it is in place."""
+        self._closed = True
+        self.sync.close()
+
+    def _parts(self) -> dict[str, Any]:
+        held = {"model": self.module, "optimizer": self.optimizers} if self.in_rounds else {}
+        return {**held, "timeout_s": self.timeout_s}
+
+    def _common(self) -> list[Tensor]:
+        with self.sync.consensus():
+            return self._values()
+
+    def _tensors(self) -> list[Tensor]:
+        return [in_memory(t.detach()) for t in (*self.module.parameters(), *self.module.buffers())]
+
+    def _values(self) -> list[Tensor]:
+        return [t.clone() for t in self._tensors()]
+
+    def _put(self, values: Iterable[Tensor]) -> None:
+        for target, value in zip(self._tensors(), values, strict=True):
+            target.copy_(value)

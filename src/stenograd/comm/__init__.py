@@ -1,1 +1,0 @@
-"""How requests reach the other ranks: drivers, pipelines, simulation, the ledger of bytes."""

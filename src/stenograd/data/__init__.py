@@ -1,1 +1,0 @@
-"""What is averaged: requests on the wire, buckets, flat parameters."""

@@ -1,0 +1,106 @@
+"""Sparse gradients, as of `nn.Embedding(sparse=True)`: ranks gather their rows and add them exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from stenograd.errors import WireError
+from stenograd.wire.requests import Rounds, gather
+
+__all__ = ["Rows", "average_rows", "rows_of", "sparse_parameters", "write_rows"]
+
+
+class Rows(NamedTuple):
+    """Some rows of a matrix or of a larger tensor: their indices, ascending, and their values."""
+
+    indices: Tensor  # (n,)
+    values: Tensor  # (n, ...)
+
+
+def sparse_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters whose modules make sparse gradients."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {id(m.weight) for m in model.modules() if isinstance(m, kinds) and m.sparse}
+
+
+@torch.no_grad()
+def rows_of(parameter: Tensor, used: bool = True) -> Rows:
+    """Return the rows of a parameter's gradient; none where there is no gradient."""
+    grad = parameter.grad
+    if grad is None or not used:
+        index = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        return Rows(index, parameter.new_empty((0, *parameter.shape[1:])))
+    if grad.layout is torch.strided:  # a tied layer added a dense gradient to it
+        (index,) = grad.flatten(1).ne(0).any(1).nonzero(as_tuple=True)
+        return Rows(index, grad[index])
+    grad = grad.coalesce()  # ascending, and each row once: `_added` relies on it
+    return Rows(grad.indices()[0], grad.values())
+
+
+def average_rows(rows: Sequence[Rows], world_size: int) -> Rounds[list[Rows]]:
+    """Average sparse tensors over the ranks: `mean_r(x_r)`, where a row that a rank lacks counts as zeros.
+
+    The ranks first tell how many rows they have, and then send them, padded to the most of any rank. Rows are
+    divided by the world size and added in rank order, so every rank gets the same bits.
+
+    Args:
+        rows: this rank's part of each tensor; the same number of tensors on all ranks.
+        world_size: number of ranks.
+
+    Returns:
+        The averages, in rows that at least one rank had.
+
+    Example:
+        >>> from stenograd.simulate import run
+        >>> one = Rows(torch.tensor([0, 2]), torch.tensor([[2.0], [4.0]]))
+        >>> other = Rows(torch.tensor([2]), torch.tensor([[6.0]]))
+        >>> told = run([average_rows([one], 2), average_rows([other], 2)])
+        >>> told[1][0].indices.tolist(), told[1][0].values.tolist()
+        ([0, 2], [[1.0], [5.0]])
+    """
+    counts = torch.tensor([len(r.indices) for r in rows], device=rows[0].indices.device)
+    everyone = [other.tolist() for (other,) in (yield from gather(counts))]
+    most = [max(column) for column in zip(*everyone, strict=True)]
+    if min(map(min, everyone)) < 0:
+        raise WireError(f"a rank cannot have fewer than no rows, got {everyone}: the message is damaged")
+    own: list[Tensor] = []
+    for (indices, values), n in zip(rows, most, strict=True):
+        lacking = n - len(indices)
+        own += [
+            pad(indices, (0, lacking)),
+            torch.cat([values, values.new_zeros(lacking, *values.shape[1:])]),
+        ]
+    received = yield from gather(*own)
+    return [_added(received, i, [counts[i] for counts in everyone], world_size) for i in range(len(rows))]
+
+
+def write_rows(parameter: Tensor, average: Rows) -> None:
+    """Make a parameter's gradient an average; sparse, unless this rank's own was dense."""
+    dense = parameter.grad is not None and parameter.grad.layout is torch.strided
+    grad = torch.sparse_coo_tensor(
+        average.indices[None],
+        average.values,
+        parameter.shape,
+        device=average.values.device,
+        is_coalesced=True,  # `torch.unique` made the indices
+        check_invariants=False,
+    )
+    parameter.grad = grad.to_dense() if dense else grad
+
+
+def _added(received: Sequence[tuple[Tensor, ...]], i: int, counts: Sequence[int], world_size: int) -> Rows:
+    """Add the rows of tensor i of all ranks, in rank order."""
+    indices = torch.cat([other[2 * i][:n] for other, n in zip(received, counts, strict=True)])
+    values = torch.cat([other[2 * i + 1][:n] for other, n in zip(received, counts, strict=True)])
+    kept, at = torch.unique(indices, return_inverse=True)
+    total = values.new_zeros(len(kept), *values.shape[1:])
+    start = 0
+    for n in counts:  # one rank at a time: within one, every row is another, so no order is left to chance
+        total[at[start : start + n]] += values[start : start + n] / world_size
+        start += n
+    return Rows(kept, total)
