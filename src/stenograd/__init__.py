@@ -62,7 +62,7 @@ _HOMES = {
     "catalog.method": ["Method", "method", "methods"],
     "checkpoint.api": ["PerRank", "load_checkpoint", "load_state", "save_checkpoint", "save_state"],
     "checkpoint.reshard": ["reshard"],
-    "comm.traffic": ["Traffic"],
+    "wire.traffic": ["Traffic"],
     "errors": ["PeerLost", "StenogradError"],
     "launch.process_group": ["init", "shutdown"],
     "planning.plan": ["load_plan", "plan"],

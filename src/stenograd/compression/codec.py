@@ -46,7 +46,7 @@ class Codec(Compressor):
         return average_of(self.decode(p, like, site) for p in payloads)
 
     def finite(self, payloads: Sequence[Payload]) -> Tensor:
-        """Tell from all ranks' messages whether all that they hold was finite, by `data.finite.finite_of`.
+        """Tell from all ranks' messages whether all that they hold was finite, by `wire.finite.finite_of`.
 
         A codec that overrides it must write every NaN and infinity of x so that it shows here.
         """

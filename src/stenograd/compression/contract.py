@@ -184,10 +184,10 @@ class Facts:
         rounds: collectives that an exchange asks for, one after another.
         linear: codes add up: NaN and infinity show in the average, there is no state that they could harm, x
             may be cut anywhere, and where it takes one round, x may come divided by the world size while
-            `MEAN` is answered by a sum (`data.requests.summed`).
+            `MEAN` is answered by a sum (`wire.requests.summed`).
         finite: `Exchange.finite` tells whether every rank's x was finite, so that nobody need look through x
             before, nor agree with the other ranks on what was found.
-        frees_residual: an exchange that may do so (`Site.frees_residual`) asks by `data.requests.commit`
+        frees_residual: an exchange that may do so (`Site.frees_residual`) asks by `wire.requests.commit`
             whether the step can still be taken back, and if not, writes the average over the residual, so
             that no third tensor like x is needed.
         average: what is delivered.

@@ -282,7 +282,7 @@ def average_carried(
 ) -> list[Tensor]:
     """Return the means over the ranks of what is not trained, such as buffers; one message per dtype.
 
-    What is not finite on some ranks is left out; see `data.carried.mean_of_finite`. So it ends no training.
+    What is not finite on some ranks is left out; see `wire.carried.mean_of_finite`. So it ends no training.
 
     Args:
         tensors: floating, alike on all ranks.

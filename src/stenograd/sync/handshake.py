@@ -480,7 +480,7 @@ def compare(
 
     Raises:
         MismatchError: on every rank, naming the first difference and the two ranks; the order counts, too.
-        TensorTypeError: on every rank: a tensor is not fit to travel; see `data.carried.refuse_unfit`.
+        TensorTypeError: on every rank: a tensor is not fit to travel; see `wire.carried.refuse_unfit`.
 
     Versions of torch that differ in their last part only, as 2.13.0 and 2.13.1 do, are a warning on rank 0.
     """
@@ -525,7 +525,7 @@ def broadcast_model(driver: AnyDriver, model: nn.Module, source: int = 0) -> Non
     """Overwrite all parameters and buffers with those of one rank.
 
     Raises:
-        TensorTypeError: one of them is not fit to travel; see `data.carried.refuse_unfit`.
+        TensorTypeError: one of them is not fit to travel; see `wire.carried.refuse_unfit`.
     """
     carried = _carried(model)
     refuse_unfit(carried)

@@ -59,7 +59,7 @@ def mixing(
         targets: the other ranks that this one sends to; None for those in its row.
         share: this rank's push-sum weight, 0-d float64, changed in place; on all ranks or on none.
         carried: more tensors, such as buffers, which decide nothing: where they are not finite they are left
-            out, element by element, and where they are equal they stay; see `data.carried`.
+            out, element by element, and where they are equal they stay; see `wire.carried`.
 
     Returns:
         Whether this rank's tensors and those that came were finite.

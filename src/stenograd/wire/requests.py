@@ -202,7 +202,7 @@ def commit(finite: Tensor) -> Rounds[bool]:
     Once this returns True the step is committed: nothing takes it back, so old state may be overwritten.
 
     Args:
-        finite: `data.finite.Finite` of this exchange, as a 0-d tensor equal on all ranks.
+        finite: `wire.finite.Finite` of this exchange, as a 0-d tensor equal on all ranks.
 
     Example:
         >>> from stenograd.wire.finite import finite_of
