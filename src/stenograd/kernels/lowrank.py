@@ -91,7 +91,17 @@ def expand(average: Tensor, place: Place, factors: Factors) -> None:
     fast = pick(expand, average)
     if fast is not None:
         return fast(average, place, factors)
-    torch.bmm(factors[0].mT, factors[1], out=_matrices(average, place))
+    out, (p, q) = _matrices(average, place), factors
+    if not out.is_cpu:
+        torch.bmm(p.mT, q, out=out)
+        return None
+    # Each rank does this for itself. Libraries add products in another order, and with or without rounding
+    # between the two operations, on processors of another kind; single operations are the same on all.
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = p[:, 0, :, None].to(wide) * q[:, 0, None, :].to(wide)
+    for j in range(1, p.shape[1]):
+        total.add_(p[:, j, :, None].to(wide) * q[:, j, None, :].to(wide))
+    out.copy_(total)
     return None
 
 
