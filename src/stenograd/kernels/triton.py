@@ -215,10 +215,10 @@ def _decoded(
     blocks = block_count(block, numels, n)
     check_scales(payloads, blocks)
     total = torch.empty(n, dtype=torch.float32, device=payloads[0][1].device) if out is None else out
-    total.zero_()
-    starts, width = _starts(min(block, _WIDEST), tuple(numels), total.device)
-    if block > _WIDEST or total.dtype is not torch.float32 or not total.is_contiguous():
+    starts, width = _starts(block, tuple(numels), total.device)
+    if not _suits([total], width):
         return None
+    total.zero_()
     for codes, scales in payloads:
         if codes.numel() != packed_bytes(n, bits):
             raise WireError(
