@@ -180,7 +180,7 @@ class PowerSGD(Compressor):
         pts = [orthogonalize(p.mT).mT.contiguous() for p in reply[: len(batches)]]  # (count, r, n)
         # M_r^T P, (count, r, m)
         local = [project_columns(work, b.place, pt) for b, pt in zip(batches, pts, strict=True)]
-        # `mine` as it travelled, so that what rounding loses stays in the error.
+        # `local` as it travelled, so that what rounding loses stays in the error.
         qts, local = (yield from _averages(local, [], self, site)) if batches else ([], [])
         # An element that meets a zero of Q shows in M^T P, if anywhere.
         finite = torch.minimum(finite, finite_of(qts).to(finite.device))
@@ -314,7 +314,7 @@ def _put_exact(
 ) -> None:
     """Write the averages of what is not compressed, and leave in work, if it is wanted, what was not sent."""
     for (start, stop), mean, own in zip(dense, means, sent, strict=True):
-        average[start:stop] = mean  # before work changes: mean and mine may lie in it
+        average[start:stop] = mean  # before work changes: mean and own may lie in it
         if work is not None:
             work[start:stop] -= own
 

@@ -40,7 +40,7 @@ class Flags:
     """Flags of one rank, and after an exchange, which of them any rank had set.
 
     Args:
-        mine: 1-D floating tensor of zeros and ones, equally long on all ranks.
+        own: 1-D floating tensor of zeros and ones, equally long on all ranks.
 
     Example:
         >>> from stenograd.simulate import run

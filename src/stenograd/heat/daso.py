@@ -20,7 +20,7 @@ from stenograd.launch.process_group import join
 from stenograd.sync.averaging import Copies, average_buffers, difference_method
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import broadcast_model, compare, describe_optimizers, synced_parameters
-from stenograd.sync.steps import refuse
+from stenograd.sync.step_settings import refuse
 from stenograd.wire.agreement import sum_over_ranks
 from stenograd.wire.driver import Driver
 from stenograd.wire.finite import are_finite

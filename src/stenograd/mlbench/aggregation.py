@@ -23,7 +23,7 @@ from stenograd.exchange.buckets import Bucket, assign
 from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.launch import process_group
 from stenograd.sync.handshake import compare
-from stenograd.sync.steps import BITS, hashed, refuse, tell, unequal
+from stenograd.sync.step_settings import BITS, hashed, refuse, tell, unequal
 from stenograd.wire.driver import Driver
 from stenograd.wire.traffic import Traffic
 

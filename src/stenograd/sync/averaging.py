@@ -24,7 +24,8 @@ from stenograd.exchange.flat_parameters import Stream, by_kind
 from stenograd.exchange.kernel_loading import load_kernels
 from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
 from stenograd.sync.handshake import broadcast_tensors
-from stenograd.sync.steps import BITS, refuse_other_passes, tell
+from stenograd.sync.step_settings import BITS, tell
+from stenograd.sync.steps import refuse_other_passes
 from stenograd.wire.carried import averaged_buffers
 from stenograd.wire.drivers import AnyDriver
 from stenograd.wire.finite import are_finite

@@ -37,10 +37,10 @@ from stenograd.sync.handshake import (
     unwrapped,
 )
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
+from stenograd.sync.step_settings import StepSettings
 from stenograd.sync.steps import (
     Leftovers,
     Passes,
-    StepSettings,
     bad_of,
 )
 from stenograd.wire.driver import Driver

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import json
-import math
-import sys
 import threading
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -18,13 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from stenograd.errors import MismatchError, StenogradError
+from stenograd.errors import StenogradError
 from stenograd.exchange.filling import Slot, is_own
 from stenograd.exchange.tensor_exchange import Told
+from stenograd.sync.step_settings import BITS, StepSettings, refuse, tell, unequal
 from stenograd.wire.drivers import AnyDriver
 from stenograd.wire.finite import is_finite, look_at, values_of
 
@@ -32,23 +26,17 @@ if TYPE_CHECKING:
     from stenograd.sync.attached import Sync
 
 __all__ = [
-    "BITS",
     "Act",
     "Changed",
     "Leftovers",
     "Passes",
-    "StepSettings",
     "Watch",
     "Watcher",
     "after_closure",
     "bad_of",
     "drop_bad",
-    "hashed",
-    "refuse",
     "refuse_other_passes",
     "refuse_step",
-    "tell",
-    "unequal",
     "warn_of_left_out",
     "warn_of_skip",
     "warn_unexchanged",
@@ -178,183 +166,6 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, given: Any) -> Changed:
         if new is not None:
             changed = args, given = new
     return changed
-
-
-BITS = 4  # of a pass's number, and of the settings' hash: other ones each time, so 8 exchanges tell all
-_TURNS = 32 // BITS  # of a CRC's 32 bits
-_GROUPS = 8  # whose learning rates are looked at, for each optimizer: a group a layer may mean thousands
-_DEEPEST = 30  # frames from a step's pre-hook up to `GradScaler.step`, with the hooks and wrappers between
-
-
-class StepSettings:
-    """The loss's scale and the learning rates of this rank.
-
-    Gradients are averaged as they are, in units of the loss's scale, and each rank divides by its own. So
-    with two scales the ranks take other steps. A `GradScaler` is known once it has stepped an optimizer.
-
-    Args:
-        optimizers: whose learning rates to look at.
-
-    Example:
-        >>> layer = torch.nn.Linear(1, 1)
-        >>> settings = StepSettings([torch.optim.SGD(layer.parameters(), lr=0.5)])
-        >>> settings.look()
-        >>> settings.read()
-        {'loss scale': 1.0, 'learning rates': [0.5]}
-    """
-
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        self._optimizers = list(optimizers)
-        self._scalers: list[weakref.ref[GradScaler]] = []
-        self._looked = False
-        self._hashed: tuple[dict[str, Any], list[list[bool]]] = {}, []
-
-    def look(self) -> None:
-        """Find the GradScaler that steps, if one does; called in the step's pre-hook.
-
-        Optimizers are not told of it, and neither is the backward pass, so its frame is looked for.
-        """
-        self._looked = True
-        frame: Any = sys._getframe(1)
-        for _ in range(_DEEPEST):
-            if frame is None:
-                return
-            if frame.f_code is GradScaler.step.__code__:
-                self.add(frame.f_locals["self"])
-                return
-            frame = frame.f_back
-
-    def add(self, scaler: GradScaler) -> None:
-        """Take a scaler that steps one of the optimizers."""
-        if all(known() is not scaler for known in self._scalers):
-            self._scalers.append(weakref.ref(scaler))
-
-    def read(self) -> dict[str, Any]:
-        """Return the scale (of several scalers the product) and the learning rates, by what they are."""
-        groups = (group for o in self._optimizers for group in o.param_groups[:_GROUPS])
-        rates = [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
-        if not self._looked:
-            return {}
-        return {
-            "loss scale": math.prod((scaler.get_scale() for scaler in self._known()), start=1.0),
-            "learning rates": rates,
-        }
-
-    def flags(self, number: int) -> list[bool]:
-        """Return flags that tell them in the exchange of this number; none are set before the first step.
-
-        A rank that has not stepped, for want of inputs, does not know its scaler yet.
-        """
-        if not self._looked:
-            return [False] * (2 * BITS)
-        settings = self.read()
-        if settings != self._hashed[0]:  # they rarely change, and hashing takes longer than comparing
-            self._hashed = settings, [tell(hashed(settings, at), BITS) for at in range(_TURNS)]
-        return self._hashed[1][number % _TURNS]
-
-    def share(self, driver: AnyDriver, source: int) -> None:
-        """Take one rank's settings: parameter groups without parameters, schedulers, and scalers."""
-        own = json.dumps(self._all()).encode() if driver.rank == source else b"null"
-        received = json.loads(driver.gather_bytes(own)[source])
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        for group, other in zip(groups, received["groups"], strict=True):
-            _take(group, other)
-        schedulers = self._schedulers()
-        if [type(scheduler).__name__ for scheduler in schedulers] == received["kinds"]:
-            for scheduler, other in zip(schedulers, received["schedulers"], strict=True):
-                _take(vars(scheduler), other)
-        for scaler, other in zip(self._known(), received["scalers"], strict=False):
-            scaler.load_state_dict(other)
-
-    def _all(self) -> dict[str, Any]:
-        schedulers = self._schedulers()
-        return {
-            "groups": [_plain(group) for o in self._optimizers for group in o.param_groups],
-            "kinds": [type(scheduler).__name__ for scheduler in schedulers],
-            "schedulers": [_plain(vars(scheduler)) for scheduler in schedulers],
-            "scalers": [scaler.state_dict() for scaler in self._known()],
-        }
-
-    def _known(self) -> list[GradScaler]:
-        found = (known() for known in self._scalers)
-        return [scaler for scaler in found if scaler is not None and scaler.is_enabled()]
-
-    def _schedulers(self) -> list[LRScheduler]:
-        """Return the optimizers' schedulers in the order in which they were made; no optimizer knows its own.
-
-        Looking through all objects takes some 0.1 s, once where inputs were uneven.
-        """
-        ids = {id(optimizer) for optimizer in self._optimizers}
-        found = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
-        return [scheduler for scheduler in found if id(getattr(scheduler, "optimizer", None)) in ids]
-
-
-def hashed(settings: Mapping[str, Any], number: int) -> int:
-    """Return 4 bits of a hash of settings, other ones for each exchange number."""
-    return zlib.crc32(repr(settings).encode()) >> BITS * (number % _TURNS) & (1 << BITS) - 1
-
-
-def tell(number: int, bits: int) -> list[bool]:
-    """Return flags for an exchange that tell a number: each bit as itself and as its opposite.
-
-    Example:
-        >>> tell(2, bits=2)
-        [False, True, True, False]
-    """
-    ones = [bool(number >> bit & 1) for bit in range(bits)]
-    return [*ones, *(not one for one in ones)]
-
-
-def unequal(any_flags: Sequence[bool]) -> list[bool]:
-    """Return in which bits the numbers differ that ranks have told, from which flags any of them has set."""
-    half = len(any_flags) // 2
-    return [one and other for one, other in zip(any_flags[:half], any_flags[half:], strict=True)]
-
-
-def refuse(driver: AnyDriver, settings: Mapping[str, Any]) -> None:
-    """Say how the ranks' settings differ; all ranks call it, because bits of some differ.
-
-    Raises:
-        MismatchError: naming the first that differs, unless all are equal.
-    """
-    own = json.dumps(settings).encode()
-    received = [json.loads(text) for text in driver.gather_bytes(own)]
-    known = [rank for rank, other in enumerate(received) if other]
-    for rank in known:
-        for what, value in received[rank].items():
-            if (first := received[known[0]][what]) != value:
-                raise MismatchError(
-                    f"ranks differ in their {what}: rank {known[0]} has {first}, rank {rank} has {value}, so "
-                    "equal gradients would make unequal steps: load and step scalers and schedulers alike on "
-                    "all ranks (by an averaged loss, not this rank's), and go back to a checkpoint"
-                )
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those settings that are numbers, or a few, tensors of one element included."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            found[key] = value.item()
-        elif key != "params" and all(isinstance(v, (bool, int, float)) for v in _row(value)):
-            found[key] = value
-    return found
-
-
-def _take(settings: Any, other: Mapping[str, Any]) -> None:
-    """Overwrite settings by another rank's, tensors in place: compiled steps hold them."""
-    for key, value in other.items():
-        own = settings.get(key)
-        if isinstance(own, Tensor):
-            own.fill_(value)
-        elif isinstance(value, list):
-            settings[key] = tuple(value) if isinstance(own, tuple) else value
-        else:
-            settings[key] = value
-
-
-def _row(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) else [value]
 
 
 _taken: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Tensor, Tensor | None]]] = WeakKeyDictionary()

@@ -412,7 +412,7 @@ class Driver:
         return gather(received, handed, **options)
 
     def _transmit_to(self, peers: Sequence[int], sources: Sequence[int], own: Tensor, other: Tensor) -> Any:
-        """Begin an exchange with neighbours that fills a row of `theirs` per source; return its work."""
+        """Begin an exchange with neighbours that fills a row of `other` per source; return its work."""
         of = self._global_rank
         sends = [(of(peer), own) for peer in peers]
         receives = [(of(source), row) for source, row in zip(sources, other, strict=True)]
