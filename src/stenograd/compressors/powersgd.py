@@ -155,13 +155,15 @@ class PowerSGD(Compressor):
         shapes = {f"q/{i}": (b.columns, b.rank) for b in batches for i in b.tensors}
         if self.alternate:
             shapes |= {f"p/{i}": (b.rows, b.rank) for b in batches for i in b.tensors}
-        return {
-            name: bring(
-                torch.randn(shapes[name], generator=generator, dtype=torch.float32, device="cpu").to(dtype),
-                like.device,
-            )
-            for name in sorted(shapes, key=_order)  # by tensor: what is drawn does not depend on the batches
-        }
+        found = {}
+        for name in sorted(shapes, key=_order):  # by tensor: what is drawn does not depend on the batches
+            first = torch.empty(shapes[name], dtype=torch.float32, device="cpu")
+            if self.alternate:  # a rank expands these as they are, and normal ones take the processor's logarithm
+                first.uniform_(-1, 1, generator=generator)
+            else:
+                first.normal_(generator=generator)
+            found[name] = bring(first.to(dtype), like.device)
+        return found
 
     def _two_factors(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
         """Average P, orthogonalise it, average Q; the residual is added while projecting."""
