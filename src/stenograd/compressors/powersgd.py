@@ -158,7 +158,7 @@ class PowerSGD(Compressor):
         found = {}
         for name in sorted(shapes, key=_order):  # by tensor: what is drawn does not depend on the batches
             first = torch.empty(shapes[name], dtype=torch.float32, device="cpu")
-            if self.alternate:  # a rank expands these as they are, and normal ones take the processor's logarithm
+            if self.alternate:  # ranks expand these as they are; normal ones need the processor's logarithm
                 first.uniform_(-1, 1, generator=generator)
             else:
                 first.normal_(generator=generator)
