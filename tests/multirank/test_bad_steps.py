@@ -14,7 +14,8 @@ from stenograd.testing.methods import by_name
 
 WORLD, STEPS, BAD = 3, 33, {7: "nan", 17: "inf", 25: "overflow"}
 LARGEST = 3e38  # bfloat16 holds it, as messages must, but not the sum of two
-# What could overflow counts as a bad gradient, from which it cannot be told for free: no warning.
+# With these, what could overflow is not told from a bad gradient, which would take another pass: they need
+# not warn.
 SILENT = re.compile("bf16|powersgd(?!.*alternate)|random|topk.*(regions|ef21)")
 # PowerSGD sums over a matrix, and random methods send other elements in each step: all must be large there.
 EVERY_ELEMENT = ("powersgd", "random")
@@ -92,5 +93,5 @@ def test_exactly_the_bad_steps_are_lost(pool, face, method):
         assert (lost, skipped, agree) == (first[0], len(lost), True)
         assert torch.equal(parameters, wanted)
         assert torch.equal(parameters, first[3])
-    reports = sum(told for *_, told, _ in ranks)
-    assert reports == (len(first[0]) == 3 and not SILENT.match(method))
+    overflowed, reports = len(first[0]) == 3, sum(told for *_, told, _ in ranks)
+    assert reports in ((0, overflowed) if SILENT.match(method) else (overflowed,))

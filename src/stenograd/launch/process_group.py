@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import importlib
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -76,6 +77,10 @@ _TASKS = Path("/proc/self/task")
 # How many groups were made from each group. All its ranks make them in the same order, so the number is equal
 # on all of them and can stand in the new group's name without any communication.
 _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+# gloo's ports and threads for all groups of our own, by process and interface; a forked child needs others.
+_ports: dict[tuple[int, str], list[Any]] = {}
+_makers: list[Any] = []  # one entry for each thread that is making a group; the first has torch's class
+_makers_lock = threading.Lock()
 
 
 @dataclass
@@ -452,13 +457,60 @@ def _unbound(world: Any) -> Iterator[None]:
         world.bound_device_id = bound
 
 
+@contextlib.contextmanager
+def _shared_port() -> Iterator[None]:
+    """Let gloo groups that are made inside use one port and one thread, rather than one of each per group.
+
+    gloo can serve many groups so, and torch has the option, but gives it no way to `new_group`.
+    """
+    c10d: Any = dist.distributed_c10d
+    with _makers_lock:
+        if not _makers and hasattr(c10d, "ProcessGroupGloo"):
+            _makers.append(c10d.ProcessGroupGloo)
+            c10d.ProcessGroupGloo = _sharing(c10d.ProcessGroupGloo)
+        else:  # another thread is making a group, too
+            _makers.append(None)
+    try:
+        yield
+    finally:
+        with _makers_lock:
+            first = _makers[0]
+            _makers.pop()
+            if not _makers and first is not None:
+                c10d.ProcessGroupGloo = first
+
+
+def _sharing(gloo: Any) -> Any:
+    class Sharing(gloo):  # type: ignore[misc]
+        """What torch makes, at the port of those made before."""
+
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._timeout, options._devices = timeout, _gloo_devices(gloo)
+            options._threads = 2 * len(options._devices)  # as torch has it
+            super().__init__(store, rank, size, options)
+
+    return Sharing
+
+
+def _gloo_devices(gloo: Any) -> list[Any]:
+    """Return the port on each interface that torch would choose, the same for one process and interface."""
+    named = os.environ.get(GLOO_INTERFACE, "")
+    key = os.getpid(), named
+    if key not in _ports:
+        names = [name for name in named.split(",") if name]
+        default = [] if names else [gloo.create_default_device()]
+        _ports[key] = default or [gloo.create_device(interface=name) for name in names]
+    return _ports[key]
+
+
 def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     """Do what `new_group` does for members, under a name of our choice, with the parent's backend."""
     c10d: Any = dist.distributed_c10d
     store = c10d._get_default_store()
     number, deadline = ranks.index(dist.get_rank()), time.monotonic() + timeout_s
     backend, timeout = dist.get_backend(parent), timedelta(seconds=timeout_s)
-    with waiting_loops(), unshared(), _unbound(c10d._get_default_group()):
+    with waiting_loops(), unshared(), _unbound(c10d._get_default_group()), _shared_port():
         group, _ = c10d._new_process_group_helper(
             len(ranks), number, ranks, backend, store, name, timeout=timeout
         )
