@@ -347,13 +347,16 @@ class SparseFiller:
     Args:
         slots: the parameters, and what is known of them.
         world_size: number of ranks.
+        share: returns what this rank's gradients are multiplied by; asked when they are exchanged.
 
     Attributes:
         bad: whether this rank's gradients were not finite, when they were last read.
     """
 
-    def __init__(self, slots: Mapping[nn.Parameter, Slot], world_size: int) -> None:
-        self._slots, self._world_size = dict(slots), world_size
+    def __init__(
+        self, slots: Mapping[nn.Parameter, Slot], world_size: int, share: Callable[[], float]
+    ) -> None:
+        self._slots, self._world_size, self._share = dict(slots), world_size, share
         self.bad = False
 
     def used(self) -> list[bool]:
@@ -364,7 +367,12 @@ class SparseFiller:
         """Return what exchanges the gradients of the used parameters; None if there are no parameters."""
         rows = [rows_of(p, use) for p, use in zip(self._slots, used, strict=False)]
         self.bad = not are_finite(r.values for r in rows)
-        return average_rows(rows, self._world_size) if rows else None
+        return self._averages(rows) if rows else None
+
+    def _averages(self, rows: Sequence[Rows]) -> Rounds[list[Rows]]:
+        share = self._share()
+        scaled = [Rows(r.indices, r.values * share) for r in rows] if share != 1.0 else rows
+        return (yield from average_rows(scaled, self._world_size))
 
     def write_back(self, outcome: Outcome) -> None:
         """Make gradients the averages, which are the last in the outcome."""

@@ -226,6 +226,13 @@ class SimulatedDriver:
         """Return the number in the whole world of a rank of this group."""
         return self._names[rank]
 
+    def announce(self, what: str) -> None:
+        """Do nothing: the ranks are of one program."""
+
+    def unannounced(self, what: str, grace_s: float) -> list[int]:
+        """Return nobody."""
+        return []
+
     def check_groupless(self) -> None:
         """Do nothing: a simulated world is complete."""
 

@@ -273,6 +273,7 @@ class TensorExchange:
         step: number of exchanges applied; equal on every rank.
         skipped: number of exchanges that changed no state, because something was not finite.
         finite: whether the last exchange was applied, alike on all ranks.
+        share: what this rank's tensors were multiplied by in the last exchange; see `weigh`.
 
     Example:
         >>> from stenograd.wire.driver import Driver
@@ -295,7 +296,7 @@ class TensorExchange:
         self.method.require_every_step("one exchange")
         self.driver = driver
         self.step = self.skipped = 0
-        self.finite = True
+        self.finite, self.share = True, 1.0
         self._reported = False  # an overflow
         self._failure: BaseException | None = None
         self._device = torch.device("cpu")  # for what travels besides the buckets
@@ -307,6 +308,7 @@ class TensorExchange:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stenograd")
         self._jobs: list[Future[None]] = []
         self._held: _Filled | None = None
+        self._weight: float | None = None
         self._begin()
 
     @property
@@ -425,6 +427,25 @@ class TensorExchange:
         if index < len(self._slots) - 1:
             self._send_held()
 
+    def weigh(self, n: float) -> None:
+        """Let averages of the next exchange be `sum_r n_r x_r / sum_r n_r`; before the first bucket.
+
+        All ranks call it or none. They first add up their n: a message of 8 bytes, before buckets are
+        encoded, because what a method leaves out stays in units of the gradient. If all are 0, all count
+        alike.
+        """
+        self._weight = n
+
+    def weighed(self) -> float:
+        """Return what this rank's tensors count for, where 1 is the mean; asks the others once in a step."""
+        if self._weight is not None:
+            own = put([self._weight], torch.float64, self._device)
+            label = Label(CONTROL, method=self.method.text)
+            (mean_,) = read([self.driver.run(mean(own), label)], torch.float64)[0]
+            self.share = self._weight / mean_ if mean_ > 0 else 1.0
+            self._weight = None
+        return self.share
+
     def finish(
         self,
         used: Sequence[bool] = (),
@@ -505,6 +526,7 @@ class TensorExchange:
         self._slots.give_back()
         self._bad: dict[int, Tensor] = {}
         self._pipeline: Pipeline[Any] | None = None
+        self._weight = None
 
     def _running(self) -> Pipeline[Any]:
         """Return this step's pipeline; where each bucket asks for one collective only, none waits."""
@@ -537,6 +559,9 @@ class TensorExchange:
         slot, lane = self._slots[index], self._lane(index)
         try:
             with self._streams.working(x.device, ready):
+                if (share := self.weighed()) != 1.0:
+                    # The mean over nothing may be NaN.
+                    x.mul_(share) if share else x.zero_()
                 if lane.guarded:
                     # What is clipped may be as large as it likes before.
                     most = torch.finfo(x.dtype).max if self.method.clips else None
@@ -587,6 +612,7 @@ class TensorExchange:
                 if not carries:
                     self._flags = self._control(end.packed(), self._device)
                     pipeline.add(self._flags.alone(), Label(CONTROL, method=self.method.text))
+                self.weighed()  # if there was no bucket
                 if extra is not None:
                     pipeline.add(extra, Label(method="sparse"))
                 return self._concluded(pipeline, end)

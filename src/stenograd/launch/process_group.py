@@ -52,6 +52,7 @@ __all__ = [
     "Absent",
     "Ranks",
     "World",
+    "announce",
     "attends",
     "backends",
     "came",
@@ -65,6 +66,7 @@ __all__ = [
     "roll_call",
     "run_local",
     "shutdown",
+    "unannounced",
     "waiting_loops",
 ]
 
@@ -237,7 +239,12 @@ def roll_call(grace_s: float, group: str = "") -> Absent:
     try:
         store = PrefixStore("stenograd/roll-call", dist.distributed_c10d._get_default_store())
         rank, size, limit_s = dist.get_rank(), dist.get_world_size(), min(grace_s, _MARKS_S)
-        return Absent(bounded(lambda: unmarked_ranks(store, rank, size, limit_s), limit_s + 1.0))
+
+        def meet_others() -> list[int]:
+            store.set(str(rank), "here")
+            return unmarked_ranks(store, [other for other in range(size) if other != rank], limit_s)
+
+        return Absent(bounded(meet_others, limit_s + 1.0))
     except Exception:  # no group, a PyTorch that keeps its store elsewhere, or a store that is gone
         return Absent()
 
@@ -293,6 +300,20 @@ def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
     if dist.get_rank() not in ranks:
         return None
     return _connect(whole, sorted(ranks), f"stenograd/{whole.group_name}/{what}/{counts[what]}", timeout_s)
+
+
+def announce(group: str, what: str, rank: int) -> None:
+    """Leave word in the store that a rank of the group of this name does something from now on."""
+    _board(group, what).set(str(rank), "here")
+
+
+def unannounced(group: str, what: str, size: int, grace_s: float) -> list[int]:
+    """Return which ranks of a group have not announced something within the time."""
+    return unmarked_ranks(_board(group, what), range(size), grace_s)
+
+
+def _board(group: str, what: str) -> Store:
+    return PrefixStore(f"stenograd/{group}/{what}", dist.distributed_c10d._get_default_store())
 
 
 def leave(group: Any) -> None:

@@ -13,7 +13,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -244,11 +244,10 @@ def agree_on_start(store: Store, world: World, limit_s: float, deadline: float) 
         return name
 
 
-def unmarked_ranks(store: Store, rank: int, size: int, grace_s: float) -> list[int]:
-    """Leave this rank's mark in the store, and return the ranks that leave none within the grace period."""
+def unmarked_ranks(store: Store, ranks: Iterable[int], grace_s: float) -> list[int]:
+    """Return those of some ranks that leave no mark in the store within the grace period."""
     deadline = time.monotonic() + grace_s
-    store.set(str(rank), "here")
-    missing = [other for other in range(size) if other != rank]
+    missing = list(ranks)
     while True:
         missing = [other for other in missing if not store.check([str(other)])]
         if not missing or time.monotonic() > deadline:

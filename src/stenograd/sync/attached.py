@@ -24,6 +24,7 @@ from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.sync.handshake import Members, Wrapping, compare, describe_optimizers, entries
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.sync.steps import Passes, after_closure, warn_of_left_out, watch_others
+from stenograd.sync.weights import Weights
 from stenograd.tracing import MAX_EVENTS, Tracing
 from stenograd.wire.drivers import AnyDriver
 from stenograd.wire.requests import gather
@@ -153,6 +154,7 @@ class Sync(ABC):
     _warned_of_others: bool = False
     _finite: bool | Tensor | None = True  # None: not looked at yet; a tensor: nor read
     _group: Any = None
+    _weighing: Weights | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -216,6 +218,66 @@ class Sync(ABC):
         finally:
             self.enabled = before
             self._accumulated(passes)
+
+    def weight(self, n: float, *, reduce: str = "mean") -> None:
+        """Let the next backward pass count n times: gradients become means over all ranks' tokens or samples.
+
+        With g_a the gradient of a rank's pass a, whose loss is a mean over n_a tokens,
+
+            G = sum over ranks and accumulated passes of n_a g_a / sum of n_a
+
+        as one process would compute it from all tokens together, whatever the method. Where ranks meet in
+        rounds, `.grad` is this rank's own weighted mean, and the mean of parameters or pseudo-gradients
+        counts each rank by all n since the last round. Without weights all ranks count alike, and passes add
+        up. Ranks send 8 bytes more for each exchange, while the backward pass goes on.
+
+        Call it before each backward pass, on every rank, also in `no_sync()`; the ranks find out once, at the
+        first exchange, that all do. A second call without a pass in between replaces the first.
+
+        Args:
+            n: of this rank's next pass, a finite number >= 0: tokens, samples. A pass that counts 0 adds
+                nothing, even if its loss is NaN, as a mean over nothing is.
+            reduce: what the loss is over these: their "mean", or their "sum".
+
+        Raises:
+            ConfigError: n or reduce is out of range, or this way of training cannot weigh ranks: gossip,
+                pairs, eager rounds, FSDP.
+
+        `backward()` or the round raises StenogradError if a rank gives no weight within the timeout.
+
+        Example:
+            >>> import stenograd
+            >>> model = nn.Linear(4, 2)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with stenograd.distribute(model, optimizer) as sync:
+            ...     sync.weight(8)
+            ...     model(torch.ones(8, 4)).square().mean().backward()
+        """
+        self._check_weighing()
+        if self._weighing is None:
+            self._weighing = Weights(self._driver)
+            self._lend_weights()
+        self._weighing.tell(n, reduce, self._learning())
+
+    def _check_weighing(self) -> None:
+        """Refuse weights where ranks cannot count differently."""
+        return
+
+    def _lend_weights(self) -> None:
+        """Let engines that work for this one count by the same weights."""
+        return
+
+    def _learning(self) -> Iterable[Tensor]:
+        """Return the parameters whose gradients count."""
+        return self._parameters.values()
+
+    def _weigh(self, *, idle: bool = False) -> None:
+        """Let the exchange that begins now count for the passes since the last; for nothing if idle."""
+        if self._weighing is not None:
+            self._exchange.weigh(0.0 if idle else self._weighing.take())
+        elif idle and Weights.given_elsewhere(self._driver):
+            self._weighing = Weights(self._driver)  # which tells the others that this rank knows
+            self._exchange.weigh(0.0)
 
     @abstractmethod
     def join(
@@ -297,6 +359,8 @@ class Sync(ABC):
         if not self._closed:
             # Hooks go before the driver: one that ran after it would send on a closed group.
             self._closed = True
+            if self._weighing is not None:
+                self._weighing.close()
             self._detach()
             self._driver.close()
 

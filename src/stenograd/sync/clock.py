@@ -167,6 +167,7 @@ class RoundSync(Sync):
             self._gradients = GradientSync(
                 self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
             )
+            self._lend_weights()
 
     def _attend(self, model: nn.Module) -> None:
         """Follow the optimizers' steps and the model's forward passes."""
@@ -320,6 +321,11 @@ class RoundSync(Sync):
     def _buffers(self) -> list[Tensor]:
         return floating_buffers(self._model, self._schedule.buffers)
 
+    def _lend_weights(self) -> None:
+        """Let the engine that averages gradients, here or inside nodes, count passes as this does."""
+        if self._gradients is not None:
+            self._gradients._weighing = self._weighing
+
     def _identity(self) -> dict[str, Any]:
         where = {"rank": self.rank, "world_size": self.world_size}
         return {"format": _FORMAT, "method": self.method.text, **where}
@@ -353,6 +359,7 @@ class RoundSync(Sync):
         """Stop averaging gradients, over whichever ranks."""
         if self._gradients is not None:
             self._skipped += self._gradients.skipped
+            self._gradients._weighing = None  # they stay in use
             self._gradients.close()
             self._gradients = None
 
@@ -392,6 +399,8 @@ class RoundSync(Sync):
         self._wrapping.look_before_step()
         refuse_step(optimizer, self._averaged())
         self._skip_bad(optimizer, zeros)
+        if self._weighing is not None:
+            self._weighing.end()
         self._copies.steps()
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:

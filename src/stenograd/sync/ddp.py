@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -235,6 +235,7 @@ class DDPHook(Sync):
         # graph DDP calls its hooks when all nodes are done, and waits before any other callback runs.
         self._shadows = task == -1
         self._at_once = self._shadows or torch._C._current_autograd_node() is None
+        self._weigh(idle=self._shadows)
         if not self._at_once:
             at_end(task, self._order, self._end)
 
@@ -277,6 +278,9 @@ class DDPHook(Sync):
 
     def _averaged(self) -> set[int]:
         return set(self._names)
+
+    def _learning(self) -> Iterable[Tensor]:
+        return (p for p in self._model.module.parameters() if p.requires_grad)
 
     def _held(self) -> set[int]:
         return set(self._names)

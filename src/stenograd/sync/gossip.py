@@ -383,6 +383,12 @@ class GossipSync(RoundSync):
             raise ConfigError(f"gossip needs a schedule such as gossip:graph=ring, got {self.method}")
         return schedule
 
+    def _check_weighing(self) -> None:
+        raise ConfigError(
+            f"weights need rounds in which all ranks count at once, got {self.method}, whose ranks mix with "
+            "neighbours: use diloco or local, or leave weights out"
+        )
+
     def _check_settings(self, check_every: int) -> None:
         schedule = self._schedule
         self._before = schedule.order == "combine-then-adapt"

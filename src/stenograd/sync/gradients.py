@@ -187,7 +187,7 @@ class GradientSync(Sync, Joinable):
         self._slots = {id(p): Slot(i) for i, ps in enumerate(by_bucket) for p in ps}
         sparse = {p: Slot(-1) for p in parameters.values() if id(p) in thin}
         self._slots |= {id(p): slot for p, slot in sparse.items()}
-        self._sparse = SparseFiller(sparse, self.world_size)
+        self._sparse = SparseFiller(sparse, self.world_size, self._exchange.weighed)
         for i in old.keys() & self._slots.keys():
             self._slots[i].follow(old[i])
         slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
@@ -270,6 +270,7 @@ class GradientSync(Sync, Joinable):
             self._next = 0
             self._late: list[tuple[Slot, Tensor]] = []
             self._filler.begin()
+            self._weigh()
         self._exchanging, self._seen = self._enabled, task
         self._passes.begun()
 
@@ -331,6 +332,7 @@ class GradientSync(Sync, Joinable):
         self._passes.begun()
         self._finite, self._next, self._late = True, 0, []
         self._filler.begin()
+        self._weigh(idle=True)
         self._end_pass()
 
     def _check_step(
@@ -380,6 +382,7 @@ class GradientSync(Sync, Joinable):
         """Take part in one exchange of the others with zeros; see `join`."""
         if self._pass_id != -1:
             raise StenogradError("this rank's last backward pass did not finish: restart from a checkpoint")
+        self._weigh(idle=True)
         for index in range(len(self._filler.holds)):
             self._filler.zero(index)
             self._exchange.submit(index)

@@ -67,6 +67,7 @@ class Part:
         lost_own: whether this rank's parameters were not finite in a round that the others could hold, or
             would not have been after it.
         passes: number of this rank's backward passes, for the ranks to compare when they exchange.
+        weight: what this rank counts for in the round, such as tokens; None where all count alike.
 
     Reference: Koloskova et al., "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
     Communication", ICML 2019 (CHOCO, here with everyone as neighbour and phi as what all know of all).
@@ -86,6 +87,7 @@ class Part:
     ) -> None:
         self.parameters, self.driver = dict(parameters), driver
         self.lost_own, self.passes = False, 0
+        self.weight: float | None = None
         self._schedule, self._pairs, self._beside = schedule, pairs, beside
         self._diloco = schedule if isinstance(schedule, DiLoCo) else None  # None: parameters become means
         self._exact = self._diloco is None and how.lossless
@@ -124,6 +126,8 @@ class Part:
         if self._schedule.lost == "drop":
             self._before = self._flat.exchange.state_dict()
         own = self._flat.values()
+        if self.weight is not None:
+            self._flat.exchange.weigh(self.weight)
         if self._exact:
             self._sent = own
             self._flat.lend(own, passes=self.passes)
@@ -155,8 +159,12 @@ class Part:
         self._arrived = self._sent if self._exact else [torch.empty_like(t) for t in self._outer]
         self._flat.put(outcome, self._arrived)
         if self._diloco is None and not self._exact:
+            share = self._flat.exchange.share
             for (at, part), lost in zip(self._flat.cuts, outcome.errors, strict=True):
-                self._sent[at][part] = 0.0 if lost is None else lost  # e_i
+                if not share:  # nothing of this rank's was sent
+                    self._sent[at][part] -= self._outer[at][part]
+                    continue
+                self._sent[at][part] = 0.0 if lost is None else lost / share if share != 1.0 else lost  # e_i
         return True
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from stenograd.sync.gossip import Gossip
 from stenograd.sync.outer import Part, check_shapes, fragments_of, joined, of_part
 from stenograd.sync.survivors import Survivors
 from stenograd.topology.pairs import RandomPairs
+from stenograd.wire.agreement import sum_over_ranks
 from stenograd.wire.driver import Driver
 from stenograd.wire.drivers import AnyDriver
 from stenograd.wire.requests import gather
@@ -105,6 +106,7 @@ class ParameterSync(RoundSync):
         self._saved_by = 0  # ranks that saved it
         self._void: set[int] = set()  # names of the nodes that made the last round void
         self._parts: list[Part] = []
+        self._trained_at: dict[int, float] = {}  # what was trained when each fragment's last round began
         self._side: Driver | None = None  # for what is under way while training goes on, whichever fragment
 
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
@@ -128,7 +130,18 @@ class ParameterSync(RoundSync):
             self._parts.append(Part(part, driver, how, schedule, chunk, **shared))
         self._common_at = max(self._counted - schedule.after, 0)
 
+    def _check_weighing(self) -> None:
+        diloco = self._schedule if isinstance(self._schedule, DiLoCo) else None
+        if diloco is not None and (diloco.eager or diloco.topology == "pairs"):
+            raise ConfigError(
+                f"weights need rounds in which all ranks count at once, got {self.method}, whose ranks take "
+                "plain means (of pairs, or with shares a round late): use diloco or local, or leave weights "
+                "out"
+            )
+
     def _begin_rounds(self) -> None:
+        if self._weighing is not None:
+            self._trained_at = dict.fromkeys(range(len(self._parts)), self._weighing.trained)
         for part in self._parts:
             part.anchor()
         self._next = self._period()
@@ -222,7 +235,7 @@ class ParameterSync(RoundSync):
             **joined(self._parts, own=not self._is_common),
             "flying": flying,
             "void": [i for i, name in enumerate(self._names()) if name in self._void],
-            "own": {"skipped": self.skipped},
+            "own": {"skipped": self.skipped, **self._trained_since()},
         }
 
     @as_in_training
@@ -239,6 +252,8 @@ class ParameterSync(RoundSync):
             part.load_state_dict(own)
         self._take_counters(state)
         self._next, self._common_at = int(state["next"]), state["common"]
+        trained = 0.0 if self._weighing is None else self._weighing.trained
+        self._trained_at = {int(f): trained - n for f, n in state["own"].get("trained", {}).items()}
         self._void = {name for i, name in enumerate(self._names()) if i in state["void"]}
         self._flying = {int(f): int(t) for f, t in state["flying"].items()}
         self._saved_by = int(state.get("saved_by", self.world_size))
@@ -302,6 +317,7 @@ class ParameterSync(RoundSync):
         for fragment in self._starts(t):
             # Passes that broke off count, too: one that did on this rank alone shows by it in the round.
             self._parts[fragment].passes = self._begun
+            self._parts[fragment].weight = self._counts(fragment)
             self._parts[fragment].send()
             if self._schedule.delay:
                 self._flying[fragment] = t
@@ -309,6 +325,25 @@ class ParameterSync(RoundSync):
                 self._common_at = t
         if isinstance(self._schedule, Local) and t >= self._next:
             self._next = t + self._agreed_period()
+
+    def _counts(self, fragment: int) -> float | None:
+        """Return what this rank (or node) has trained since the fragment's last round; None if unweighted."""
+        if self._weighing is None:
+            return None
+        self._weighing.agree()
+        trained = self._weighing.trained
+        since, self._trained_at[fragment] = trained - self._trained_at.get(fragment, 0.0), trained
+        if self._nodes is None:
+            return since
+        return sum(sum_over_ranks(self._nodes.inside, [since]))
+
+    def _trained_since(self) -> dict[str, Any]:
+        """Return for a state what this rank has trained since each fragment's last round."""
+        if self._weighing is None:
+            return {}
+        now = self._weighing.trained
+        since = {str(i): now - self._trained_at.get(i, 0.0) for i in range(len(self._parts))}
+        return {"trained": since}
 
     def _finish(self, fragment: int) -> bool:
         """Take what was sent, and do what belongs to a round when its first fragment has come.

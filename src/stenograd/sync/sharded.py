@@ -144,6 +144,12 @@ class ShardedSync(GradientSync):
         """
         raise ConfigError("a sharded model (FSDP) needs as many batches on every rank: cut the longer ones")
 
+    def _check_weighing(self) -> None:
+        raise ConfigError(
+            "weights need plain replicas, got a sharded model (FSDP), which takes plain means inside a "
+            "replica: scale the loss by n times the number of ranks, divided by the sum of all n"
+        )
+
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some."""
         super().refresh()

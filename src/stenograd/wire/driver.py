@@ -16,7 +16,15 @@ from torch import Tensor
 from stenograd.devices import Carriers
 from stenograd.errors import ConfigError, PeerLost, StenogradError, WireError, bad_value, first_line
 from stenograd.launch.failure_detector import FailureDetector
-from stenograd.launch.process_group import came, go_on_without, leave, make_group, roll_call
+from stenograd.launch.process_group import (
+    announce,
+    came,
+    go_on_without,
+    leave,
+    make_group,
+    roll_call,
+    unannounced,
+)
 from stenograd.wire.drivers import AnyDriver, Observer
 from stenograd.wire.gloo import Route, route, spreads, swaps
 from stenograd.wire.groups import as_group, ranks_of
@@ -239,6 +247,15 @@ class Driver:
         """Leave the process group, if it is the driver's own."""
         if self._leave is not None:
             self._leave()
+
+    def announce(self, what: str) -> None:
+        """Tell the other ranks, by the store, that this one does something from now on; waits for nobody."""
+        if self.world_size > 1:
+            announce(self._name, what, self.rank)
+
+    def unannounced(self, what: str, grace_s: float) -> list[int]:
+        """Return the ranks, as numbered in this group, that have not announced it within the time."""
+        return unannounced(self._name, what, self.world_size, grace_s) if self.world_size > 1 else []
 
     def check_groupless(self) -> None:
         """Refuse to go on alone once the program has joined other ranks.

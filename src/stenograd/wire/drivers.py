@@ -89,6 +89,12 @@ class AnyDriver(Protocol):
     def name_of(self, rank: int) -> int:
         """Return the number in the whole world of a rank of this group."""
 
+    def announce(self, what: str) -> None:
+        """Tell the other ranks that this one does something from now on; waits for nobody."""
+
+    def unannounced(self, what: str, grace_s: float) -> list[int]:
+        """Return the ranks that have not announced it within the time."""
+
     def check_groupless(self) -> None:
         """Refuse to go on alone once the program has joined other ranks."""
 

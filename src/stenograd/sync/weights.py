@@ -1,0 +1,151 @@
+"""How much each rank's backward passes count: by tokens, samples, or whatever a loss is a mean of."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stenograd.errors import ConfigError, StenogradError, bad_value
+from stenograd.wire.drivers import AnyDriver
+
+__all__ = ["Weights"]
+
+_WHAT = "weights"  # by which ranks tell in the group's store that they give them
+
+
+class Weights:
+    """Makes gradients that accumulate weighted means, and tells what they count for beside other ranks'.
+
+    With g_a the gradient of pass a, whose loss is a mean over n_a tokens, `.grad` grows by weighted means:
+
+        G_a = (N_{a-1} G_{a-1} + n_a g_a) / N_a,    N_a = N_{a-1} + n_a
+
+    Args:
+        driver: the way to all ranks that give weights.
+
+    Attributes:
+        trained: what all passes so far count for.
+    """
+
+    def __init__(self, driver: AnyDriver) -> None:
+        self.trained = 0.0
+        self._driver, self._agreed = driver, False
+        self._total = self._last = 0.0  # of the passes since an exchange or a step; of the last pass
+        self._factor = self._shrunk = 1.0  # of this pass's gradients, and of those from before it
+        self._told, self._made = False, True  # whether since the last exchange; whether its pass has begun
+        self._handles: dict[int, Any] = {}
+        driver.announce(_WHAT)
+
+    @staticmethod
+    def given_elsewhere(driver: AnyDriver) -> bool:
+        """Return whether another rank has given weights, so that this one must count for nothing."""
+        return len(driver.unannounced(_WHAT, 0.0)) < driver.world_size
+
+    @torch.no_grad()
+    def tell(self, n: float, reduce: str, parameters: Iterable[Tensor]) -> None:
+        """Take what the next backward pass counts for; see `Sync.weight`."""
+        n, held = _checked(n, reduce), list(parameters)
+        self._hook(held)
+        grads = [p.grad for p in held if p.grad is not None]
+        if not self._made:  # no pass came of the last number
+            self.trained -= self._last
+            self._total -= self._last
+            _scale(grads, 1.0 / self._shrunk)
+        if not grads:  # zero_grad(): what was accumulated is gone
+            self._total = 0.0
+        total = self._total + n
+        self._shrunk = self._total / total if self._total else 1.0
+        _scale(grads, self._shrunk)
+        self._factor = (n if reduce == "mean" else 1.0) / total if n else 0.0
+        self._total, self._last = total, n
+        self.trained += n
+        self._told, self._made = True, False
+
+    def take(self) -> float:
+        """Return what the gradients count for that are exchanged now, and begin anew.
+
+        Raises:
+            StenogradError: nobody told, or some ranks do not give weights.
+        """
+        if not self._told:
+            raise StenogradError(
+                "this training is weighted, but a backward pass came without a weight: call sync.weight(n) "
+                "before each backward pass, on every rank"
+            )
+        self.agree()
+        total = self._total
+        self.end()
+        return total
+
+    def end(self) -> None:
+        """Begin anew: gradients were exchanged or applied."""
+        self._total, self._told = 0.0, False
+
+    def agree(self) -> None:
+        """Wait, once, until all ranks give weights: messages are not the same without.
+
+        Raises:
+            StenogradError: some do not in time.
+        """
+        if self._agreed:
+            return
+        silent = self._driver.unannounced(_WHAT, self._driver.timeout_s)
+        if silent:
+            raise StenogradError(
+                f"rank(s) {', '.join(map(str, silent))} gave no weight within "
+                f"{self._driver.timeout_s:.0f} s, while this one did: call sync.weight(n) before each "
+                "backward pass, on every rank"
+            )
+        self._agreed = True
+
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+
+    def _hook(self, parameters: list[Tensor]) -> None:
+        """Scale what autograd adds to these parameters' gradients."""
+        ids = {id(p) for p in parameters}
+        if ids == self._handles.keys():
+            return
+        self.close()
+        scaled = partial(_scaled, weakref.ref(self))
+        torch._dynamo.decorators.skip(_scaled)
+        self._handles = {id(p): p.register_hook(scaled) for p in parameters}
+
+
+def _scaled(weights: weakref.ref[Weights], grad: Tensor) -> Tensor | None:
+    """Return a pass's gradient by its share of what has accumulated; None where that is all."""
+    running = weights()
+    if running is None:
+        return None
+    running._made = True
+    if running._factor == 1.0:
+        return None
+    # The mean over nothing may be NaN.
+    return grad * running._factor if running._factor else torch.zeros_like(grad)
+
+
+def _scale(grads: list[Tensor], factor: float) -> None:
+    if factor != 1.0 and grads:
+        torch._foreach_mul_(grads, factor)
+
+
+def _checked(n: float, reduce: str) -> float:
+    number = float(n)
+    if not (math.isfinite(number) and number >= 0):
+        raise bad_value(
+            "n", "must be a finite number >= 0", n, "give the number of tokens or samples", ConfigError
+        )
+    if reduce not in ("mean", "sum"):
+        raise bad_value(
+            "reduce", "must be mean or sum", reduce, "say what the loss is over its n", ConfigError
+        )
+    return number

@@ -1,0 +1,329 @@
+"""Ranks and passes that count differently, by tokens: as one process over all tokens would train."""
+
+import warnings
+
+import pytest
+import torch
+from models import ALL_METHODS, SMALL_BUCKETS, flat, mlp
+from support.faces import attached
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn import functional
+
+import stenograd
+from stenograd.errors import ConfigError, StenogradError
+from stenograd.schedules import DiLoCo, EveryStep, Local
+from stenograd.testing.methods import by_name
+
+WORLD, STEPS = 3, 6
+EVERY = [m for m in ALL_METHODS if isinstance(stenograd.method(m).schedule, EveryStep)]
+# Shares of 1/2, 1/2 and 2: factors by which a gradient may be multiplied at any time, with the same bits.
+COUNTS = ((4, 4, 16), (1, 1, 4), (16, 4, 4), (2, 8, 2))
+
+
+def _batch(step, rank, n, dtype=torch.float32):
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = (torch.randn(n, k, generator=g).to(dtype) for k in (10, 3))
+    return x, y
+
+
+def _scaled(rank, face, method, weighted):
+    """Train with weights, or with losses multiplied by the shares that the weights mean."""
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    net, sync = attached(face, model, optimizer, method, SMALL_BUCKETS, timeout_s=60)
+    for step in range(STEPS):
+        counts = COUNTS[step % len(COUNTS)]
+        share = WORLD * counts[rank] / sum(counts)
+        optimizer.zero_grad()
+        loss = functional.mse_loss(net(_batch(step, rank, 5)[0]), _batch(step, rank, 5)[1])
+        if weighted:
+            sync.weight(counts[rank])
+        (loss if weighted else loss * share).backward()
+        optimizer.step()
+    assert sync.skipped == 0
+    sync.close()
+    return flat(model)
+
+
+@pytest.mark.parametrize(
+    ("face", "method"),
+    [*(("distribute", m) for m in EVERY), *(("ddp", m) for m in by_name() if m in EVERY)],
+)
+def test_every_method_sends_what_it_would_of_scaled_gradients(pool, face, method):
+    """Bit for bit, feedback included, since shares are powers of two."""
+    ranks = pool.run(WORLD, _scaled, face, method, True)
+    assert all(torch.equal(other, ranks[0]) for other in ranks)
+    assert torch.equal(ranks[0], pool.run(WORLD, _scaled, face, method, False)[0])
+
+
+def _sizes(step, accumulated, part, rank):
+    """How many samples a rank has in a pass; none now and then."""
+    return (3 * step + 5 * part + 4 * rank + accumulated) % 9
+
+
+def _uneven(rank, face, method, accumulated, reduce, dtype):
+    model = mlp(1).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    net, sync = attached(face, model, optimizer, method, SMALL_BUCKETS, timeout_s=60)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(accumulated):
+            n = _sizes(step, accumulated, part, rank)
+            x, y = _batch(step * accumulated + part, rank, n, dtype)
+            sync.enabled = part == accumulated - 1
+            sync.weight(n + 1)  # a batch that is not used
+            sync.weight(n * 3, reduce=reduce)
+            functional.mse_loss(net(x), y, reduction=reduce).backward()
+        optimizer.step()
+    sync.close()
+    return flat(model)
+
+
+def _by_one_process(accumulated, dtype):
+    model = mlp(1).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = [
+            _batch(step * accumulated + part, rank, _sizes(step, accumulated, part, rank), dtype)
+            for part in range(accumulated)
+            for rank in range(WORLD)
+        ]
+        x, y = (torch.cat(kind) for kind in zip(*batches, strict=True))
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize(
+    ("face", "method"),
+    [("distribute", "dense"), ("ddp", "dense"), ("distribute", "topk:ratio=1")],
+)
+def test_training_equals_one_process_over_all_samples(pool, face, method, accumulated, reduce):
+    """Empty batches, whose mean is NaN, count for nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = pool.run(WORLD, _uneven, face, method, accumulated, reduce, torch.float64)
+    wanted = _by_one_process(accumulated, torch.float64)
+    for other in found:
+        assert torch.allclose(other, wanted, rtol=0, atol=1e-6 if "topk" in method else 1e-12)
+
+
+ROUNDS = [
+    "local:every=3",
+    "local:every=3,after=3",
+    "local:every=2/topk:ratio=0.5",
+    "diloco:every=3",
+    "diloco:every=4,fragments=2",
+    "diloco:every=4,delay=1",
+    "diloco:every=2/topk:ratio=0.5",
+    "sparseloco:every=2",
+]
+
+
+def _linear(rank, method, weighted):
+    """Losses whose gradients do not depend on the weights, so that scaling them scales what a rank moves."""
+    model = mlp(2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=60)
+    counts = COUNTS[0]
+    share = WORLD * counts[rank] / sum(counts)
+    for step in range(12):  # whole rounds: between them, ranks have their plain mean in common
+        optimizer.zero_grad()
+        g = torch.Generator().manual_seed(100 * step + rank)
+        pulls = [torch.randn(p.shape, generator=g, dtype=p.dtype) for p in model.parameters()]
+        loss = sum((p * pull).sum() for p, pull in zip(model.parameters(), pulls, strict=True))
+        if weighted:
+            sync.weight(counts[rank] * (step + 1))
+        (loss if weighted else loss * share).backward()
+        optimizer.step()
+    with sync.consensus():
+        found = flat(model)
+    sync.close()
+    return found
+
+
+@pytest.mark.parametrize("method", ROUNDS)
+def test_rounds_count_what_each_rank_has_trained(pool, method):
+    """A rank that counts twice brings twice as much, as if it had moved twice as far."""
+    if method.startswith("local") and "topk" in method:
+        pytest.skip("what a rank keeps for itself is in its own units: see the next test")
+    found = pool.run(WORLD, _linear, method, True)
+    wanted = pool.run(WORLD, _linear, method, False)
+    for other, one in zip(found, wanted, strict=True):
+        assert torch.allclose(other, one, rtol=0, atol=1e-9)
+
+
+def _idle(rank, method):
+    """Ranks of which only the first has anything to train on."""
+    model = mlp(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=60)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = _batch(step, rank, 4)
+        sync.weight(4 if rank == 0 else 0)
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    with sync.consensus():
+        found = flat(model)
+    sync.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "method", ["dense", "sign", "local:every=2", "diloco:every=2,outer_lr=1,momentum=0,nesterov=false"]
+)
+def test_ranks_that_count_nothing_change_nothing(pool, method):
+    found = pool.run(2, _idle, method)
+    alone = pool.run(1, _idle, "dense" if method != "sign" else "sign")
+    assert all(torch.allclose(other, alone[0], rtol=0, atol=1e-6) for other in found)
+
+
+def _resumed(rank, method, cut):
+    """Train, or stop in the middle of a round and go on from what was saved."""
+    state = None
+    for start, stop in ((0, cut), (cut, 8)):
+        model = mlp(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        sync = stenograd.distribute(model, optimizer, method, bucket_bytes=SMALL_BUCKETS, timeout_s=60)
+        if state is not None:
+            for part, kept in zip((model, optimizer, sync), state, strict=True):
+                part.load_state_dict(kept)
+            sync.after_load()
+        for step in range(start, stop):
+            optimizer.zero_grad()
+            x, y = _batch(step, rank, 4)
+            sync.weight((7 * rank + 5 * step) % 11 + 1)
+            functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        state = [part.state_dict() for part in (model, optimizer, sync)]
+        state[0] = {name: value.clone() for name, value in state[0].items()}
+        sync.close()
+    return flat(model)
+
+
+@pytest.mark.parametrize("method", ["topk:ratio=0.1", "local:every=3", "diloco:every=4,fragments=2"])
+def test_a_resumed_training_counts_on(pool, method):
+    assert torch.equal(pool.run(2, _resumed, method, 5)[1], pool.run(2, _resumed, method, 0)[1])
+
+
+def _joined(rank, face):
+    """Ranks with as many batches as their number."""
+    model = mlp(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    net, sync = attached(face, model, optimizer, "dense", SMALL_BUCKETS, timeout_s=60)
+    with Join([net]) if face == "ddp" else sync.join():
+        for step in range(rank):
+            optimizer.zero_grad()
+            x, y = _batch(step, rank, rank + 1)
+            sync.weight(rank + 1)
+            functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+    sync.close()
+    return flat(model)
+
+
+@pytest.mark.parametrize("face", ["distribute", "ddp"])
+def test_a_rank_without_batches_counts_nothing(pool, face):
+    found = pool.run(WORLD, _joined, face)
+    model = mlp(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(WORLD - 1):
+        optimizer.zero_grad()
+        batches = [_batch(step, rank, rank + 1) for rank in range(step + 1, WORLD)]
+        x, y = (torch.cat(kind) for kind in zip(*batches, strict=True))
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert torch.allclose(found[-1], flat(model), rtol=0, atol=1e-6)
+
+
+def _embedded(rank):
+    """Sparse gradients of an embedding, beside dense ones."""
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = stenograd.distribute(model, optimizer, "dense", timeout_s=60)
+    for step in range(4):
+        optimizer.zero_grad()
+        n = 2 + 3 * rank + step
+        sync.weight(n)
+        model(_words(step, rank, n)).square().mean().backward()
+        optimizer.step()
+    sync.close()
+    return flat(model)
+
+
+def _words(step, rank, n):
+    return torch.randint(0, 20, (n, 2), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def test_sparse_gradients_count_alike(pool):
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        words = torch.cat([_words(step, rank, 2 + 3 * rank + step) for rank in range(2)])
+        model(words).square().mean().backward()
+        optimizer.step()
+    for other in pool.run(2, _embedded):
+        assert torch.allclose(other, flat(model), rtol=0, atol=1e-6)
+
+
+def _one_forgets(rank, method):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = stenograd.distribute(model, optimizer, method, timeout_s=3)
+    if rank == 0:
+        sync.weight(3)
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    except StenogradError as error:
+        return str(error)
+    finally:
+        sync.close()
+    return ""
+
+
+@pytest.mark.parametrize("method", ["dense", "local:every=1"])
+def test_a_rank_that_gives_no_weight_is_named(pool, method):
+    told = pool.run(2, _one_forgets, method)
+    assert "rank(s) 1 gave no weight within 3 s" in told[0]
+    assert told[1]  # whatever is found out there
+
+
+def test_what_cannot_be_weighed_is_refused():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer) as sync:
+        for bad in (-1, float("nan"), float("inf")):
+            with pytest.raises(ConfigError, match="n must be a finite number"):
+                sync.weight(bad)
+        with pytest.raises(ConfigError, match="reduce must be mean or sum"):
+            sync.weight(1, reduce="median")
+        sync.weight(1)
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(StenogradError, match="a backward pass came without a weight"):
+            model(torch.ones(1, 4)).sum().backward()
+    for method in ("gossip", "noloco:every=2", "diloco:every=2,eager=true"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with (
+                stenograd.distribute(model, optimizer, method) as sync,
+                pytest.raises(ConfigError, match="weights"),
+            ):
+                sync.weight(1)
+
+
+def test_every_way_of_training_in_rounds_is_tried():
+    """All presets and schedules that can be weighed."""
+    kinds = {type(stenograd.method(m).schedule) for m in ROUNDS}
+    assert kinds == {Local, DiLoCo}
