@@ -1,6 +1,7 @@
 """Rounds when a rank dies: an error, or a round that the others hold without it."""
 
 import os
+import time
 import warnings
 
 import pytest
@@ -115,6 +116,33 @@ def test_survivors_hold_the_round_without_the_lost_rank(pool, tmp_path, text, ph
     for number in range(DIES_IN if phase != "arrived" else DIES_IN + 1, STEPS // EVERY):
         wanted = _expected(text, [found[0][number] for found in told.values()])
         torch.testing.assert_close(ends[0][number], wanted, rtol=1e-10, atol=1e-12)
+
+
+def _by_time(rank, folder, text, dies_in):
+    """Train at the speed of one's rank; rank 2 dies after some steps, wherever the others are."""
+    model, optimizer, sync = _attached(text, nn.Tanh(), timeout_s=6)
+    step = 0
+    while sync.round < 8:
+        time.sleep(0.002 * (1 + 3 * rank))
+        _backward(model, optimizer, rank, step)
+        step += 1
+        if rank == 2 and step == dies_in:
+            os._exit(9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+    with sync.consensus():
+        tell(folder, rank, (_flat(sync), sync.round, [event["lost"] for event in sync.events], step))
+    sync.close()
+
+
+@pytest.mark.parametrize("dies_in", [1, 7, 13])
+@pytest.mark.parametrize("text", ["diloco:every=0.05s,lost=drop", "local:every=0.05s,lost=drop"])
+def test_rounds_by_time_go_on_without_a_lost_rank(pool, tmp_path, text, dies_in):
+    told = list(survivors(pool, 4, _by_time, tmp_path, text, dies_in).values())
+    assert all(torch.equal(found, told[0][0]) for found, *_ in told)
+    assert all(rounds == 8 and lost == [[2]] for _, rounds, lost, _ in told)
+    assert told[0][3] > told[-1][3]
 
 
 def _half_confirmed(rank, folder, text, dies_in, evaluates):

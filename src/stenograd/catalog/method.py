@@ -437,6 +437,8 @@ def _parse(
     defaults = {f.name: f.default for f in fields(cls)}
     for item in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
+        if key == "every" and "seconds" in kinds and value.endswith("s"):
+            key, value = "seconds", value[:-1]  # every=30s
         if key not in kinds:
             keys = ", ".join(kinds)
             raise MethodError(f"{entry} has no key {key!r}{_hint(key, kinds)} keys: {keys}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method, method
-from stenograd.errors import check_count
+from stenograd.errors import MethodError, check_count
 from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
 from stenograd.planning.program import BROADCAST, Collective, Event, Program
 from stenograd.planning.trial import Trial, Work, first_batches, untouched
@@ -299,6 +299,8 @@ def _shape(how: Method, world_size: int) -> tuple[Method, dict[str, int]]:
     if not stretches(how):
         return how, {"period": every, "apart": every, "idle": 0}
     if isinstance(schedule, Rounds):
+        if schedule.seconds:
+            raise MethodError(f"{how}: rounds that go by time cannot be planned: count steps, as every=30")
         apart = schedule.delay + 1
         shape = {"period": schedule.fragments * apart, "apart": apart}
         shape["idle"] = every // schedule.fragments - apart

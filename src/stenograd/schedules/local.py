@@ -26,7 +26,7 @@ class Local(Rounds):
         qsr: the quadratic synchronisation rule: the next round comes after `max(every, floor((qsr / lr)^2))`
             steps, lr being the learning rate of the first parameter group when the round starts. So rounds
             become rarer as the rate falls. 0 for rounds of `every` steps.
-        every, after, states, states_every, buffers: see `Rounds`.
+        every, seconds, after, states, states_every, buffers: see `Rounds`.
 
     Raises:
         MethodError: a value is outside its range.
@@ -56,6 +56,8 @@ class Local(Rounds):
         super().__post_init__()
         if not (self.qsr >= 0 and math.isfinite(self.qsr)):
             raise bad_value("qsr", "must be 0 or positive", self.qsr, "leave it out for none", MethodError)
+        if self.qsr and self.seconds:
+            raise bad_value("qsr", "must be 0 with seconds", self.qsr, "leave one of them out", MethodError)
 
     def check(self, codec: Codec) -> None:
         """Refuse also what scales up the differences that it sends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 
@@ -42,6 +43,10 @@ class Rounds(Schedule):
 
     Args:
         every: H, counted in backward passes outside `no_sync()`; 1 to 2^31 - 1.
+        seconds: time from the end of a round to the next, in place of `every`; written `every=30s` in text. A
+            rank comes to the round with its first step after that, so each makes as many steps as its speed
+            allows, and counts for as many (or for its tokens, see `Sync.weight`). 0 for rounds of `every`
+            steps. Needs one level, one fragment and no delay.
         after: number of passes at the start in which gradients are averaged as usual, densely.
         states: what a round does with the optimizers' own states (momenta, second moments): "keep" each
             rank's own, "average" them, or "reset" them, so that every round starts without any.
@@ -61,6 +66,7 @@ class Rounds(Schedule):
 
     every: int = 8
     _: KW_ONLY
+    seconds: float = 0.0
     after: int = 0
     states: str = "keep"
     states_every: int = 3
@@ -71,6 +77,11 @@ class Rounds(Schedule):
 
     def __post_init__(self) -> None:
         check_count("every", self.every, "use 8", MethodError)
+        if not (self.seconds >= 0 and math.isfinite(self.seconds)):
+            raise bad_value("seconds", "must be 0 or positive", self.seconds, "use 30", MethodError)
+        if self.seconds and (self.inside or self.delay or self.fragments > 1):
+            wanted = "must be 0 with inside, delay or fragments"
+            raise bad_value("seconds", wanted, self.seconds, "count steps: every=30", MethodError)
         check_natural("after", self.after, "leave it out for none")
         check_word("states", self.states, _STATES, "keep")
         check_count("states_every", self.states_every, "use 3", MethodError)

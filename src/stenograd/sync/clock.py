@@ -7,7 +7,7 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -414,6 +414,11 @@ class RoundSync(Sync):
             drop_bad(optimizer, self._averaged(), zeros, self._parameters.values())
             self._warn_of_bad("this optimizer.step() changes nothing on this rank")
 
+    def _around_round(self) -> AbstractContextManager[None]:
+        """Look, around a round, whether optimizers undo it."""
+        drops = self._schedule.lost == "drop"  # a rank, in the middle of it
+        return self._copies.round(None if drops else self._driver)
+
     def _count_bad(self) -> None:
         """Read how many passes since the last time left bad gradients on a device; the host waits for it."""
         unread, self._unread = self._unread, []
@@ -471,8 +476,7 @@ class RoundSync(Sync):
                     self._average_elsewhere(dense=False)
                 self._begin_rounds()
                 continue
-            drops = self._schedule.lost == "drop"  # a rank, in the middle of it
-            with self._copies.round(None if drops else self._driver):
+            with self._around_round():
                 self._meet(t)
             self._count_bad()  # only here: in a round the host waits anyway, and between rounds it must not
 

@@ -66,7 +66,8 @@ class Part:
     Attributes:
         lost_own: whether this rank's parameters were not finite in a round that the others could hold, or
             would not have been after it.
-        passes: number of this rank's backward passes, for the ranks to compare when they exchange.
+        passes: number of this rank's backward passes, for the ranks to compare when they exchange; None where
+            they make unequally many.
         weight: what this rank counts for in the round, such as tokens; None where all count alike.
 
     Reference: Koloskova et al., "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
@@ -86,7 +87,8 @@ class Part:
         beside: Callable[[], list[Tensor]] = list,
     ) -> None:
         self.parameters, self.driver = dict(parameters), driver
-        self.lost_own, self.passes = False, 0
+        self.lost_own = False
+        self.passes: int | None = 0
         self.weight: float | None = None
         self._schedule, self._pairs, self._beside = schedule, pairs, beside
         self._diloco = schedule if isinstance(schedule, DiLoCo) else None  # None: parameters become means

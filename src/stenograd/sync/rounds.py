@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stenograd.errors import ConfigError, NonFiniteError
+from stenograd.errors import ConfigError, NonFiniteError, StenogradError
 from stenograd.exchange.bucket_states import check_state
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
@@ -33,6 +34,9 @@ __all__ = ["ParameterSync"]
 
 T = TypeVar("T")
 
+# What a rank comes for, where rounds go by time.
+_ROUND, _CONSENSUS, _SAVE, _FLUSH = range(4)
+_WORDS = ("a round", "consensus()", "saving", "flush() or refresh()")
 _LOST, _VOID = 1, 2  # this rank's parameters were not finite; so nobody took anything from the round
 
 
@@ -107,6 +111,7 @@ class ParameterSync(RoundSync):
         self._void: set[int] = set()  # names of the nodes that made the last round void
         self._parts: list[Part] = []
         self._trained_at: dict[int, float] = {}  # what was trained when each fragment's last round began
+        self._ends_at, self._held_at = 0.0, 0  # by time: when the next round is due; passes at the last
         self._side: Driver | None = None  # for what is under way while training goes on, whichever fragment
 
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
@@ -129,6 +134,7 @@ class ParameterSync(RoundSync):
                 shared["beside"] = self._buffers
             self._parts.append(Part(part, driver, how, schedule, chunk, **shared))
         self._common_at = max(self._counted - schedule.after, 0)
+        self._ends_at, self._held_at = time.monotonic() + schedule.seconds, self._counted
 
     def _check_weighing(self) -> None:
         diloco = self._schedule if isinstance(self._schedule, DiLoCo) else None
@@ -144,7 +150,8 @@ class ParameterSync(RoundSync):
             self._trained_at = dict.fromkeys(range(len(self._parts)), self._weighing.trained)
         for part in self._parts:
             part.anchor()
-        self._next = self._period()
+        self._next, self._held_at = self._period(), self._counted
+        self._ends_at = time.monotonic() + self._schedule.seconds
 
     def _dismantle(self) -> None:
         for part in self._parts:
@@ -172,9 +179,14 @@ class ParameterSync(RoundSync):
     @as_in_training
     def flush(self) -> None:
         """Hold the round that is due because a step was skipped, and finish what is under way."""
-        super().flush()
+        self._come_for(_FLUSH)
         for fragment in list(self._flying):
             self._finish(fragment)
+
+    @as_in_training
+    def before_save(self) -> None:
+        """Do what is due before anything is saved; all ranks call it, first of all."""
+        self._come_for(_SAVE)
 
     def _drivers(self) -> list[AnyDriver]:
         return [*super()._drivers(), *([] if self._side is None else [self._side])]
@@ -189,7 +201,7 @@ class ParameterSync(RoundSync):
         right after an exact round they are in place already, and nothing is sent. Floating buffers are
         averaged with them.
         """
-        self._hold_if_due()
+        self._come_for(_CONSENSUS)
         if self._is_common:
             yield
             return
@@ -221,9 +233,11 @@ class ParameterSync(RoundSync):
         What is due is done first, and what is under way is waited for, so call it on all ranks. A re-sharded
         state (see `stenograd.reshard`) ends the round under way by the mean of all ranks' parameters.
         """
-        self._hold_if_due()
+        if not self._schedule.seconds:  # else all come together before they save
+            self._hold_if_due()
         counters = {
-            "passes": self._counted,
+            # By time each rank makes as many as it can.
+            "passes": min(self._counted, self._dense_passes) if self._schedule.seconds else self._counted,
             "round": self.round,
             "next": self._next,
             "common": self._common_at,
@@ -252,6 +266,7 @@ class ParameterSync(RoundSync):
             part.load_state_dict(own)
         self._take_counters(state)
         self._next, self._common_at = int(state["next"]), state["common"]
+        self._ends_at, self._held_at = time.monotonic() + self._schedule.seconds, self._counted
         trained = 0.0 if self._weighing is None else self._weighing.trained
         self._trained_at = {int(f): trained - n for f, n in state["own"].get("trained", {}).items()}
         self._void = {name for i, name in enumerate(self._names()) if i in state["void"]}
@@ -301,6 +316,8 @@ class ParameterSync(RoundSync):
 
     def _is_due(self, t: int) -> bool:
         ends = any(t >= sent + self._schedule.delay for sent in self._flying.values())
+        if self._schedule.seconds:
+            return time.monotonic() >= self._ends_at
         late = isinstance(self._schedule, Local) and t >= self._next  # an earlier round is still due
         return ends or late or bool(self._starts(t))
 
@@ -311,6 +328,9 @@ class ParameterSync(RoundSync):
             NonFiniteError: on every rank, if some rank's parameters are not finite a second time.
             StenogradError: on every rank, if they are at different backward passes (in pairs: on both ranks).
         """
+        if self._schedule.seconds:
+            self._assemble(_ROUND)
+            return
         for fragment, sent in list(self._flying.items()):
             if t >= sent + self._schedule.delay:
                 self._finish(fragment)
@@ -325,6 +345,53 @@ class ParameterSync(RoundSync):
                 self._common_at = t
         if isinstance(self._schedule, Local) and t >= self._next:
             self._next = t + self._agreed_period()
+
+    def _come_for(self, what: int) -> None:
+        """Do what is due before something that all ranks do together."""
+        if not self._schedule.seconds:
+            self._hold_if_due()
+        elif self._parts:
+            self.after_load()
+            self._assemble(what)
+
+    def _assemble(self, what: int) -> None:
+        """Come together with all ranks, where rounds go by time; if some come for a round, all hold it first.
+
+        So a rank that has ended its loop, and exports or saves what came of it, goes on taking part in the
+        rounds of slower ones until these have ended, too.
+
+        Raises:
+            StenogradError: on all ranks: they have come for different things.
+        """
+        while True:
+            came = self._ask_all(what)
+            if _ROUND in came:
+                with super()._around_round():  # every rank is there now
+                    self._hold_timed()
+                if what == _ROUND:
+                    return
+            elif set(came) == {what}:
+                return
+            else:
+                told = ", ".join(f"rank {rank} for {_WORDS[other]}" for rank, other in enumerate(came))
+                raise StenogradError(
+                    f"ranks came for different things: {told}: call these on all ranks, in one order"
+                )
+
+    def _around_round(self) -> AbstractContextManager[None]:
+        # By time, a rank does not know yet whether all come for a round.
+        return nullcontext() if self._schedule.seconds else super()._around_round()
+
+    def _hold_timed(self) -> None:
+        """Hold a round of ranks that have made as many steps as they could since the last."""
+        (part,) = self._parts
+        steps, self._held_at = self._counted - self._held_at, self._counted
+        counted = self._counts(0)
+        part.passes, part.weight = None, float(steps) if counted is None else counted
+        part.send()
+        self._finish(0)
+        self._due = []  # another rank's round was this one's, too
+        self._ends_at = time.monotonic() + self._schedule.seconds
 
     def _counts(self, fragment: int) -> float | None:
         """Return what this rank (or node) has trained since the fragment's last round; None if unweighted."""
@@ -502,14 +569,18 @@ class ParameterSync(RoundSync):
         # Else the period is in the method's text, which was compared: nothing to ask.
         if not isinstance(self._schedule, Local) or not self._schedule.qsr:
             return period
-        own = torch.tensor([period], device="cpu")
-        found = [int(other) for (other,) in self._together(lambda: self._way.run(gather(own)))]
+        found = self._ask_all(period)
         if len(set(found)) > 1:
             raise ConfigError(
                 f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "
                 "scheduler alike on all ranks"
             )
         return period
+
+    def _ask_all(self, number: int) -> list[int]:
+        """Return every rank's number."""
+        own = torch.tensor([number], device="cpu")
+        return [int(other) for (other,) in self._together(lambda: self._way.run(gather(own)))]
 
     def _together(self, collective: Callable[[], T]) -> T:
         """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
@@ -543,8 +614,8 @@ class ParameterSync(RoundSync):
 
     @property
     def _is_common(self) -> bool:
-        """Whether all ranks' parameters are known to be equal now."""
-        return self._common_at == max(self._counted - self._dense_passes, 0)
+        """Whether all ranks' parameters are known to be equal now; by time, others may have gone on."""
+        return not self._schedule.seconds and self._common_at == max(self._counted - self._dense_passes, 0)
 
     def _averages_states(self, number: int) -> bool:
         """Return whether a round averages the optimizers' states."""
