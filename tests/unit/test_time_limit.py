@@ -123,3 +123,17 @@ def test_a_rank_that_stops_in_the_middle_of_a_message_is_late_like_any_other(poo
     with pytest.raises(RanksFailed, match="rank 0: no answer in 2 s"):
         pool.run(1, _stops_while_it_answers, timeout_s=2.0)
     assert pool.run(1, _length, data) == [1 << 24]
+
+
+def _number(_):
+    return os.getpid()
+
+
+def test_a_rank_that_ended_between_two_runs_is_replaced(pool):
+    first = pool.run(2, _number)
+    os.kill(first[1], signal.SIGKILL)
+    while runs(first[1]):
+        time.sleep(0.01)
+    second = pool.run(2, _number)
+    assert second[0] == first[0]
+    assert second[1] != first[1]

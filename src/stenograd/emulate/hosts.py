@@ -53,6 +53,7 @@ MAX_HOSTS = 254  # what 10.77.0.0/24 has addresses for
 _POLL_S = 0.1
 _START_S = 60.0  # for a Python without torch, and a TAP device for each host
 _TAIL_LINES = 15
+_COMMAND_S = 30.0  # for `ip` and `tc`, which take milliseconds
 _FIRST_PORT = 29500  # below the ephemeral ports; in a namespace of our own nobody else listens
 _PACKET_BYTES, _SEGMENT_BYTES = 1514, 1448  # of Ethernet, with headers and without
 _MOST_BYTES = 65_536  # in one piece, for the kernel
@@ -358,9 +359,12 @@ def command(*words: str) -> str:
     """Run a command and return its output.
 
     Raises:
-        HostsError: it failed.
+        HostsError: it failed, or did not end in time.
     """
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_COMMAND_S)
+    except subprocess.TimeoutExpired:
+        raise HostsError(f"`{' '.join(words)}` did not end in {_COMMAND_S:g} s") from None
     if done.returncode:
         raise HostsError(
             f"`{' '.join(words)}` failed: {done.stderr.strip()}: emulated hosts need network namespaces, "

@@ -1,0 +1,79 @@
+"""One rank of four is five times as slow: rounds of equally many steps against rounds by time.
+
+    python benchmarks/unequal.py --out benchmarks/results/unequal
+
+The slow rank is emulated: each rank sleeps until its step has taken as long as the table says. Tokens are
+samples, of all ranks together; both ways of training see about equally many. Losses are of held-out digits.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from harness import Place, command_line, main, number, publish, table
+
+import stenograd
+from stenograd.tasks import load
+
+_STEP_S = (0.02, 0.02, 0.02, 0.1)  # of each rank
+_EVERY = 30  # steps of a round; by time, those of a fast rank
+_SEEDS = (0, 1, 2)
+# Rounds, in which all ranks make about equally many steps: 4 x 30 in each, or 3 x 30 + 6.
+_WAYS = {f"diloco:every={_EVERY}": 24, f"diloco:every={_EVERY * _STEP_S[0]:g}s": 30}
+
+
+def train(rank: int, method: str, rounds: int, seed: int) -> tuple[float, int, float]:
+    """Be a rank; return the seconds, this rank's steps, and the loss of what all have in common."""
+    task = load("digits")
+    model, samples = task.model(seed), torch.Generator().manual_seed(100 * seed + rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    with stenograd.distribute(model, optimizer, method, timeout_s=60) as sync:
+        start, steps = time.monotonic(), 0
+        while sync.round < rounds:
+            began = time.monotonic()
+            picked = torch.randint(task.train_size, (16,), generator=samples)
+            optimizer.zero_grad()
+            task.loss(model, *task.train_batch(picked))[0].backward()
+            time.sleep(max(0.0, _STEP_S[rank] - (time.monotonic() - began)))
+            optimizer.step()
+            steps += 1
+        taken_s = time.monotonic() - start
+        with sync.consensus(), torch.no_grad():
+            loss = float(task.loss(model.eval(), *task.eval_batch(torch.arange(task.eval_size)))[0])
+    return taken_s, steps, loss
+
+
+def unequal() -> None:
+    """Measure and print."""
+    args = command_line(__doc__).parse_args()
+    told: dict[str, list[Any]] = {method: [] for method in _WAYS}
+    for seed in _SEEDS:
+        for method, rounds in _WAYS.items():
+            told[method].append(Place(ranks=len(_STEP_S)).run(train, method, rounds, seed))
+    lines, base = [], None
+    for method, rounds in _WAYS.items():
+        hourly = statistics.median(3600 * rounds / ranks[0][0] for ranks in told[method])
+        base = base or hourly
+        losses = sorted(ranks[0][2] for ranks in told[method])
+        steps = statistics.median(sum(taken for _, taken, _ in ranks) for ranks in told[method])
+        slow = statistics.median(ranks[-1][1] for ranks in told[method])
+        spread = f"{losses[len(losses) // 2]:.4f} ({losses[0]:.4f} to {losses[-1]:.4f})"
+        lines.append(
+            [method, number(hourly, 0), number(hourly / base, 2), number(steps, 0), number(slow, 0), spread]
+        )
+    head = [
+        "",
+        "rounds an hour",
+        "x",
+        "steps of all ranks",
+        "of the slow one",
+        "loss, median of three seeds (range)",
+    ]
+    publish(args, "One rank of four is five times as slow", told, table(head, lines))
+
+
+if __name__ == "__main__":
+    main(unequal)
