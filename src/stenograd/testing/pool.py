@@ -73,11 +73,13 @@ class RankPool:
             files = [Path(folder, f"rank{rank}") for rank in range(world_size)]
             try:
                 for rank, file in enumerate(files):
-                    if self._members[rank].ended:  # between two calls, as by the system for want of memory
+                    job = (rank, world_size, str(Path(folder, "store")), sys.path, fn, args)
+                    try:
+                        self._members[rank].send(file, job)
+                    except OSError:  # it ended between two calls, as by the system for want of memory
                         self._members[rank].stop()
                         self._members[rank] = _Member(self._context)
-                    job = (rank, world_size, str(Path(folder, "store")), sys.path, fn, args)
-                    self._members[rank].send(file, job)
+                        self._members[rank].send(file, job)
                 waiting = {self._members[rank].pipe: rank for rank in range(world_size)}
                 while waiting:
                     ready = wait(list(waiting), max(deadline - time.monotonic(), 0.0))
@@ -144,11 +146,6 @@ class _Member:
         self._process = context.Process(target=_serve, args=(other, dict(os.environ)), daemon=True)
         self._process.start()
         other.close()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process is gone."""
-        return not self._process.is_alive()
 
     def send(self, file: Path, job: Any) -> None:
         file.write_bytes(pickle.dumps(job))
