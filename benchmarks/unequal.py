@@ -22,7 +22,7 @@ _STEP_S = (0.02, 0.02, 0.02, 0.1)  # of each rank
 _EVERY = 30  # steps of a round; by time, those of a fast rank
 _SEEDS = (0, 1, 2)
 # Rounds, in which all ranks make about equally many steps: 4 x 30 in each, or 3 x 30 + 6.
-_WAYS = {f"diloco:every={_EVERY}": 24, f"diloco:every={_EVERY * _STEP_S[0]:g}s": 36}
+_WAYS = {f"local:every={_EVERY}": 24, f"local:every={_EVERY * _STEP_S[0]:g}s": 30}
 
 
 def train(rank: int, method: str, rounds: int, seed: int) -> tuple[float, int, float]:
