@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +21,18 @@ from stenograd.cli.setup import Setup, check_option, in_ranks, make_setup
 from stenograd.cli.table import Display, counted, megabytes, percent
 from stenograd.errors import ConfigError
 from stenograd.launch.detect import detect
+from stenograd.stopping import STOPPED, stop_on
 from stenograd.wire.agreement import agree
 from stenograd.wire.driver import Driver
 
 __all__ = ["run"]
 
 _REMEMBERED = ("method", "save_every", "save_steps")  # of a job, besides the shared options
+_POLL_STEPS = 8  # between two questions whether to stop, where no exchange tells
+
+
+class _Stopped(Exception):
+    """All ranks were asked to stop, at this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +50,15 @@ def run(job: TrainOptions) -> int:
     """Train, and return the exit status."""
     if job.resume:
         job = _remembered(job)
-    return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
+    with _requests():
+        return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
+
+
+def _requests() -> AbstractContextManager[object]:
+    """Take the signals by which batch systems announce an end; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        return nullcontext()
+    return stop_on(signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 
 
 def _prepare(job: TrainOptions, world_size: int) -> _Ready:
@@ -104,6 +120,10 @@ def _body(ready: _Ready, driver: Driver) -> int:
         _finish(ready, trainer, rows, display)
         if trace is not None:
             display.line(f"wrote {trace}")
+    except _Stopped:
+        saved = "saved nothing: no --out" if ready.folder is None else "saved, to be continued by --resume"
+        display.line(f"stopped after step {trainer.taken} because of a signal; {saved} (status {STOPPED})")
+        return STOPPED
     finally:
         trainer.sync.close()
     return 0
@@ -164,11 +184,16 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
 
 
 def _after_step(ready: _Ready, trainer: Trainer, rows: list[Row], tick: Callable[[], None]) -> None:
-    """Move the bar, and save where the step is one of those to save."""
+    """Move the bar, and save where the step is one of those to save, or the last for now."""
     tick()
-    every, folder = ready.job.save_steps, ready.folder
-    if folder is not None and every is not None and trainer.taken % every == 0:
+    every, folder, sync = ready.job.save_steps, ready.folder, trainer.sync
+    stopping = sync.stopping
+    if sync.needs_poll and trainer.taken % _POLL_STEPS == 0:
+        stopping = sync.poll()
+    if folder is not None and (stopping or (every is not None and trainer.taken % every == 0)):
         folder.save(trainer, rows)
+    if stopping:
+        raise _Stopped
 
 
 def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -> None:

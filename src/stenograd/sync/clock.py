@@ -167,6 +167,7 @@ class RoundSync(Sync):
             self._gradients = GradientSync(
                 self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
             )
+            self._gradients._asked = self._asked
             self._lend_weights()
 
     def _attend(self, model: nn.Module) -> None:
@@ -226,6 +227,24 @@ class RoundSync(Sync):
     def pending(self) -> bool:
         """Whether something is due."""
         return bool(self._due)
+
+    def stop(self) -> None:
+        """Ask all ranks to stop; see `Sync.stop`."""
+        super().stop()
+        if self._gradients is not None:
+            self._gradients.stop()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a rank was asked to stop, true on all ranks after the same step; read it after the step.
+
+        Ranks tell each other in rounds, and in every step while gradients are averaged over all of them.
+        Reading it first holds the round that is due where a step was skipped. Where ranks meet some others
+        only (gossip, pairs), `poll()` tells.
+        """
+        if self._due and not self._closed:
+            self._hold_if_due()
+        return super().stopping or (self._dense and self._gradients is not None and self._gradients.stopping)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -360,6 +379,7 @@ class RoundSync(Sync):
         if self._gradients is not None:
             self._skipped += self._gradients.skipped
             self._gradients._weighing = None  # they stay in use
+            self._hear(self._dense and self._gradients.stopping)
             self._gradients.close()
             self._gradients = None
 

@@ -318,6 +318,7 @@ class ParameterSync(RoundSync):
             # Passes that broke off count, too: one that did on this rank alone shows by it in the round.
             self._parts[fragment].passes = self._begun
             self._parts[fragment].weight = self._counts(fragment)
+            self._parts[fragment].stop = self._asks_in_rounds()
             self._parts[fragment].send()
             if self._schedule.delay:
                 self._flying[fragment] = t
@@ -325,6 +326,17 @@ class ParameterSync(RoundSync):
                 self._common_at = t
         if isinstance(self._schedule, Local) and t >= self._next:
             self._next = t + self._agreed_period()
+
+    @property
+    def needs_poll(self) -> bool:
+        """Whether only `poll()` tells of requests to stop: in pairs, which are not all ranks."""
+        return self._pairs is not None
+
+    def _asks_in_rounds(self) -> bool:
+        """Return whether this rank asks all to stop; in a node, which sends in parts, all do or none."""
+        if self._nodes is None:
+            return self._asks()
+        return self._gradients is not None and self._gradients._stopping
 
     def _counts(self, fragment: int) -> float | None:
         """Return what this rank (or node) has trained since the fragment's last round; None if unweighted."""
@@ -357,6 +369,7 @@ class ParameterSync(RoundSync):
         with self._copies.follow(self._whole[fragment].values(), state=not averages):
             outcome = self._merge(part, first=not fragment)
             self._flying.pop(fragment, None)
+            self._hear(part.stopped)
             sound = self._end(fragment, outcome)
         if not sound:
             return False
@@ -510,6 +523,9 @@ class ParameterSync(RoundSync):
                 "scheduler alike on all ranks"
             )
         return period
+
+    def _ask_all(self, own: Tensor) -> list[tuple[Tensor, ...]]:
+        return self._together(lambda: self._way.run(gather(own)))
 
     def _together(self, collective: Callable[[], T]) -> T:
         """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""
