@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from left_over import left_over
-from small_model import digest, end, flat, net
+from small_model import by_one_process, digest, end, flat, net, uneven
 
 import stenograd
 import stenograd.accelerate
@@ -57,6 +57,21 @@ def dense(folder):
         "exchanges": ours.attached.sync.step,
         "bytes": ours.attached.traffic.moved_bytes,
     }
+
+
+def weighed(method, folder):
+    """Uneven batches, counted by their rows, and how far that leads from one process with all of them."""
+    run = Run(method, accumulate=3)
+    run.optimizer.param_groups[0]["momentum"] = 0.0
+    for step in range(12):
+        x, y = uneven(step, run.rank)
+        with run.accelerator.accumulate(run.model):
+            run.attached.weight(len(x))
+            run.accelerator.backward((run.model(x) - y).square().mean())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    moved, wanted = by_one_process(net(), 12, run.ranks, 3, 0.05)
+    return {"moved": moved, "difference": (flat(run.bare) - flat(wanted)).abs().max().item()}
 
 
 def accumulated_rounds(folder):

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_cases import WIDE
-from small_model import end
+from small_model import by_one_process, end, flat, uneven
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -361,6 +361,29 @@ def fabric_ended(how, way, folder):
         return {"alive": alive, "left": left_over(bare, held), "begun": begun}
     del fabric, model, optimizer, bare, held, sync
     return {"alive": alive, "left": left_over(net()), "begun": begun}
+
+
+class Counted(Task):
+    """Tells how many rows each batch has."""
+
+    def training_step(self, batch, index):
+        x, y = batch
+        self.trainer.strategy.weight(len(x))
+        return (self.net(x) - y).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def weighed(how, folder):
+    """Uneven batches, counted by their rows, and how far that leads from one process with all of them."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    batches = DataLoader([uneven(step, rank, WIDE) for step in range(12)], batch_size=None)
+    module = Counted()
+    training = trainer(StenogradStrategy(how), 4, accumulate_grad_batches=3)
+    training.fit(module, batches)
+    moved, wanted = by_one_process(net(), 12, ranks, 3, 0.05)
+    return {"moved": moved, "difference": (flat(module.net) - flat(wanted)).abs().max().item()}
 
 
 def launched(folder):

@@ -30,6 +30,26 @@ def flat(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
+def uneven(step, rank, size=64):
+    """A batch whose number of rows differs from rank to rank and from step to step."""
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    n = 1 + (3 * step + 5 * rank) % 7
+    return torch.randn(n, size, generator=g), torch.randn(n, size, generator=g)
+
+
+def by_one_process(model, steps, ranks, accumulate, lr):
+    """Train on all ranks' uneven batches together; return how far the weights moved, and the model."""
+    before, optimizer = flat(model), torch.optim.SGD(model.parameters(), lr=lr)
+    size = next(model.parameters()).shape[1]
+    for first in range(0, steps, accumulate):
+        batches = [uneven(s, r, size) for s in range(first, first + accumulate) for r in range(ranks)]
+        x, y = (torch.cat(kind) for kind in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    return (flat(model) - before).abs().max().item(), model
+
+
 def digest(model):
     return hashlib.sha256(flat(model).numpy().tobytes()).hexdigest()
 

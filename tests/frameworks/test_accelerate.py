@@ -18,6 +18,13 @@ def test_dense_equals_accelerate_and_exchanges_once_per_optimizer_step(ran):
         assert rank["bytes"] == 50 * 4 * ELEMENTS
 
 
+@pytest.mark.parametrize("method", ["dense", "local:every=1"])
+def test_weights_count_tokens_as_one_process_would(ran, method):
+    for found in ran("weighed", method):
+        assert found["moved"] > 1e-3
+        assert found["difference"] < 1e-6
+
+
 def test_rounds_count_optimizer_steps_under_accumulation(ran):
     """32 batches, 4 per step: 8 passes, and a round every second."""
     assert ran("accumulated_rounds") == [{"passes": 8, "rounds": 4}] * 2

@@ -40,6 +40,13 @@ def test_dense_is_the_trainers_own_ddp_bit_for_bit(ran):
     assert DENSE_BYTES * 50 <= one["dense"]["bytes"] <= DENSE_BYTES * 50 * 1.02
 
 
+@pytest.mark.parametrize("how", ["dense", "local:every=1"])
+def test_weights_count_rows_as_one_process_would(ran, how):
+    for found in ran("weighed", how):
+        assert found["moved"] > 1e-3
+        assert found["difference"] < 1e-6
+
+
 def test_dense_is_fabrics_own_ddp_bit_for_bit(ran):
     one, other = ran("fabric_plain")
     assert one["ddp"] == other["ddp"] == one["dense"]

@@ -20,6 +20,15 @@ def test_dense_equals_the_trainer_and_exchanges_once_per_optimizer_step(ran):
         assert 1.0 <= found["bytes"] / (50 * 4 * found["elements"]) < 1.01
 
 
+@pytest.mark.parametrize("method", ["dense", "local:every=1"])
+def test_tokens_count_as_in_one_process(ran, method):
+    """Trainer divides each loss by all ranks' tokens, so that a plain mean over ranks is the weighted one."""
+    for found in ran("weighed", method):
+        assert found["ranks"] == 2
+        assert found["moved"] > 1e-3
+        assert found["difference"] < 1e-6
+
+
 def test_frozen_parameters_are_not_sent(ran):
     """As with PEFT: 5 steps of the classifier's 66 elements and two flags, and nothing of the encoder's."""
     for rank in ran("frozen"):

@@ -12,6 +12,8 @@ from small_model import digest, end, flat
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -262,6 +264,48 @@ def broken(method, folder):
         trainer.train()
     except KeyError:
         return {"alive": alive, "left": left_over(trainer.model, trainer.optimizer.optimizer)}
+
+
+class InOrder(Trainer):
+    """Takes samples as they come, so that each step's are known."""
+
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def gpt():
+    torch.manual_seed(3)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes))
+
+
+def weighed(method, folder):
+    """Sentences of unlike lengths: how far Trainer's own token counts lead from one process with all."""
+    g, places, rows = torch.Generator().manual_seed(8), torch.arange(12), []
+    for i in range(32):
+        tokens = torch.randint(0, 64, (12,), generator=g)
+        # The first is predicted by nothing; Trainer would count it.
+        ignored = (places == 0) | (places > 2 + 5 * i % 10)
+        rows.append({"input_ids": tokens, "labels": tokens.masked_fill(ignored, -100)})
+    model = gpt()
+    arguments = TrainingArguments(
+        str(Path(folder, "weighed")), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        num_train_epochs=1, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = InOrder(model, arguments, train_dataset=rows)
+    attached = stenograd.transformers.use(trainer, method, timeout_s=120)
+    trainer.train()
+    wanted = gpt()
+    optimizer, before = torch.optim.SGD(wanted.parameters(), lr=0.1), flat(wanted)
+    for start in range(0, 32, 8):
+        batch = {key: torch.stack([row[key] for row in rows[start : start + 8]]) for key in rows[0]}
+        optimizer.zero_grad()
+        wanted(**batch).loss.backward()
+        optimizer.step()
+    moved = (flat(wanted) - before).abs().max().item()
+    difference = (flat(model) - flat(wanted)).abs().max().item()
+    return {"moved": moved, "difference": difference, "ranks": attached.sync.world_size}
 
 
 def launched(folder):

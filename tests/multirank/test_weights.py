@@ -73,8 +73,8 @@ def _uneven(rank, face, method, accumulated, reduce, dtype):
             x, y = _batch(step * accumulated + part, rank, n, dtype)
             sync.enabled = part == accumulated - 1
             sync.weight(n + 1)  # a batch that is not used
-            sync.weight(n * 3, reduce=reduce)
-            functional.mse_loss(net(x), y, reduction=reduce).backward()
+            sync.weight(n * 3, reduce=reduce, divided=accumulated)
+            (functional.mse_loss(net(x), y, reduction=reduce) / accumulated).backward()
         optimizer.step()
     sync.close()
     return flat(model)
@@ -309,6 +309,8 @@ def test_what_cannot_be_weighed_is_refused():
                 sync.weight(bad)
         with pytest.raises(ConfigError, match="reduce must be mean or sum"):
             sync.weight(1, reduce="median")
+        with pytest.raises(ConfigError, match="divided must be a finite number > 0"):
+            sync.weight(1, divided=0)
         sync.weight(1)
         model(torch.ones(1, 4)).sum().backward()
         with pytest.raises(StenogradError, match="a backward pass came without a weight"):

@@ -139,6 +139,18 @@ class Attachment:
             first = first + other
         return first
 
+    def weight(self, n: float, *, reduce: str = "mean") -> None:
+        """Let the next `accelerator.backward` count n times, whichever model it is of; see `Sync.weight`.
+
+        Accelerate divides each loss by `gradient_accumulation_steps`, which is made up for here: gradients
+        are means over the tokens or samples of all ranks and accumulated passes.
+
+        Example:
+            attached.weight(batch["labels"].ne(-100).sum())
+        """
+        for one in self._attached:
+            one.sync.weight(n, reduce=reduce, divided=self.accelerator.gradient_accumulation_steps)
+
     def close(self) -> None:
         """Leave the process groups, and take threads and hooks away; `accelerator.end_training` calls it.
 

@@ -57,6 +57,19 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
         """The hook or synchronisation of the last `fit`; None before."""
         return self._attached[-1].sync if self._attached else None
 
+    def weight(self, n: float, *, reduce: str = "mean") -> None:
+        """Let this training step count n times, called in `training_step`; see `Sync.weight`.
+
+        The Trainer divides each loss by `accumulate_grad_batches`, which is made up for here: gradients are
+        means over the tokens or samples of all ranks and accumulated batches.
+
+        Example:
+            self.trainer.strategy.weight(batch["labels"].ne(-100).sum())
+        """
+        module = self.lightning_module
+        divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        self.sync.weight(n, reduce=reduce, divided=divided)
+
     def setup_environment(self) -> None:
         """Join the ranks, and make sure that all are there."""
         super().setup_environment()

@@ -222,7 +222,7 @@ class Sync(ABC):
             self.enabled = before
             self._accumulated(passes)
 
-    def weight(self, n: float, *, reduce: str = "mean") -> None:
+    def weight(self, n: float, *, reduce: str = "mean", divided: float = 1.0) -> None:
         """Let the next backward pass count n times: gradients become means over all ranks' tokens or samples.
 
         With g_a the gradient of a rank's pass a, whose loss is a mean over n_a tokens,
@@ -241,10 +241,11 @@ class Sync(ABC):
             n: of this rank's next pass, a finite number >= 0: tokens, samples. A pass that counts 0 adds
                 nothing, even if its loss is NaN, as a mean over nothing is.
             reduce: what the loss is over these: their "mean", or their "sum".
+            divided: what that was then divided by, such as the number of accumulated passes; > 0.
 
         Raises:
-            ConfigError: n or reduce is out of range, or this way of training cannot weigh ranks: gossip,
-                pairs, eager rounds, FSDP.
+            ConfigError: n, reduce or divided is out of range, or this way of training cannot weigh ranks:
+                gossip, pairs, eager rounds, FSDP.
 
         `backward()` or the round raises StenogradError if a rank gives no weight within the timeout.
 
@@ -260,7 +261,7 @@ class Sync(ABC):
         if self._weighing is None:
             self._weighing = Weights(self._driver)
             self._lend_weights()
-        self._weighing.tell(n, reduce, self._learning())
+        self._weighing.tell(n, reduce, divided, self._learning())
 
     def _check_weighing(self) -> None:
         """Refuse weights where ranks cannot count differently."""

@@ -48,9 +48,9 @@ class Weights:
         return len(driver.unannounced(_WHAT, 0.0)) < driver.world_size
 
     @torch.no_grad()
-    def tell(self, n: float, reduce: str, parameters: Iterable[Tensor]) -> None:
+    def tell(self, n: float, reduce: str, divided: float, parameters: Iterable[Tensor]) -> None:
         """Take what the next backward pass counts for; see `Sync.weight`."""
-        n, held = _checked(n, reduce), list(parameters)
+        n, held = _checked(n, reduce, divided), list(parameters)
         self._hook(held)
         grads = [p.grad for p in held if p.grad is not None]
         if not self._made:  # no pass came of the last number
@@ -62,7 +62,7 @@ class Weights:
         total = self._total + n
         self._shrunk = self._total / total if self._total else 1.0
         _scale(grads, self._shrunk)
-        self._factor = (n if reduce == "mean" else 1.0) / total if n else 0.0
+        self._factor = (n if reduce == "mean" else 1.0) * divided / total if n else 0.0
         self._total, self._last = total, n
         self.trained += n
         self._told, self._made = True, False
@@ -138,7 +138,7 @@ def _scale(grads: list[Tensor], factor: float) -> None:
         torch._foreach_mul_(grads, factor)
 
 
-def _checked(n: float, reduce: str) -> float:
+def _checked(n: float, reduce: str, divided: float) -> float:
     number = float(n)
     if not (math.isfinite(number) and number >= 0):
         raise bad_value(
@@ -148,4 +148,6 @@ def _checked(n: float, reduce: str) -> float:
         raise bad_value(
             "reduce", "must be mean or sum", reduce, "say what the loss is over its n", ConfigError
         )
+    if not (math.isfinite(divided) and divided > 0):
+        raise bad_value("divided", "must be a finite number > 0", divided, "leave it out", ConfigError)
     return number
