@@ -15,7 +15,7 @@ from typing import Any
 
 from stenograd.errors import ConfigError, StenogradError, bad_value
 
-__all__ = ["SAME_S", "STOPPED", "StopOn", "requested", "stop_on", "watches"]
+__all__ = ["SAME_S", "STOPPED", "StopOn", "alone", "requested", "stop_on", "watches"]
 
 # Exit status of a training that has saved and leaves. EX_TEMPFAIL of sysexits.h: a failure that another
 # attempt mends. No shell, Python or signal ends a program by it, so batch systems can requeue on it.
@@ -155,6 +155,25 @@ def requested() -> bool:
 def watches() -> bool:
     """Return whether this process may be asked to stop by a signal."""
     return bool(_active)
+
+
+def alone() -> Callable[[], None]:
+    """Let signals be requests and nothing else, where a framework has put handlers before ours.
+
+    Returns:
+        What gives the signals back to the handlers that they have now.
+    """
+    before = {number: signal.getsignal(number) for one in _active for number in one.signals}
+    ours = {number: one._note for one in _active for number in one.signals}
+    for number, note in ours.items():
+        signal.signal(number, note)
+
+    def undo() -> None:
+        for number, handler in before.items():
+            if signal.getsignal(number) == ours[number]:
+                signal.signal(number, _usable(handler))
+
+    return undo
 
 
 def _checked(number: int) -> signal.Signals:

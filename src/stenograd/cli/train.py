@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stenograd.adapters import stops
 from stenograd.catalog.method import Method, method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.folder import RunFolder, make_folder, saved_options
@@ -28,7 +29,6 @@ from stenograd.wire.driver import Driver
 __all__ = ["run"]
 
 _REMEMBERED = ("method", "save_every", "save_steps")  # of a job, besides the shared options
-_POLL_STEPS = 8  # between two questions whether to stop, where no exchange tells
 
 
 class _Stopped(Exception):
@@ -186,10 +186,8 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
 def _after_step(ready: _Ready, trainer: Trainer, rows: list[Row], tick: Callable[[], None]) -> None:
     """Move the bar, and save where the step is one of those to save, or the last for now."""
     tick()
-    every, folder, sync = ready.job.save_steps, ready.folder, trainer.sync
-    stopping = sync.stopping
-    if sync.needs_poll and trainer.taken % _POLL_STEPS == 0:
-        stopping = sync.poll()
+    every, folder = ready.job.save_steps, ready.folder
+    stopping = stops(trainer.sync, trainer.taken)
     if folder is not None and (stopping or (every is not None and trainer.taken % every == 0)):
         folder.save(trainer, rows)
     if stopping:

@@ -159,6 +159,9 @@ class Sync(ABC):
     _asked: bool = False  # to stop, by `stop()`
     _stopping: bool = False
 
+    #: Whether all ranks called `stop_on` before attaching; looked at where only `poll()` tells.
+    listens: bool = False
+
     @property
     def traffic(self) -> Traffic:
         """This rank's totals since attaching: `payload_bytes`, `moved_bytes`, `collectives`, `wait_s`."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stenograd.catalog.method import MethodLike, method
 from stenograd.errors import ConfigError, StenogradError
 from stenograd.launch.process_group import join
+from stenograd.stopping import watches
 from stenograd.sync.attached import Sync, as_in_training, at_end, next_order, refuse_nested
 from stenograd.sync.averaging import Copies, floating_buffers
 from stenograd.sync.gradients import GradientSync
@@ -124,6 +125,7 @@ class RoundSync(Sync):
             )
         synced_parameters(self._model, self._optimizers)  # complain before connecting
         self._check_settings(check_every)
+        self.listens = self.needs_poll and watches()  # which ranks must know of each other to ask by turns
         world = join(timeout_s=timeout_s)
         self._group = group
         # A group of its own: what the program sends in its backward passes would be paired with rounds.
@@ -264,6 +266,8 @@ class RoundSync(Sync):
         parameters = synced_parameters(self._model, self._optimizers)
         settings = {"bucket_bytes": self._bucket_bytes, "settings": self._settings}
         settings["optimizers that may keep copies"] = self._copies.count
+        if self.listens:
+            settings["a call of stop_on() before distribute()"] = True
         self._compare(parameters, settings)
         # Master weights and the like must take over what rank 0's values change.
         with self._copies.follow(self._model.parameters()):

@@ -330,7 +330,7 @@ class ParameterSync(RoundSync):
     @property
     def needs_poll(self) -> bool:
         """Whether only `poll()` tells of requests to stop: in pairs, which are not all ranks."""
-        return self._pairs is not None
+        return isinstance(self._schedule, DiLoCo) and self._schedule.topology == "pairs"
 
     def _asks_in_rounds(self) -> bool:
         """Return whether this rank asks all to stop; in a node, which sends in parts, all do or none."""
