@@ -116,6 +116,7 @@ def _arm(fault):
         "quit": lambda: sys.exit(0),
         "nap": lambda: time.sleep(1e6),
         "mark": lambda: None,
+        "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
     }[fault["do"]]
     left = fault["nth"]
 
@@ -137,7 +138,10 @@ def _arm(fault):
 
 
 def _watch(moment, tick):
-    """Call `tick` before every collective, forward pass of a module or fsync, or after an optimizer step."""
+    """Call `tick` before every collective, round, evaluation, forward pass of a module or fsync (a save).
+
+    Or within its backward pass, or after an optimizer step.
+    """
     if moment == "forward":
         from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -146,6 +150,24 @@ def _watch(moment, tick):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         register_optimizer_step_post_hook(tick)
+    elif moment == "backward":
+        from torch.nn.modules.module import register_module_forward_hook
+
+        def in_backward(module, _, out):
+            if out.requires_grad:
+                out.register_hook(lambda _: tick())
+
+        register_module_forward_hook(in_backward)
+    elif moment == "evaluation":
+        from stenograd.cli.loop import Trainer
+
+        Trainer.evaluate = _after(tick, Trainer.evaluate)
+    elif moment == "round":
+        from stenograd.sync.gossip import GossipSync
+        from stenograd.sync.rounds import ParameterSync
+
+        for kind in (GossipSync, ParameterSync):
+            kind._meet = _after(tick, kind._meet)
     elif moment == "collective":
         from stenograd.wire.driver import Driver
 

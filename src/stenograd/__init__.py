@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stenograd.launch.process_group import init, shutdown
     from stenograd.planning.plan import load_plan, plan
     from stenograd.planning.trial import Trial
+    from stenograd.stopping import stop_on
     from stenograd.sync.attached import Sync
     from stenograd.sync.distribute import distribute
     from stenograd.wire.traffic import Traffic
@@ -54,6 +55,7 @@ __all__ = [
     "save_state",
     "shutdown",
     "singa",
+    "stop_on",
 ]
 
 # Where each public name lives. They are imported when first used, so that `stenograd --help` and the parent
@@ -67,6 +69,7 @@ _HOMES = {
     "launch.process_group": ["init", "shutdown"],
     "planning.plan": ["load_plan", "plan"],
     "planning.trial": ["Trial"],
+    "stopping": ["stop_on"],
     "sync.attached": ["Sync"],
     "sync.distribute": ["distribute"],
 }

@@ -19,7 +19,18 @@ from stenograd.sync.distribute import distribute
 from stenograd.sync.handshake import unwrapped
 from stenograd.wire.carried import in_memory
 
-__all__ = ["Attached"]
+__all__ = ["Attached", "stops"]
+
+_POLL_STEPS = 8  # between two questions whether to stop, where no exchange tells
+
+
+def stops(sync: Any, step: int) -> bool:
+    """Return whether a rank was asked to stop; all ranks call it after a step of this number.
+
+    Where no exchange tells, they ask each other now and then, if `stop_on` was called before attaching.
+    """
+    polls = sync.needs_poll and sync.listens and step % _POLL_STEPS == 0
+    return bool(sync.poll() if polls else sync.stopping)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ except ImportError as missing:
 
 from stenograd import accelerate
 from stenograd.accelerate import Attachment
-from stenograd.adapters import Attached
+from stenograd.adapters import Attached, stops
 
 __all__ = ["use"]
 
@@ -90,7 +90,7 @@ def use(
 
 
 class _Callback(TrainerCallback):
-    """Looks whether training exchanges by the method, and adds the ledger to what is logged."""
+    """Looks whether training exchanges by the method, stops it, and adds the ledger to what is logged."""
 
     def __init__(self, trainer: Trainer, attached: Attachment) -> None:
         self._trainer, self._attached = trainer, attached
@@ -104,6 +104,11 @@ class _Callback(TrainerCallback):
                 "for each trial"
             )
         _ = self._attached.sync  # raises where no model was prepared
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save and end, on all ranks after the same step, where one was asked to stop."""
+        if stops(self._attached.sync, state.global_step):
+            control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Add the ledger's totals."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stenograd
-from stenograd.lightning import StenogradFabricStrategy, StenogradStrategy, TrafficLogger
+from stenograd.lightning import StenogradFabricStrategy, StenogradStrategy, StopOnRequest, TrafficLogger
 
 
 def net():
@@ -178,6 +179,27 @@ def stopped(how, folder):
     again, _ = resume(StenogradStrategy(how), place / "step=7.ckpt", Task(optimizer), callbacks=[sums])
     kept = sorted(os.listdir(place))
     return {"whole": digest(module), "resumed": digest(again), "kept": kept, "sums": sums.sums}
+
+
+def asked(how, folder):
+    """SIGTERM to rank 1 in the step before the fourth ends; then 12 steps from what was saved, all alike."""
+    path, rank = Path(folder, f"asked-{how[:4]}.ckpt"), int(os.environ["RANK"])
+
+    class Ask(Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if rank == 1 and trainer.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with stenograd.stop_on():
+        stopping = [Ask(), StopOnRequest(path)]
+        _, training = fit(StenogradStrategy(how), 12, loader=data(4), callbacks=stopping)
+    same = signal.getsignal(signal.SIGTERM) == before
+    step = torch.load(path, weights_only=False)["global_step"]
+    whole, _ = fit(StenogradStrategy(how), 12, loader=data(4))
+    resumed, _ = resume(StenogradStrategy(how), path, Task(), data(4))
+    digests = {"whole": digest(whole), "resumed": digest(resumed)}
+    return {**digests, "step": step, "stopping": training.strategy.sync.stopping, "same": same}
 
 
 def by_hand(how, folder):

@@ -123,6 +123,15 @@ def test_stop_and_resume_is_bit_for_bit(ran, how):
         assert one["kept"] == ["step=7.ckpt", "step=7.ckpt.stenograd"]
 
 
+@pytest.mark.parametrize("how", ["dense", "topk:ratio=0.05", "local:every=4"])
+def test_a_request_to_one_rank_saves_and_ends_at_one_step(ran, how):
+    for one in ran("asked", how):
+        assert one["step"] == 4
+        assert one["stopping"]
+        assert one["same"]
+        assert one["resumed"] == one["whole"]
+
+
 @pytest.mark.parametrize("how", SAVED)
 def test_stop_and_resume_in_fabric_is_bit_for_bit(ran, how):
     for one in ran("fabric_stopped", how):

@@ -64,6 +64,14 @@ def test_resuming_on_two_ranks_changes_no_bit(ran, method):
         assert rank["whole"] == rank["resumed"]
 
 
+@pytest.mark.parametrize(("method", "step"), [("dense", 5), ("topk:ratio=0.05", 5), ("local:every=4", 8)])
+def test_a_request_to_one_rank_saves_and_ends_at_one_step(ran, method, step):
+    for rank in ran("asked", method):
+        assert rank["saved"] == [f"checkpoint-{step}"]
+        assert rank["stopping"]
+        assert rank["whole"] == rank["resumed"]
+
+
 def test_resuming_on_three_ranks_keeps_every_ranks_steps(ran):
     """`local` starts from the mean of the 2 ranks' parameters."""
     ran("stopped", "local:every=4")

@@ -1,6 +1,8 @@
 """What test_transformers.py runs on every rank: `SCENARIO ARGUMENTS FOLDER`; prints JSON."""
 
 import logging
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -150,6 +152,23 @@ def stopped(method, folder):
     whole, _ = trained_by(place, 13, method, callbacks=[At(on_save=keep)], **options)
     again, _ = trained_by(place, 13, method, resume=f"{place}/checkpoint-6", model=bert(7))
     return {"whole": digest(whole.model), "resumed": digest(again.model)}
+
+
+def asked(method, folder):
+    """13 steps, and again with SIGTERM to rank 1 in step 4, which ends training; then to 13 from there."""
+    place = Path(folder, f"asked-{method.partition(':')[0]}")
+    whole, _ = trained_by(place / "whole", 13, method)
+
+    def ask(state, **_):
+        if state.global_step == 4 and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with stenograd.stop_on():
+        _, attached = trained_by(place, 13, method, callbacks=[At(on_step_begin=ask)])
+    saved = sorted(path.name for path in place.glob("checkpoint-*"))
+    again, _ = trained_by(place, 13, method, resume=f"{place}/{saved[-1]}", model=bert(7))
+    digests = {"whole": digest(whole.model), "resumed": digest(again.model)}
+    return {**digests, "saved": saved, "stopping": attached.sync.stopping}
 
 
 def resharded_rounds(folder):

@@ -171,3 +171,32 @@ def test_what_does_not_go_by_time_is_refused(text, says):
 def test_both_spellings_and_the_object_are_one_method():
     texts = {str(stenograd.method(text)) for text in ("diloco:every=30s", "diloco:seconds=30")}
     assert texts == {str(stenograd.method(stenograd.schedules.DiLoCo(seconds=30.0)))}
+
+
+def _stopped(rank, how):
+    model = mlp(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    sync = stenograd.distribute(model, optimizer, "local:every=0.1s", timeout_s=60)
+    steps = 0
+    while not sync.stopping:
+        time.sleep(0.004 * (1 + 4 * rank))
+        optimizer.zero_grad()
+        model(torch.ones(2, 10)).square().mean().backward()
+        optimizer.step()
+        steps += 1
+        if steps == 10 and rank == 0:
+            sync.stop()
+            if how == "poll":
+                sync.poll()
+        if how == "poll" and steps == 10 and rank == 1:
+            sync.poll()
+    found = sync.round, flat(model)
+    sync.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["round", "poll"])
+def test_all_ranks_hear_of_a_request_in_the_same_round(pool, how):
+    ranks = pool.run(2, _stopped, how)
+    assert ranks[0][0] == ranks[1][0]
+    assert how == "poll" or torch.equal(ranks[0][1], ranks[1][1])

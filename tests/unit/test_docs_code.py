@@ -11,7 +11,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS))
 from extract import code  # noqa: E402
 
-PAGES = sorted([*DOCS.glob("tutorials/*.md"), *DOCS.glob("migrate/*.md"), DOCS / "when-it-does-not-pay.md"])
+PAGES = sorted(
+    [
+        *DOCS.glob("tutorials/*.md"),
+        *DOCS.glob("migrate/*.md"),
+        DOCS / "when-it-does-not-pay.md",
+        DOCS / "preemption.md",
+    ]
+)
 
 
 def name(page):

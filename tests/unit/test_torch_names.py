@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import dataloader
 
 # Where it is looked up, its name, and the plan if torch removes it.
 NAMES = [
@@ -20,6 +21,8 @@ NAMES = [
     (DistributedDataParallel, "_active_ddp_module", "look for DDP by module names at attaching only"),
     (torch._dynamo.decorators, "skip", "torch.compiler.disable, at a microsecond for each gradient"),
     (nn.Parameter(torch.zeros(1)), "_post_accumulate_grad_hooks", "register again before each pass"),
+    (dataloader, "_MultiProcessingDataLoaderIter", "workers die of a signal to all processes of a job"),
+    (torch._C, "_remove_worker_pids", "workers that are ended at exit look like an accident"),
     (torch.amp.GradScaler("cpu"), "_per_optimizer_states", "Heat's scaler keeps its own record"),
 ]
 

@@ -150,7 +150,8 @@ def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, D
         check_option("--workers", options.workers, _MOST_WORKERS)
         prepare(options.workers)  # here too, so an error is told once and starts no processes
         argv = [*python("from stenograd.cli import main; sys.exit(main())"), *sys.argv[1:]]
-        return run_local(argv, options.workers, timeout_s=options.timeout_s)
+        # Until then they can save that they were asked to stop.
+        return run_local(argv, options.workers, timeout_s=options.timeout_s, stop_s=options.timeout_s)
     if options.workers not in (None, world.world_size):
         raise ConfigError(
             f"--workers must be the launcher's world size {world.world_size} ({world.launcher}), "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stenograd.adapters import stops
 from stenograd.catalog.method import Method, method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.folder import RunFolder, make_folder, saved_options
@@ -19,12 +22,17 @@ from stenograd.cli.setup import Setup, check_option, in_ranks, make_setup
 from stenograd.cli.table import Display, counted, megabytes, percent
 from stenograd.errors import ConfigError
 from stenograd.launch.detect import detect
+from stenograd.stopping import STOPPED, stop_on
 from stenograd.wire.agreement import agree
 from stenograd.wire.driver import Driver
 
 __all__ = ["run"]
 
 _REMEMBERED = ("method", "save_every", "save_steps")  # of a job, besides the shared options
+
+
+class _Stopped(Exception):
+    """All ranks were asked to stop, at this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +50,15 @@ def run(job: TrainOptions) -> int:
     """Train, and return the exit status."""
     if job.resume:
         job = _remembered(job)
-    return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
+    with _requests():
+        return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
+
+
+def _requests() -> AbstractContextManager[object]:
+    """Take the signals by which batch systems announce an end; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        return nullcontext()
+    return stop_on(signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 
 
 def _prepare(job: TrainOptions, world_size: int) -> _Ready:
@@ -104,6 +120,11 @@ def _body(ready: _Ready, driver: Driver) -> int:
         _finish(ready, trainer, rows, display)
         if trace is not None:
             display.line(f"wrote {trace}")
+    except _Stopped as stopped:
+        saved = "saved nothing: no --out" if ready.folder is None else "saved, to be continued by --resume"
+        saved = str(stopped) or saved
+        display.line(f"stopped after step {trainer.taken} because of a signal; {saved} (status {STOPPED})")
+        return STOPPED
     finally:
         trainer.sync.close()
     return 0
@@ -164,11 +185,17 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
 
 
 def _after_step(ready: _Ready, trainer: Trainer, rows: list[Row], tick: Callable[[], None]) -> None:
-    """Move the bar, and save where the step is one of those to save."""
+    """Move the bar, and save where the step is one of those to save, or the last for now."""
     tick()
     every, folder = ready.job.save_steps, ready.folder
-    if folder is not None and every is not None and trainer.taken % every == 0:
+    stopping = stops(trainer.sync, trainer.taken)
+    # By time, ranks are at different steps, except at the end of an epoch.
+    by_time = getattr(trainer.sync.method.schedule, "seconds", 0) > 0
+    saves = every is not None and trainer.taken % every == 0
+    if folder is not None and not (stopping and by_time) and (stopping or saves):
         folder.save(trainer, rows)
+    if stopping:
+        raise _Stopped("nothing since the last epoch was saved: ranks are at different steps" * by_time)
 
 
 def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -> None:

@@ -39,8 +39,11 @@ S = TypeVar("S", bound="Told")
 class Flags:
     """Flags of one rank, and after an exchange, which of them any rank had set.
 
+    A rank that sets one may ask all to stop with it: infinity stands for 1, and 2 where bytes travel, so that
+    costs nothing.
+
     Args:
-        own: 1-D floating tensor of zeros and ones, equally long on all ranks.
+        own: 1-D floating tensor of zeros and ones (or infinities), equally long on all ranks.
 
     Example:
         >>> from stenograd.simulate import run
@@ -54,6 +57,7 @@ class Flags:
     def __init__(self, own: Tensor) -> None:
         self._own = own
         self._any: Tensor | None = None if own.numel() else own
+        self._stop = math.inf  # what stands for a request to stop in `any`
 
     @property
     def any(self) -> Tensor:
@@ -65,6 +69,10 @@ class Flags:
         if self._any is None:
             raise RuntimeError("the flags were not exchanged yet")
         return self._any
+
+    def asks(self, numbers: Iterable[float]) -> bool:
+        """Return whether numbers in `any`, once the host has them, ask all ranks to stop."""
+        return any(number >= self._stop for number in numbers)
 
     def alone(self) -> Rounds[None]:
         """Exchange them in a collective of their own."""
@@ -100,11 +108,15 @@ class Flags:
             # One all-reduce has one type; zeros and ones are exact in each.
             return self._own.to(request.tensors[0].dtype) if request.tensors else self._own
         if request.op is Op.GATHER:
-            return self._own.to(torch.uint8)
+            return self._as_bytes()
         if request.op is Op.SCATTER:
             ranks = len(request.tensors[0])
-            return self._own.to(torch.uint8).expand(ranks, -1)
+            return self._as_bytes().expand(ranks, -1)
         return None
+
+    def _as_bytes(self) -> Tensor:
+        self._stop = 2.0
+        return self._own.clamp(max=self._stop).to(torch.uint8)
 
     def _unloaded(self, request: Request, reply: Reply) -> Reply:
         """Take the flags of all ranks, and return the reply without them."""
@@ -128,6 +140,7 @@ class Outcome:
     errors: what this rank's bucket lost in compression; None where nothing was lost or nobody asked. They may
         live in the buckets' memory.
     extra: what the further coroutine given to `finish` returned.
+    stop: whether a rank asked all to stop.
     """
 
     averages: list[Tensor]
@@ -136,6 +149,7 @@ class Outcome:
     applied: bool
     errors: list[Tensor | None]
     extra: Any = None
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,7 +190,7 @@ class _End(Told):
 
 def read_end(
     flags: Tensor, exchanges: Mapping[int, Exchange], asked: Sequence[Tensor], doubts: list[Doubt]
-) -> tuple[list[bool], dict[int, bool], bool]:
+) -> tuple[list[float], dict[int, bool], bool]:
     """Read what is known when all has come, alike on all ranks; the host waits once for a device.
 
     Nobody looks through an average of bounded messages, unless it was written as float16: bounds are those of
@@ -189,8 +203,8 @@ def read_end(
         doubts: about what has come.
 
     Returns:
-        The flags; whether all was finite, new states included, in each exchange that has ended; and in those
-        that asked.
+        The flags' numbers; whether all was finite, new states included, in each exchange that has ended; and
+        in those that asked.
 
     Raises:
         WireError: a doubt was right.
@@ -213,7 +227,7 @@ def read_end(
         and (i not in sums or math.isfinite(sums[i]) or is_finite(e.average))
         for i, e in exchanges.items()
     }
-    return [flag > 0 for flag in set_flags], fine, all(bounded)
+    return set_flags, fine, all(bounded)
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -453,6 +467,7 @@ class TensorExchange:
         *,
         extra: Rounds[Any] | None = None,
         bad: bool = False,
+        stop: bool = False,
     ) -> Future[Outcome]:
         """End the step after the last bucket; the future holds its outcome, or the first error.
 
@@ -462,14 +477,16 @@ class TensorExchange:
             flags: further flags, as many on all ranks.
             extra: a coroutine that exchanges something else in this step.
             bad: whether what it exchanges is not finite on this rank.
+            stop: whether this rank asks all to stop. That costs no byte, but needs a flag that is set.
         """
         end = _End([] if extra is None else [bad], used, flags)
+        marks = [float(flag and (math.inf if stop else 1.0)) for flag in end.packed()]
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
         if not self._waits:
-            return self._hand_over(self._collect, jobs, held, end, extra)
+            return self._hand_over(self._collect, jobs, held, end, marks, extra)
         done: Future[Outcome] = Future()
-        done.set_result(self._collect(jobs, held, end, extra))
+        done.set_result(self._collect(jobs, held, end, marks, extra))
         return done
 
     def join_streams(self, handed: Iterable[Tensor] = ()) -> None:
@@ -552,7 +569,7 @@ class TensorExchange:
         self._held = None
 
     @torch.no_grad()
-    def _launch(self, index: int, x: Tensor, ready: Any, flags: Sequence[bool] | None = None) -> None:
+    def _launch(self, index: int, x: Tensor, ready: Any, flags: Sequence[float] | None = None) -> None:
         """Begin a bucket's exchange, with flags that it shall carry; nothing once another one has failed."""
         if self._failure is not None:
             return
@@ -589,15 +606,20 @@ class TensorExchange:
             slot.average = torch.empty_like(x)
         return slot.average
 
-    def _control(self, flags: Sequence[bool], device: torch.device) -> Flags:
+    def _control(self, flags: Sequence[float], device: torch.device) -> Flags:
         """Return what all ranks must know: which of their buckets are not finite, and the caller's flags."""
-        own = put([float(f) for f in flags], torch.float32, device)
+        own = put(flags, torch.float32, device)
         bad = [self._bad[i].to(device) for i in sorted(self._bad)]
         return Flags(torch.cat([torch.stack(bad), own]) if bad else own)
 
     @torch.no_grad()
     def _collect(
-        self, jobs: list[Future[None]], held: _Filled | None, end: _End, extra: Rounds[Any] | None
+        self,
+        jobs: list[Future[None]],
+        held: _Filled | None,
+        end: _End,
+        marks: Sequence[float],
+        extra: Rounds[Any] | None,
     ) -> Outcome:
         try:
             for job in jobs:  # before this thread issues collectives of its own
@@ -607,10 +629,10 @@ class TensorExchange:
             if held is not None:
                 dense = self._lane(held[0]).facts.linear
                 carries = not dense or held[1].nbytes <= _PIGGYBACK_BYTES
-                self._launch(*held, end.packed() if carries else None)
+                self._launch(*held, marks if carries else None)
             with self._streams.working(self._device):
                 if not carries:
-                    self._flags = self._control(end.packed(), self._device)
+                    self._flags = self._control(marks, self._device)
                     pipeline.add(self._flags.alone(), Label(CONTROL, method=self.method.text))
                 self.weighed()  # if there was no bucket
                 if extra is not None:
@@ -625,7 +647,8 @@ class TensorExchange:
     def _concluded(self, pipeline: Pipeline[Any], end: _End) -> Outcome:
         """Receive all, decide alike on all ranks whether the step counts, and take new states if so."""
         ended = {i: e for i, e in pipeline.receive().items() if isinstance(e, Exchange)}
-        received, fine, bounded = read_end(self._flags.any, ended, pipeline.asked, pipeline.doubts)
+        numbers, fine, bounded = read_end(self._flags.any, ended, pipeline.asked, pipeline.doubts)
+        received, stop = [number > 0 for number in numbers], self._flags.asks(numbers)
         guarded = sorted(self._bad)
         entered, found = dict(zip(guarded, received, strict=False)), end.unpacked(received[len(guarded) :])
         sound = not (any(found.elsewhere) or any(entered.values()))
@@ -646,7 +669,7 @@ class TensorExchange:
         else:
             self._reject(exchanges, entered, fine)
         averages, errors = [e.average for e in exchanges], [e.error for e in exchanges]
-        return Outcome(averages, found.used, found.flags, self.finite, errors, extra)
+        return Outcome(averages, found.used, found.flags, self.finite, errors, extra, stop)
 
     def _reject(
         self, exchanges: Sequence[Exchange], entered: Mapping[int, bool], fine: Mapping[int, bool]

@@ -12,13 +12,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 from stenograd.errors import LaunchError, bad_value
 from stenograd.launch.detect import STORE_VARIABLE
+from stenograd.stopping import SAME_S, STOPPED
 
 __all__ = [
     "SECRET_VARIABLE",
@@ -42,6 +43,7 @@ _POLL_S = 0.02
 _GRACE_S = 5.0
 _TERM_S = 3.0  # between SIGTERM and SIGKILL
 _TAIL_LINES = 10
+_PASSED_ON = [signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]
 
 # prctl(PR_SET_PDEATHSIG, SIGKILL) survives exec. It is set here rather than in a preexec_fn because forking
 # a process that runs threads (torch does) and executing Python there may deadlock. If the parent died before
@@ -56,7 +58,12 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def run_local(
-    argv: Sequence[str], workers: int, *, timeout_s: float = 300.0, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    workers: int,
+    *,
+    timeout_s: float = 300.0,
+    env: Mapping[str, str] | None = None,
+    stop_s: float | None = None,
 ) -> int:
     """Run `workers` copies of a command on this machine, as ranks 0 to workers - 1 of one world.
 
@@ -67,10 +74,15 @@ def run_local(
     SIGSTOP holds can do neither, and is killed as soon as the rest have ended. Ctrl-C or SIGTERM to this
     process stops all workers; on Linux they also end when it is killed.
 
+    SIGTERM and SIGUSR1 are passed on. Workers then have `stop_s` to save and end (see `stenograd.stop_on`),
+    unless a second SIGTERM comes more than 5 seconds later. Those that exit with status 75 did so: that is
+    no failure to report, and the status returned.
+
     Args:
         argv: the command and its arguments, at least one string.
         workers: number of copies, >= 1.
         timeout_s: seconds that the workers wait for each other in `init`, > 0; not a limit on the run.
+        stop_s: seconds between SIGTERM and SIGKILL, >= 0; None for 3.
         env: environment of the workers; None for that of this process.
 
     Returns:
@@ -97,8 +109,11 @@ def run_local(
         raise LaunchError(f"there is no command {argv[0]!r}: give a program on the PATH or a path to one")
     with tempfile.TemporaryDirectory(prefix="stenograd-", ignore_cleanup_errors=True) as directory:
         shared = _variables(base, workers, timeout_s, directory)
-        with _sigterm_interrupts():
-            return _run(argv, shared, workers, Path(directory))
+        signals = _Signals()
+        with signals.noting():
+            return _run(
+                argv, shared, workers, Path(directory), signals, _TERM_S if stop_s is None else stop_s
+            )
 
 
 class Workers:
@@ -155,28 +170,30 @@ class Workers:
         """Return what a rank printed, as far as it is kept."""
         return self.log(rank).read_text(errors="replace")
 
-    def failed(self) -> int | None:
-        """Return a rank that has failed, if there is one.
+    def failed(self, *, besides: int = 0) -> int | None:
+        """Return a rank that has failed, if there is one, by another status than that one.
 
         Of several, one that a signal has ended comes first: that is never caused by another's failure.
         """
         codes = [process.poll() for process in self.processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
+        failed = [rank for rank, code in enumerate(codes) if code and code != besides]
         return min(failed, key=lambda rank: ((codes[rank] or 0) > 0, rank), default=None)
 
     def running(self) -> list[int]:
         """Return the ranks that have not ended."""
         return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
 
-    def wait(self, limit_s: float) -> None:
+    def wait(self, limit_s: float, until: Callable[[], bool] = bool) -> None:
         """Wait until all have ended, but no longer than the limit, nor for those that SIGSTOP has stopped.
+
+        It also ends when `until()` is true.
 
         A stopped worker can neither report a failure nor act on SIGTERM, so waiting for it would always cost
         the whole limit.
         """
         deadline = time.monotonic() + limit_s
         while any(not _is_stopped(self.processes[rank]) for rank in self.running()):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or until():
                 return
             time.sleep(_POLL_S)
 
@@ -237,24 +254,46 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = old
 
 
-class _Terminated(BaseException):
-    """SIGTERM arrived: not an Exception, so that only `_Run` catches it."""
+class _Signals:
+    """Signals to this process, noted to be passed on to workers."""
 
+    def __init__(self) -> None:
+        self._noted: list[int] = []
+        self._passed = 0
+        self._first: float | None = None  # time of the first SIGTERM
+        self.again = False  # whether another one has come that no launcher has sent with the first
 
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may change handlers
-        return
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note them in a `with` block of the main thread; only that may change handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in _PASSED_ON}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise _Terminated
+    @property
+    def end(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._first is not None
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    def pass_on(self, workers: Workers) -> None:
+        """Send what came since the last time."""
+        for number in self._noted[self._passed :]:
+            self._passed += 1
+            for rank in workers.running():
+                workers.processes[rank].send_signal(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted.append(number)
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            self._first = now if self._first is None else self._first
+            self.again |= now - self._first > SAME_S
 
 
 def usable_cores() -> int:
@@ -279,8 +318,15 @@ def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: 
     return given | kept | own
 
 
-def _run(argv: Sequence[str], shared: dict[str, str], count: int, folder: Path) -> int:
-    """Run a command on so many workers, and return its status."""
+def _run(
+    argv: Sequence[str],
+    shared: dict[str, str],
+    count: int,
+    folder: Path,
+    signals: _Signals,
+    stop_s: float,
+) -> int:
+    """Run a command on so many workers, pass on signals, and return its status."""
     # -I and -S: nothing of the user's is imported there.
     tie = [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid())]
     command, workers = [*(tie if sys.platform == "linux" else []), *argv], Workers(folder)
@@ -290,22 +336,39 @@ def _run(argv: Sequence[str], shared: dict[str, str], count: int, folder: Path) 
             workers.start(command, env, "nothing" if rank == 0 else "errors")
         while workers.failed() is None and workers.running():
             time.sleep(_POLL_S)
+            signals.pass_on(workers)
+            if signals.end:
+                return _ended(workers, signals, stop_s)
         failed = workers.failed()
         if failed is None:
             return 0
-        workers.wait(_GRACE_S)
+        if workers.processes[failed].returncode == STOPPED:  # asked by another way than this process
+            workers.wait(stop_s, lambda: signals.end)
+            failed = workers.failed(besides=STOPPED)
+            if failed is None and not workers.running():
+                return STOPPED
+        workers.wait(_GRACE_S, lambda: signals.end)
         rank_0_failed_itself = bool(workers.processes[0].poll())  # then its error is on the terminal
         workers.stop(_TERM_S)
+        failed = workers.failed(besides=STOPPED) if failed is None else failed
+        if failed is None:
+            return STOPPED
         code = workers.processes[failed].returncode
         _report(failed, code, workers.text(failed).strip().splitlines(), rank_0_failed_itself)
         return code if code >= 0 else 128 - code
     except KeyboardInterrupt:
         workers.wait(_TERM_S)  # the terminal sent it to the workers too
         return 128 + signal.SIGINT
-    except _Terminated:
-        return 128 + signal.SIGTERM
     finally:
         workers.stop(_TERM_S)
+
+
+def _ended(workers: Workers, signals: _Signals, stop_s: float) -> int:
+    """Let workers end that got SIGTERM, and return the status of the run."""
+    workers.wait(stop_s, lambda: signals.again)
+    workers.stop(0.0)
+    codes = {process.returncode for process in workers.processes}
+    return STOPPED if codes <= {0, STOPPED} and STOPPED in codes else 128 + signal.SIGTERM
 
 
 def _report(rank: int, code: int, errors: Sequence[str], rank_0_failed_itself: bool) -> None:

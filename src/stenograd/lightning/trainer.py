@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from stenograd.adapters import stops
 from stenograd.errors import ConfigError, LaunchError
 from stenograd.lightning.exchanging import Exchanging, copied, drop_others, pytorch, register_names
+from stenograd.stopping import alone
 
-__all__ = ["StenogradStrategy", "TrafficLogger"]
+__all__ = ["StenogradStrategy", "StopOnRequest", "TrafficLogger"]
 
 
 class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
@@ -195,15 +198,66 @@ class TrafficLogger(pytorch.callbacks.Callback):
         Raises:
             ConfigError: the strategy is not one of Stenograd's.
         """
-        if getattr(trainer.strategy, "sync", None) is None:
-            raise ConfigError(
-                "TrafficLogger needs strategy=StenogradStrategy(...), got "
-                f"{type(trainer.strategy).__name__}: use that, or leave the callback out"
-            )
+        _refuse_other(trainer, type(self).__name__)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the totals so far."""
         pl_module.log_dict(trainer.strategy.sync.traffic.as_metrics(self._prefix))
+
+
+class StopOnRequest(pytorch.callbacks.Callback):
+    """Saves, and ends `fit`, on all ranks after the same step, where one was asked to stop.
+
+    Call `stenograd.stop_on()` before making the Trainer. While it trains, these signals are requests only:
+    Lightning itself would raise in the middle of an epoch at SIGTERM. After `fit`,
+    `trainer.strategy.sync.stopping` tells whether it was ended so.
+
+    Args:
+        path: of the checkpoint; None for "stopped.ckpt" in the Trainer's `default_root_dir`.
+
+    Example:
+        stop = stenograd.stop_on()
+        trainer = Trainer(strategy=StenogradStrategy("topk:ratio=0.05"), callbacks=[StopOnRequest()])
+        trainer.fit(module, data)
+        if trainer.strategy.sync.stopping:
+            sys.exit(stop.status)
+    """
+
+    def __init__(self, path: Any | None = None) -> None:
+        self._path = path
+        self._saved = False
+        self._undo: Callable[[], object] = bool
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take the signals that Lightning has taken.
+
+        Raises:
+            ConfigError: the strategy is not one of Stenograd's.
+        """
+        _refuse_other(trainer, type(self).__name__)
+        self._saved, self._undo = False, alone()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Save once, and let `fit` end."""
+        if not self._saved and stops(trainer.strategy.sync, trainer.global_step):
+            self._saved = trainer.should_stop = True
+            trainer.save_checkpoint(self._path or Path(trainer.default_root_dir, "stopped.ckpt"))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give the signals back."""
+        self._undo()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give the signals back."""
+        self._undo()
+
+
+def _refuse_other(trainer: Any, callback: str) -> None:
+    if getattr(trainer.strategy, "sync", None) is None:
+        raise ConfigError(
+            f"{callback} needs strategy=StenogradStrategy(...), got "
+            f"{type(trainer.strategy).__name__}: use that, or leave the callback out"
+        )
 
 
 register_names(pytorch.strategies.StrategyRegistry.register, StenogradStrategy)

@@ -21,6 +21,7 @@ from stenograd.catalog.method import Method
 from stenograd.devices import refuse_capture
 from stenograd.errors import StenogradError
 from stenograd.exchange.tensor_exchange import TensorExchange
+from stenograd.stopping import requested
 from stenograd.sync.handshake import Members, Wrapping, compare, describe_optimizers, entries
 from stenograd.sync.replica_guard import ReplicaGuard
 from stenograd.sync.steps import Passes, after_closure, warn_of_left_out, watch_others
@@ -155,6 +156,11 @@ class Sync(ABC):
     _finite: bool | Tensor | None = True  # None: not looked at yet; a tensor: nor read
     _group: Any = None
     _weighing: Weights | None = None
+    _asked: bool = False  # to stop, by `stop()`
+    _stopping: bool = False
+
+    #: Whether all ranks called `stop_on` before attaching; looked at where only `poll()` tells.
+    listens: bool = False
 
     @property
     def traffic(self) -> Traffic:
@@ -279,6 +285,52 @@ class Sync(ABC):
         elif idle and Weights.given_elsewhere(self._driver):
             self._weighing = Weights(self._driver)  # which tells the others that this rank knows
             self._exchange.weigh(0.0)
+
+    def stop(self) -> None:
+        """Ask all ranks to stop, as a signal of `stenograd.stop_on` does; `stopping` says when they know."""
+        self._asked = True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a rank was asked to stop; it turns true on all ranks after the same step, and stays so.
+
+        Ranks tell each other with what they exchange in any case, without another byte. So it is known when
+        `backward()` returns, or where ranks meet in rounds, after the round. `poll()` asks at once. With
+        gossip, in pairs, and with DDP's hook where `register` says so, only that tells (`needs_poll`).
+        """
+        return self._stopping
+
+    @property
+    def needs_poll(self) -> bool:
+        """Whether only `poll()` tells of requests to stop, because no exchange brings them to all ranks."""
+        return False
+
+    def poll(self) -> bool:
+        """Ask all ranks, which call it together, whether one was asked to stop; one small collective.
+
+        For what no exchange tells: in evaluation, in warm-up, in long rounds, and where `needs_poll`. Call it
+        outside of backward passes.
+
+        Returns:
+            `stopping`, which it sets.
+        """
+        self._hold_if_due()
+        own = torch.tensor([int(self._asks())], dtype=torch.uint8, device="cpu")
+        self._hear(any(int(other) for (other,) in self._ask_all(own)))
+        return self.stopping
+
+    def _asks(self) -> bool:
+        """Return whether this rank was asked to stop."""
+        return self._asked or requested()
+
+    def _ask_all(self, own: Tensor) -> list[tuple[Tensor, ...]]:
+        """Bring every rank's tensor to every rank."""
+        received: list[tuple[Tensor, ...]] = self._driver.run(gather(own))
+        return received
+
+    def _hear(self, stop: bool) -> None:
+        """Take whether a rank asks to stop, as all ranks hear in the same step."""
+        self._stopping |= stop
 
     @abstractmethod
     def join(

@@ -77,6 +77,8 @@ class FlatExchange:
         streams: the parameters, one stream of each kind.
         cuts: what travels at once: the number of its stream, and the part of it.
         exchange: what carries them.
+        stop: whether this rank asks all to stop by what it sends; it needs `passes` to travel with.
+        stopped: whether a rank has asked by what was received.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class FlatExchange:
         self.exchange.arrange([bucket for *_, bucket in cuts])
         self._future: Future[Outcome] | None = None
         self._passes: int | None = None  # when that was sent
+        self.stop = self.stopped = False
 
     @property
     def chunks(self) -> list[slice]:
@@ -156,7 +159,8 @@ class FlatExchange:
                 self.exchange.submit(index)
             except StenogradError:
                 break  # an earlier chunk failed meanwhile; `receive` raises what happened to it
-        self._future = self.exchange.finish(flags=() if passes is None else tell(passes, BITS))
+        flags = () if passes is None else tell(passes, BITS)
+        self._future = self.exchange.finish(flags=flags, stop=self.stop)
         self._passes = passes
 
     def receive(self) -> Outcome | None:
@@ -174,6 +178,7 @@ class FlatExchange:
         self.exchange.join_streams(t for t in (*outcome.averages, *outcome.errors) if t is not None)
         if self._passes is not None:
             refuse_other_passes(outcome.any_flags, self._passes)
+        self.stopped |= outcome.stop
         return outcome if outcome.applied else None
 
     def put(self, outcome: Outcome, values: Sequence[Tensor]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stenograd.catalog.method import MethodLike, method
 from stenograd.errors import ConfigError, StenogradError
 from stenograd.launch.process_group import join
+from stenograd.stopping import watches
 from stenograd.sync.attached import Sync, as_in_training, at_end, next_order, refuse_nested
 from stenograd.sync.averaging import Copies, floating_buffers
 from stenograd.sync.gradients import GradientSync
@@ -124,6 +125,7 @@ class RoundSync(Sync):
             )
         synced_parameters(self._model, self._optimizers)  # complain before connecting
         self._check_settings(check_every)
+        self.listens = self.needs_poll and watches()  # which ranks must know of each other to ask by turns
         world = join(timeout_s=timeout_s)
         self._group = group
         # A group of its own: what the program sends in its backward passes would be paired with rounds.
@@ -167,6 +169,7 @@ class RoundSync(Sync):
             self._gradients = GradientSync(
                 self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
             )
+            self._gradients._asked = self._asked
             self._lend_weights()
 
     def _attend(self, model: nn.Module) -> None:
@@ -227,6 +230,24 @@ class RoundSync(Sync):
         """Whether something is due."""
         return bool(self._due)
 
+    def stop(self) -> None:
+        """Ask all ranks to stop; see `Sync.stop`."""
+        super().stop()
+        if self._gradients is not None:
+            self._gradients.stop()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a rank was asked to stop, true on all ranks after the same step; read it after the step.
+
+        Ranks tell each other in rounds, and in every step while gradients are averaged over all of them.
+        Reading it first holds the round that is due where a step was skipped. Where ranks meet some others
+        only (gossip, pairs), `poll()` tells.
+        """
+        if self._due and not self._closed:
+            self._hold_if_due()
+        return super().stopping or (self._dense and self._gradients is not None and self._gradients.stopping)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally: passes inside do not count. All ranks use it for the same passes."""
@@ -245,6 +266,8 @@ class RoundSync(Sync):
         parameters = synced_parameters(self._model, self._optimizers)
         settings = {"bucket_bytes": self._bucket_bytes, "settings": self._settings}
         settings["optimizers that may keep copies"] = self._copies.count
+        if self.listens:
+            settings["a call of stop_on() before distribute()"] = True
         self._compare(parameters, settings)
         # Master weights and the like must take over what rank 0's values change.
         with self._copies.follow(self._model.parameters()):
@@ -360,6 +383,7 @@ class RoundSync(Sync):
         if self._gradients is not None:
             self._skipped += self._gradients.skipped
             self._gradients._weighing = None  # they stay in use
+            self._hear(self._dense and self._gradients.stopping)
             self._gradients.close()
             self._gradients = None
 

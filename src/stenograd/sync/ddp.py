@@ -17,6 +17,7 @@ from stenograd.exchange.buckets import Bucket
 from stenograd.exchange.kernel_loading import load_kernels
 from stenograd.exchange.sparse_rows import sparse_parameters
 from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
+from stenograd.stopping import watches
 from stenograd.sync.attached import Sync, at_end, next_order
 from stenograd.sync.handshake import Members, compare, named, refuse_second_momentum, unwrapped
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
@@ -62,6 +63,10 @@ class DDPHook(Sync):
             if ddp.broadcast_buffers:  # which DDP does by position, as it does with parameters
                 shapes = ((name, tuple(b.shape)) for name, b in ddp.named_module_buffers.items())
                 settings |= {f"buffer {name}": str(shape) for name, shape in shapes}
+            # Nothing travels beside what "dense" sends, whose sums are then DDP's own, bit for bit.
+            self._tells = bool(check_every) or not how.lossless or watches()
+            if watches() and how.lossless and not check_every:
+                settings["a call of stop_on() before register()"] = True
             parameters = named(module)
             compare(self._driver, settings, parameters)
             self._names = {id(p): name for name, p in parameters.items()}
@@ -123,6 +128,11 @@ class DDPHook(Sync):
         if bucket.is_last() and self._at_once:
             self._end()
         return future
+
+    @property
+    def needs_poll(self) -> bool:
+        """Whether only `poll()` tells of requests to stop: no flags travel with the gradients."""
+        return not self._tells
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `stenograd.tracing`.
@@ -245,14 +255,13 @@ class DDPHook(Sync):
         self._send_small()
         self._exchange.end_at(len(self._sources))
         used = [i in self._made for members in self._members for i in members] if self._tracks else []
-        # Nothing travels beside what "dense" sends, whose sums are then DDP's own, bit for bit.
-        tells = bool(self._check_every) or not self.method.lossless
         self._passes.count = self.step + self.skipped
-        flags = self._passes.flags(shadow=self._shadows) if tells else []
-        outcome = self._exchange.finish(used, flags).result()
+        flags = self._passes.flags(shadow=self._shadows) if self._tells else []
+        outcome = self._exchange.finish(used, flags, stop=self._asks() and self._tells).result()
         self._exchange.join_streams()  # before the averages are read below
-        if tells:
+        if self._tells:
             self._passes.exchanged(outcome.any_flags, self._driver)
+        self._hear(outcome.stop)
         self._made.clear()
         self._finite = outcome.applied
         if not self._finite and self._passes.skips:
@@ -349,7 +358,9 @@ def register(
 
     `backward()` raises ReplicaDivergence, on all ranks, where a check finds a difference; see `ReplicaGuard`.
     It raises MismatchError, on all ranks, where the loss's scale (GradScaler) differs; not with "dense" and
-    `check_every=0`, which send nothing beside the gradients.
+    `check_every=0`, which send nothing beside the gradients. For the same reason `stopping` is told there by
+    `poll()` only, unless all ranks called `stenograd.stop_on` before this: then flags travel with the
+    gradients, as they do with other methods.
 
     Example:
         hook = stenograd.ddp.register(ddp_model, "topk:ratio=0.01")

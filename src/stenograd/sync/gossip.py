@@ -481,6 +481,16 @@ class GossipSync(RoundSync):
         finally:
             _swap(tensors, kept)
 
+    @property
+    def needs_poll(self) -> bool:
+        """Whether only `poll()` tells of requests to stop: always, for neighbours are not all ranks."""
+        return True
+
+    def _ask_all(self, own: Tensor) -> list[tuple[Tensor, ...]]:
+        found = self._gossip.together(lambda: self._gossip.driver.run(gather(own)))
+        self._driver = self._gossip.driver
+        return found
+
     def _weights(self) -> list[float]:
         """Return all ranks' weights in the mean, whose mean is 1."""
         if self._gossip.share is None:

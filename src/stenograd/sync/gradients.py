@@ -301,7 +301,8 @@ class GradientSync(Sync, Joinable):
         thin = self._sparse.used()
         extra = self._sparse.rounds(thin)
         used = [*self._filler.used(), *thin]
-        outcome = self._exchange.finish(used, self._passes.flags(), extra=extra, bad=self._sparse.bad)
+        flags, bad = self._passes.flags(), self._sparse.bad
+        outcome = self._exchange.finish(used, flags, extra=extra, bad=bad, stop=self._asks())
         self._sent(outcome)
         self._pass_id = -1
         self._check_replicas()
@@ -315,6 +316,7 @@ class GradientSync(Sync, Joinable):
         self._exchange.join_streams()  # before anything reads averages
         # Raises where ranks are at different passes, whose average must not become a gradient.
         self._passes.exchanged(outcome.any_flags, self._driver)
+        self._hear(outcome.stop)
         self._finite = outcome.applied
         self._filler.write_back(outcome)
         self._sparse.write_back(outcome)
@@ -388,8 +390,10 @@ class GradientSync(Sync, Joinable):
             self._exchange.submit(index)
         flags = self._passes.flags(shadow=True)
         used = [False] * len(self._slots)
-        outcome = self._exchange.finish(used, flags, extra=self._sparse.rounds(used)).result()
+        extra, stop = self._sparse.rounds(used), self._asks()
+        outcome = self._exchange.finish(used, flags, extra=extra, stop=stop).result()
         self._passes.follow(outcome.any_flags, self._driver)
+        self._hear(outcome.stop)
         self._finite = outcome.applied
         for p in self._parameters.values():
             if not is_own(p):

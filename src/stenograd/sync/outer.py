@@ -69,6 +69,8 @@ class Part:
         passes: number of this rank's backward passes, for the ranks to compare when they exchange; None where
             they make unequally many.
         weight: what this rank counts for in the round, such as tokens; None where all count alike.
+        stop: whether this rank asks all to stop by its next message.
+        stopped: whether a rank has asked by what arrived.
 
     Reference: Koloskova et al., "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
     Communication", ICML 2019 (CHOCO, here with everyone as neighbour and phi as what all know of all).
@@ -90,6 +92,7 @@ class Part:
         self.lost_own = False
         self.passes: int | None = 0
         self.weight: float | None = None
+        self.stop = self.stopped = False
         self._schedule, self._pairs, self._beside = schedule, pairs, beside
         self._diloco = schedule if isinstance(schedule, DiLoCo) else None  # None: parameters become means
         self._exact = self._diloco is None and how.lossless
@@ -128,6 +131,7 @@ class Part:
         if self._schedule.lost == "drop":
             self._before = self._flat.exchange.state_dict()
         own = self._flat.values()
+        self._flat.stop = self.stop
         if self.weight is not None:
             self._flat.exchange.weigh(self.weight)
         if self._exact:
@@ -156,6 +160,7 @@ class Part:
         if self._arrived:
             return True
         outcome = self._flat.receive()
+        self.stopped |= self._flat.stopped
         if outcome is None:
             return False
         self._arrived = self._sent if self._exact else [torch.empty_like(t) for t in self._outer]
@@ -220,7 +225,7 @@ class Part:
         else:
             self._arrived = [new * share for new in own]
         applied, self._arrived = self._arrived, []
-        self._sent = own
+        self._sent, self._flat.stop = own, self.stop
         self._flat.send(lambda at, part, out: out.copy_(own[at][part]), passes=self.passes)
         if not self._step(applied):  # outer parameters are each rank's own here
             self.lost_own = True
@@ -328,7 +333,7 @@ class Part:
         self.driver, self._flat = driver, self._make(driver=driver)
         self._flat.load({key: state[key] for key in ("step", "skipped", "parameters")})
         if undo:
-            self._arrived = []
+            self._arrived, self.stopped = [], False
 
     def wait(self) -> None:
         """Wait for what is under way, without applying it."""

@@ -35,8 +35,9 @@ __all__ = ["ParameterSync"]
 T = TypeVar("T")
 
 # What a rank comes for, where rounds go by time.
-_ROUND, _CONSENSUS, _SAVE, _FLUSH = range(4)
-_WORDS = ("a round", "consensus()", "saving", "flush() or refresh()")
+_ROUND, _CONSENSUS, _SAVE, _FLUSH, _POLL = range(5)
+_WORDS = ("a round", "consensus()", "saving", "flush() or refresh()", "poll()")
+_STOP = 8  # added by a rank that asks all to stop
 _LOST, _VOID = 1, 2  # this rank's parameters were not finite; so nobody took anything from the round
 
 
@@ -188,6 +189,15 @@ class ParameterSync(RoundSync):
         """Do what is due before anything is saved; all ranks call it, first of all."""
         self._come_for(_SAVE)
 
+    @as_in_training
+    def poll(self) -> bool:
+        """Ask all ranks, which call it together, whether one was asked to stop; see `Sync.poll`."""
+        if not self._schedule.seconds:
+            return super().poll()
+        if not self._stopping:  # else all know, and the others need not come
+            self._come_for(_POLL)
+        return self._stopping
+
     def _drivers(self) -> list[AnyDriver]:
         return [*super()._drivers(), *([] if self._side is None else [self._side])]
 
@@ -338,6 +348,7 @@ class ParameterSync(RoundSync):
             # Passes that broke off count, too: one that did on this rank alone shows by it in the round.
             self._parts[fragment].passes = self._begun
             self._parts[fragment].weight = self._counts(fragment)
+            self._parts[fragment].stop = self._asks_in_rounds()
             self._parts[fragment].send()
             if self._schedule.delay:
                 self._flying[fragment] = t
@@ -364,18 +375,20 @@ class ParameterSync(RoundSync):
             StenogradError: on all ranks: they have come for different things.
         """
         while True:
-            came = self._ask_all(what)
+            asked = self._numbers(what + (_STOP if self._asks() else 0))
+            self._hear(any(number & _STOP for number in asked))
+            came = [number & ~_STOP for number in asked]
             if _ROUND in came:
                 with super()._around_round():  # every rank is there now
                     self._hold_timed()
-                if what == _ROUND:
+                if what == _ROUND or (what == _POLL and self._stopping):  # which the round has brought
                     return
             elif set(came) == {what}:
                 return
             else:
-                told = ", ".join(f"rank {rank} for {_WORDS[other]}" for rank, other in enumerate(came))
+                purposes = ", ".join(f"rank {rank} for {_WORDS[other]}" for rank, other in enumerate(came))
                 raise StenogradError(
-                    f"ranks came for different things: {told}: call these on all ranks, in one order"
+                    f"ranks came for different things: {purposes}: call these on all ranks, in one order"
                 )
 
     def _around_round(self) -> AbstractContextManager[None]:
@@ -392,6 +405,17 @@ class ParameterSync(RoundSync):
         self._finish(0)
         self._due = []  # another rank's round was this one's, too
         self._ends_at = time.monotonic() + self._schedule.seconds
+
+    @property
+    def needs_poll(self) -> bool:
+        """Whether only `poll()` tells of requests to stop: in pairs, which are not all ranks."""
+        return isinstance(self._schedule, DiLoCo) and self._schedule.topology == "pairs"
+
+    def _asks_in_rounds(self) -> bool:
+        """Return whether this rank asks all to stop; in a node, which sends in parts, all do or none."""
+        if self._nodes is None:
+            return self._asks()
+        return self._gradients is not None and self._gradients._stopping
 
     def _counts(self, fragment: int) -> float | None:
         """Return what this rank (or node) has trained since the fragment's last round; None if unweighted."""
@@ -424,6 +448,7 @@ class ParameterSync(RoundSync):
         with self._copies.follow(self._whole[fragment].values(), state=not averages):
             outcome = self._merge(part, first=not fragment)
             self._flying.pop(fragment, None)
+            self._hear(part.stopped)
             sound = self._end(fragment, outcome)
         if not sound:
             return False
@@ -569,7 +594,7 @@ class ParameterSync(RoundSync):
         # Else the period is in the method's text, which was compared: nothing to ask.
         if not isinstance(self._schedule, Local) or not self._schedule.qsr:
             return period
-        found = self._ask_all(period)
+        found = self._numbers(period)
         if len(set(found)) > 1:
             raise ConfigError(
                 f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "
@@ -577,10 +602,12 @@ class ParameterSync(RoundSync):
             )
         return period
 
-    def _ask_all(self, number: int) -> list[int]:
+    def _numbers(self, number: int) -> list[int]:
         """Return every rank's number."""
-        own = torch.tensor([number], device="cpu")
-        return [int(other) for (other,) in self._together(lambda: self._way.run(gather(own)))]
+        return [int(other) for (other,) in self._ask_all(torch.tensor([number], device="cpu"))]
+
+    def _ask_all(self, own: Tensor) -> list[tuple[Tensor, ...]]:
+        return self._together(lambda: self._way.run(gather(own)))
 
     def _together(self, collective: Callable[[], T]) -> T:
         """Hold a collective of all ranks that changes nothing; again, where lost ranks are dropped."""

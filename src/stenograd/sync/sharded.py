@@ -214,14 +214,20 @@ class ShardedSync(GradientSync):
     @torch.no_grad()
     def _write_back(self, outcome: Outcome) -> None:
         super()._write_back(outcome)
-        # What overflowed in coding is known to the ranks with these shards only.
-        self._finite = not self._row.any(not outcome.applied)
+        # What overflowed in coding is known to the ranks with these shards only, and so are requests to stop.
+        bad, stopping = self._row.both(not outcome.applied, self._stopping)
+        self._finite = not bad
+        self._hear(stopping)
         for shard in self._parameters.values():
             owner = self._owners[id(shard)]
             if owner.grad is None and shard.grad is not None:
                 owner.grad = _like(owner, shard.grad)
         if not self._finite and self._passes.skips:
             self._spoil()
+
+    def _ask_all(self, own: Tensor) -> list[tuple[Tensor, ...]]:
+        (found,) = self._row.each([any(int(other) for (other,) in super()._ask_all(own))])
+        return [(torch.tensor([int(found)], device="cpu"),)]
 
     def _averaged(self) -> set[int]:
         return {id(owner) for owner in self._owners.values()}
@@ -304,6 +310,12 @@ class _Verdict:
     def any(self, own: bool) -> bool:
         """Return whether it holds for a rank of this replica."""
         return self.each([own])[0]
+
+    def both(self, one: bool, other: bool) -> tuple[bool, bool]:
+        """Return for each of two whether it holds for a rank of this replica, by the message of `any`."""
+        received = self.driver.run(gather(torch.tensor([one + 2 * other], device="cpu")))
+        found = [int(code) for (code,) in received]
+        return any(code & 1 for code in found), any(code & 2 for code in found)
 
     def each(self, own: Sequence[bool]) -> list[bool]:
         """Return for each of several questions whether it holds for a rank of this replica."""

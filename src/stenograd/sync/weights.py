@@ -38,7 +38,7 @@ class Weights:
         self._driver, self._agreed = driver, False
         self._total = self._last = 0.0  # of the passes since an exchange or a step; of the last pass
         self._factor = self._shrunk = 1.0  # of this pass's gradients, and of those from before it
-        self._told, self._made = False, True  # whether since the last exchange; whether its pass has begun
+        self._given, self._made = False, True  # whether since the last exchange; whether its pass has begun
         self._handles: dict[int, Any] = {}
         driver.announce(_WHAT)
 
@@ -65,7 +65,7 @@ class Weights:
         self._factor = (n if reduce == "mean" else 1.0) * divided / total if n else 0.0
         self._total, self._last = total, n
         self.trained += n
-        self._told, self._made = True, False
+        self._given, self._made = True, False
 
     def take(self) -> float:
         """Return what the gradients count for that are exchanged now, and begin anew.
@@ -73,7 +73,7 @@ class Weights:
         Raises:
             StenogradError: nobody told, or some ranks do not give weights.
         """
-        if not self._told:
+        if not self._given:
             raise StenogradError(
                 "this training is weighted, but a backward pass came without a weight: call sync.weight(n) "
                 "before each backward pass, on every rank"
@@ -85,7 +85,7 @@ class Weights:
 
     def end(self) -> None:
         """Begin anew: gradients were exchanged or applied."""
-        self._total, self._told = 0.0, False
+        self._total, self._given = 0.0, False
 
     def agree(self) -> None:
         """Wait, once, until all ranks give weights: messages are not the same without.
