@@ -55,23 +55,14 @@ def unequal() -> None:
             told[method].append(Place(ranks=len(_STEP_S)).run(train, method, rounds, seed))
     lines, base = [], None
     for method, rounds in _WAYS.items():
-        hourly = statistics.median(3600 * rounds / ranks[0][0] for ranks in told[method])
+        runs = told[method]
+        hourly = statistics.median(3600 * rounds / ranks[0][0] for ranks in runs)
         base = base or hourly
-        losses = sorted(ranks[0][2] for ranks in told[method])
-        steps = statistics.median(sum(taken for _, taken, _ in ranks) for ranks in told[method])
-        slow = statistics.median(ranks[-1][1] for ranks in told[method])
-        spread = f"{losses[len(losses) // 2]:.4f} ({losses[0]:.4f} to {losses[-1]:.4f})"
-        lines.append(
-            [method, number(hourly, 0), number(hourly / base, 2), number(steps, 0), number(slow, 0), spread]
-        )
-    head = [
-        "",
-        "rounds an hour",
-        "x",
-        "steps of all ranks",
-        "of the slow one",
-        "loss, median of three seeds (range)",
-    ]
+        low, middle, high = sorted(ranks[0][2] for ranks in runs)
+        steps = statistics.median(sum(taken for _, taken, _ in ranks) for ranks in runs)
+        row = [number(hourly, 0), number(hourly / base, 2), number(steps, 0)]
+        lines.append([method, *row, f"{middle:.4f} ({low:.4f} to {high:.4f})"])
+    head = ["", "rounds an hour", "x", "steps of all ranks", "loss, median of three seeds (range)"]
     publish(args, "One rank of four is five times as slow", told, table(head, lines))
 
 
