@@ -80,7 +80,7 @@ print(json.dumps(found))
 # Comparisons about something else than methods, and programs of many kinds, each with a few methods in turn
 # (the same programs for longer walk all of them).
 CHOSEN = {"scaling.METHODS", "versions.METHODS"}
-CHOSEN |= {"test_programs.CASES", "test_programs.METHODS", "plan_validation.METHODS"}
+CHOSEN |= {"test_programs.CASES", "test_programs.METHODS", "plan_validation.METHODS", "test_stopping.CASES"}
 
 
 @pytest.fixture(scope="module")
