@@ -1,5 +1,6 @@
 """Ranks and passes that count differently, by tokens: as one process over all tokens would train."""
 
+import copy
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 import stenograd
 from stenograd.errors import ConfigError, StenogradError
 from stenograd.schedules import DiLoCo, EveryStep, Local
+from stenograd.simulate import ranks
 from stenograd.testing.methods import by_name
 
 WORLD, STEPS = 3, 6
@@ -52,9 +54,9 @@ def _scaled(rank, face, method, weighted):
 )
 def test_every_method_sends_what_it_would_of_scaled_gradients(pool, face, method):
     """Bit for bit, feedback included, since shares are powers of two."""
-    ranks = pool.run(WORLD, _scaled, face, method, True)
-    assert all(torch.equal(other, ranks[0]) for other in ranks)
-    assert torch.equal(ranks[0], pool.run(WORLD, _scaled, face, method, False)[0])
+    found = pool.run(WORLD, _scaled, face, method, True)
+    assert all(torch.equal(other, found[0]) for other in found)
+    assert torch.equal(found[0], pool.run(WORLD, _scaled, face, method, False)[0])
 
 
 def _sizes(step, accumulated, part, rank):
@@ -274,6 +276,35 @@ def test_sparse_gradients_count_alike(pool):
         optimizer.step()
     for other in pool.run(2, _embedded):
         assert torch.allclose(other, flat(model), rtol=0, atol=1e-6)
+
+
+def _simulated(driver, first, weighted, idle):
+    """Two steps, in the second of which the last rank has no backward pass."""
+    rank, model = driver.rank, copy.deepcopy(first)  # ranks are threads, and share the random generator
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = stenograd.distribute(model, optimizer, "topk:ratio=0.1", group=driver, bucket_bytes=SMALL_BUCKETS)
+    for step, counts in enumerate((COUNTS[0], (4, 4, 0))):
+        optimizer.zero_grad()
+        x, y = _batch(step, rank, 5)
+        share = WORLD * counts[rank] / sum(counts)
+        loss = functional.mse_loss(model(x), y)
+        if idle and not counts[rank]:
+            sync.take_part()
+        else:
+            if weighted:
+                sync.weight(counts[rank])
+            (loss if weighted else loss * share).backward()
+        optimizer.step()
+    sync.close()
+    return flat(model)
+
+
+def test_simulated_ranks_count_alike():
+    """With a rank that takes part without a pass, and where nobody counts."""
+    first = mlp(7)
+    scaled = ranks(WORLD, _simulated, first, False, False)[0]
+    assert torch.allclose(ranks(WORLD, _simulated, first, True, True)[0], scaled, rtol=0, atol=1e-6)
+    assert torch.equal(ranks(WORLD, _simulated, first, False, True)[0], scaled)
 
 
 def _one_forgets(rank, method):

@@ -76,6 +76,25 @@ class _Hub:
         self._answers: dict[int, dict[int, Reply]] = {}
         self._parts: dict[tuple[int, tuple[int, ...]], _Hub] = {}
         self._failure: BaseException | None = None
+        self._announced: dict[str, set[int]] = {}
+
+    def announce(self, what: str, rank: int) -> None:
+        """Let all ranks know that one does something from now on."""
+        with self._changed:
+            self._announced.setdefault(what, set()).add(rank)
+            self._changed.notify_all()
+
+    def announced(self, what: str) -> set[int]:
+        """Return the ranks that have announced it so far."""
+        return self._announced.get(what, set())
+
+    def unannounced(self, what: str, timeout_s: float) -> list[int]:
+        """Return those that have not within the time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self.announced(what)) == self.size or self.failure is not None, timeout_s
+            )
+            return [rank for rank in range(self.size) if rank not in self.announced(what)]
 
     @property
     def failure(self) -> BaseException | None:
@@ -227,11 +246,16 @@ class SimulatedDriver:
         return self._names[rank]
 
     def announce(self, what: str) -> None:
-        """Do nothing: the ranks are of one program."""
+        """Tell the other ranks that this one does something from now on; waits for nobody."""
+        self.hub.announce(what, self.rank)
+
+    def announced(self, what: str) -> bool:
+        """Return whether a rank has announced it."""
+        return bool(self.hub.announced(what))
 
     def unannounced(self, what: str, grace_s: float) -> list[int]:
-        """Return nobody."""
-        return []
+        """Return the ranks that have not announced it within the time."""
+        return self.hub.unannounced(what, grace_s)
 
     def check_groupless(self) -> None:
         """Do nothing: a simulated world is complete."""

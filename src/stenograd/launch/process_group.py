@@ -53,6 +53,7 @@ __all__ = [
     "Ranks",
     "World",
     "announce",
+    "announced",
     "attends",
     "backends",
     "came",
@@ -76,6 +77,7 @@ _DEFAULT_TIMEOUT_S = 300.0
 _MARKS_S = 2.0  # for marks in the store of a group that others made
 _LOOP = "gloo_tcp_loop"  # what gloo calls the thread that moves a process group's messages
 _TASKS = Path("/proc/self/task")
+_ANYBODY = "anybody"  # beside the ranks' own keys, so that one question to the store is enough
 # How many groups were made from each group. All its ranks make them in the same order, so the number is equal
 # on all of them and can stand in the new group's name without any communication.
 _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
@@ -304,7 +306,14 @@ def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
 
 def announce(group: str, what: str, rank: int) -> None:
     """Leave word in the store that a rank of the group of this name does something from now on."""
-    _board(group, what).set(str(rank), "here")
+    board = _board(group, what)
+    board.set(str(rank), "here")
+    board.set(_ANYBODY, "here")
+
+
+def announced(group: str, what: str) -> bool:
+    """Return whether a rank of a group has announced something."""
+    return bool(_board(group, what).check([_ANYBODY]))
 
 
 def unannounced(group: str, what: str, size: int, grace_s: float) -> list[int]:

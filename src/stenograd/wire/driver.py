@@ -18,6 +18,7 @@ from stenograd.errors import ConfigError, PeerLost, StenogradError, WireError, b
 from stenograd.launch.failure_detector import FailureDetector
 from stenograd.launch.process_group import (
     announce,
+    announced,
     came,
     go_on_without,
     leave,
@@ -252,6 +253,10 @@ class Driver:
         """Tell the other ranks, by the store, that this one does something from now on; waits for nobody."""
         if self.world_size > 1:
             announce(self._name, what, self.rank)
+
+    def announced(self, what: str) -> bool:
+        """Return whether a rank has announced it, as far as the store knows."""
+        return self.world_size > 1 and announced(self._name, what)
 
     def unannounced(self, what: str, grace_s: float) -> list[int]:
         """Return the ranks, as numbered in this group, that have not announced it within the time."""

@@ -92,6 +92,9 @@ class AnyDriver(Protocol):
     def announce(self, what: str) -> None:
         """Tell the other ranks that this one does something from now on; waits for nobody."""
 
+    def announced(self, what: str) -> bool:
+        """Return whether a rank has announced it."""
+
     def unannounced(self, what: str, grace_s: float) -> list[int]:
         """Return the ranks that have not announced it within the time."""
 
