@@ -121,7 +121,7 @@ class Batches(Dataset):
     def __getitem__(self, step):
         open(f"{FOLDER}/process-{os.getpid()}", "w").close()
         time.sleep(0.02)
-        return torch.randn(8, 16)
+        return step  # no tensor: a spawned worker that ends while it sends one may abort, for any program
 
 
 def main():
@@ -131,7 +131,8 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = stenograd.distribute(model, optimizer, "topk:ratio=0.1")
     data = DataLoader(Batches(), batch_size=None, num_workers=2, multiprocessing_context=START)
-    for step, x in enumerate(data):
+    for step in data:
+        x = torch.randn(8, 16)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), x[:, :4]).backward()
         optimizer.step()
