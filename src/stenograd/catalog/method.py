@@ -439,6 +439,8 @@ def _parse(
         key, equals, value = (part.strip() for part in item.partition("="))
         if key == "every" and "seconds" in kinds and value.endswith("s"):
             key, value = "seconds", value[:-1]  # every=30s
+        if key == "grace" and value.endswith("s"):
+            value = value[:-1]
         if key not in kinds:
             keys = ", ".join(kinds)
             raise MethodError(f"{entry} has no key {key!r}{_hint(key, kinds)} keys: {keys}")

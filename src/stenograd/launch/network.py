@@ -14,10 +14,13 @@ from typing import TypeVar
 
 __all__ = [
     "GLOO_INTERFACE",
+    "Sockets",
     "address_towards",
     "await_port",
     "bounded",
+    "opened",
     "own_address",
+    "sever",
     "unshared",
     "use_loopback",
 ]
@@ -29,6 +32,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.1
 _DESCRIPTORS = "/dev/fd"
 
+Sockets = frozenset[tuple[int, int]]  # descriptor and inode of each
 _ours: set[tuple[int, int]] = set()  # descriptor and inode of the sockets that `unshared` saw
 
 
@@ -158,6 +162,35 @@ def unshared() -> Iterator[None]:
         with contextlib.suppress(OSError):  # another thread's, closed meanwhile
             os.set_inheritable(number, False)
             _ours.add((number, inode))
+
+
+@contextmanager
+def opened() -> Iterator[list[Sockets]]:
+    """Put the connections that are opened in the block in a list, at its end, for `sever`.
+
+    Example:
+        >>> with opened() as found:
+        ...     pass  # make a process group
+        >>> found
+        [frozenset()]
+    """
+    before, found = _sockets(), list[Sockets]()
+    yield found
+    connected = set[tuple[int, int]]()
+    for number, inode in _sockets() - before:
+        with contextlib.suppress(OSError):  # another thread's, closed meanwhile
+            if not _listens(number):
+                connected.add((number, inode))
+    found.append(frozenset(connected))
+
+
+def sever(sockets: Sockets) -> None:
+    """End connections at once, so that whoever waits for something from there gets an error."""
+    for number, inode in sockets:
+        with contextlib.suppress(OSError):  # closed since
+            if os.fstat(number).st_ino == inode:  # else the number is another file's by now
+                with socket.socket(fileno=os.dup(number)) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> set[tuple[int, int]]:

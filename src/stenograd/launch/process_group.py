@@ -23,17 +23,20 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from stenograd import devices
-from stenograd.errors import LaunchError, bad_value, first_line
+from stenograd.errors import LaunchError, PeerLost, bad_value, first_line
 from stenograd.launch.detect import World, bad_variable, detect
 from stenograd.launch.failure_detector import Absent, FailureDetector, attend
 from stenograd.launch.local_workers import TIMEOUT_VARIABLE, run_local
+from stenograd.launch.membership import CONNECT_S, OPEN_VARIABLE, Membership
 from stenograd.launch.network import (
     GLOO_INTERFACE,
+    Sockets,
     address_towards,
     bounded,
+    opened,
     own_address,
     unshared,
     use_loopback,
@@ -57,6 +60,7 @@ __all__ = [
     "attends",
     "backends",
     "came",
+    "connect_members",
     "detect",
     "go_on_without",
     "init",
@@ -64,6 +68,7 @@ __all__ = [
     "leave",
     "make_group",
     "meet",
+    "membership",
     "roll_call",
     "run_local",
     "shutdown",
@@ -112,6 +117,7 @@ class _Session:
 
 _place: _Place | None = None
 _session: _Session | None = None
+_membership: Membership | None = None  # in an open run, in place of both
 
 
 def init(
@@ -125,6 +131,9 @@ def init(
     Works unchanged under torchrun, `mpiexec` of Open MPI and MPICH, `srun`, `run_local` and alone. Where
     `torch.distributed` is already initialised, nothing happens. All ranks of a launch must call it.
     Ranks on one host talk gloo over the loopback interface unless `GLOO_SOCKET_IFNAME` says otherwise.
+
+    Where `STENOGRAD_OPEN` names the store of an open run (see `Rounds`), this process waits for nobody here:
+    it is alone in the default group. Rank and world size say who it is, and how many there are to begin with.
 
     Args:
         backend: as in `torch.distributed.init_process_group`; None is gloo, and NCCL for CUDA tensors
@@ -148,9 +157,13 @@ def init(
     """
     global _session
     if dist.is_initialized():
+        if (open_run := membership()) is not None:
+            return _world_of(open_run)
         session = _own_session()
         return session.place.world if session is not None else _joined_world()
     limit_s = _timeout_s(timeout_s)
+    if OPEN_VARIABLE in os.environ:
+        return _init_open(limit_s)
     deadline = time.monotonic() + limit_s
     with unshared():
         place, store = _open(limit_s, deadline)
@@ -195,7 +208,8 @@ def join(*, timeout_s: float | None = None) -> World:
 
     A program of one rank can then still call `torch.distributed.init_process_group` itself.
     """
-    if not dist.is_initialized() and (world := detect(os.environ)).world_size == 1:
+    alone = not dist.is_initialized() and OPEN_VARIABLE not in os.environ
+    if alone and (world := detect(os.environ)).world_size == 1:
         return world
     return init(timeout_s=timeout_s)
 
@@ -205,7 +219,13 @@ def shutdown() -> None:
 
     Scripts need not call it: it runs when Python exits.
     """
-    global _session
+    global _membership, _session
+    if (open_run := membership()) is not None:
+        _membership = None
+        open_run.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
     session, _session = _own_session(), None
     if session is None:
         return
@@ -249,6 +269,11 @@ def roll_call(grace_s: float, group: str = "") -> Absent:
         return Absent(bounded(meet_others, limit_s + 1.0))
     except Exception:  # no group, a PyTorch that keeps its store elsewhere, or a store that is gone
         return Absent()
+
+
+def membership() -> Membership | None:
+    """Return this process's part in the open run that `init` joined; None outside of one."""
+    return _membership if _membership is not None and _membership.pid == os.getpid() else None
 
 
 def attends() -> bool:
@@ -304,6 +329,35 @@ def make_group(parent: Any, ranks: Ranks, what: str, timeout_s: float) -> Any:
     return _connect(whole, sorted(ranks), f"stenograd/{whole.group_name}/{what}/{counts[what]}", timeout_s)
 
 
+def connect_members(store: Store, name: str, number: int, size: int, timeout_s: float) -> tuple[Any, Sockets]:
+    """Connect some workers of an open run, each of which is alone in its default group.
+
+    Args:
+        store: to find each other in.
+        name: of the group, which nobody has used there.
+        number: of this worker among them.
+        size: how many there are.
+        timeout_s: as in `make_group`.
+
+    Returns:
+        The group, and its connections.
+    """
+    c10d: Any = dist.distributed_c10d
+    # torch knows members by their ranks in the default group, where this process is 0 and nobody else is.
+    numbers = {(0 if i == number else i + 1): i for i in range(size)}
+    limit = timedelta(seconds=min(CONNECT_S, timeout_s))
+    try:
+        with waiting_loops(), unshared(), _shared_port(), opened() as connections:
+            group, _ = c10d._new_process_group_helper(
+                size, number, [*numbers], "gloo", store, f"stenograd/open/{name}", timeout=limit
+            )
+        c10d._world.pg_group_ranks[group] = numbers
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PeerLost(f"the members of {name} did not connect: {first_line(error)}") from error
+    return group, connections[0]
+
+
 def announce(group: str, what: str, rank: int) -> None:
     """Leave word in the store that a rank of the group of this name does something from now on."""
     board = _board(group, what)
@@ -355,6 +409,33 @@ def waiting_loops() -> Iterator[None]:
     for thread in _loops() - before:
         with contextlib.suppress(OSError):  # not allowed, or gone
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _init_open(limit_s: float) -> World:
+    """Join an open run: make a default group of this process alone, and open the run's store."""
+    global _membership
+    address, world = os.environ[OPEN_VARIABLE], detect(os.environ)
+    if world.one_host and os.sep in address:
+        use_loopback()
+    importlib.import_module("torch.distributed.nn.functional")  # as in `_make_group`
+    found = Membership(address, world, limit_s)
+    with unshared():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    if devices.count():
+        devices.use(devices.local_device(world.local_rank))
+    atexit.register(_leave_open)
+    _membership = found
+    return _world_of(found)
+
+
+def _world_of(found: Membership) -> World:
+    size, local = max(found.size, found.rank + 1), detect(os.environ)
+    return World(found.rank, size, local.local_rank, local.local_world_size, "open")
+
+
+def _leave_open() -> None:
+    with contextlib.suppress(Exception):  # at exit nobody can do anything about it
+        shutdown()
 
 
 def _start_detector(store: Store, world: World, where: Meeting) -> FailureDetector | None:

@@ -56,7 +56,7 @@ class DiLoCo(Rounds):
             own, and the outer step follows `phi_i - (theta_i + theta_j) / 2`, which also brings the ranks'
             phi together; no round waits for all ranks (NoLoCo). Needs delay=0, eager=false and no inside,
             and nothing after the slash.
-        every, seconds, after, states, states_every, buffers: see `Rounds`.
+        every, seconds, after, states, states_every, buffers, quorum, grace: see `Rounds`.
 
     Raises:
         MethodError: a value is outside its range, or two do not fit together.
@@ -170,6 +170,9 @@ class DiLoCo(Rounds):
         if self.seconds and (self.eager or self.topology == "pairs"):
             wanted = "must be 0 with eager rounds or pairs"
             raise bad_value("seconds", wanted, self.seconds, "count steps: every=30", MethodError)
+        if self.quorum and (self.eager or self.topology == "pairs"):
+            wanted = "must be 0 with eager rounds or pairs"
+            raise bad_value("quorum", wanted, self.quorum, "leave those out", MethodError)
         if self.eager and self.lost == "drop":
             raise bad_value(
                 "lost", "must be raise with eager", self.lost, "leave one of them out", MethodError

@@ -26,7 +26,7 @@ class Local(Rounds):
         qsr: the quadratic synchronisation rule: the next round comes after `max(every, floor((qsr / lr)^2))`
             steps, lr being the learning rate of the first parameter group when the round starts. So rounds
             become rarer as the rate falls. 0 for rounds of `every` steps.
-        every, seconds, after, states, states_every, buffers: see `Rounds`.
+        every, seconds, after, states, states_every, buffers, quorum, grace: see `Rounds`.
 
     Raises:
         MethodError: a value is outside its range.
@@ -56,15 +56,17 @@ class Local(Rounds):
         super().__post_init__()
         if not (self.qsr >= 0 and math.isfinite(self.qsr)):
             raise bad_value("qsr", "must be 0 or positive", self.qsr, "leave it out for none", MethodError)
-        if self.qsr and self.seconds:
-            raise bad_value("qsr", "must be 0 with seconds", self.qsr, "leave one of them out", MethodError)
+        if self.qsr and (self.seconds or self.quorum):
+            raise bad_value(
+                "qsr", "must be 0 with seconds or quorum", self.qsr, "leave one of them out", MethodError
+            )
 
     def check(self, codec: Codec) -> None:
         """Refuse also what scales up the differences that it sends."""
         super().check(codec)
-        if self.lost == "drop" and not codec.lossless:
+        if self.survives and not codec.lossless:
             why = "what a lost rank has sent of its differences cannot be taken back"
-            raise refused(self, codec, why, "use lost=raise, diloco, or leave the codec out")
+            raise refused(self, codec, why, "use lost=raise without quorum, diloco, or leave the codec out")
         if codec.divides_by_senders:
             why = "ranks would not know what the others hold of their differences"
             raise refused(self, codec, why, "leave out divide=senders, or use diloco")

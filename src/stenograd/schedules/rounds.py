@@ -57,6 +57,12 @@ class Rounds(Schedule):
         node_size: ranks per node, in the order of the ranks; 0 for what the launcher says.
         lost: what a lost rank means: "raise" a PeerLost, or "drop" it: the others hold the round without it,
             and lose no local step. Needs rounds without delay, and dense ones with `local`.
+        quorum: opens the run, for workers that come, leave, return and lag: a round is held without waiting
+            for more when this share of those that are there has come, in (0, 1], and `grace` has gone by. Who
+            is late trains on and counts in a later round for all it has done, by steps or weights; who is new
+            gets what the others have. Needs a store that outlives workers (`stenograd rendezvous`, or
+            `train --keep`), one level, no delay and no `after`. 0 for a fixed set of ranks.
+        grace: seconds that the first who comes to an open round waits for more than the quorum, >= 0.
         buffers: "average" for the mean of floating buffers (running statistics of batch norm), "keep" for
             each rank's own.
 
@@ -74,6 +80,8 @@ class Rounds(Schedule):
     inside: str = ""
     node_size: int = 0
     lost: str = "raise"
+    quorum: float = 0.0
+    grace: float = 2.0
 
     def __post_init__(self) -> None:
         check_count("every", self.every, "use 8", MethodError)
@@ -92,10 +100,24 @@ class Rounds(Schedule):
         if self.lost == "drop" and (self.inside or self.delay or self.after):
             wanted = "must be raise with inside, delay or after"
             raise bad_value("lost", wanted, self.lost, "leave those out", MethodError)
+        self._check_open()
         check_natural("node_size", self.node_size, "leave it out for what the launcher says")
         if self.node_size and not self.inside:
             advice = "give inside=dense, or leave it out"
             raise bad_value("node_size", "must be 0 without inside", self.node_size, advice, MethodError)
+
+    def _check_open(self) -> None:
+        """Refuse what needs the same ranks in every round, where they come and leave."""
+        if not 0 <= self.quorum <= 1:
+            wanted = "must be a share of the ranks, 0 to 1"
+            raise bad_value("quorum", wanted, self.quorum, "use 0.75", MethodError)
+        if not (self.grace >= 0 and math.isfinite(self.grace)):
+            raise bad_value("grace", "must be seconds, 0 or more", self.grace, "use 2", MethodError)
+        wanting = {"inside": self.inside, "delay": self.delay, "after": self.after}
+        wanting |= {"states": self.states == "average"}
+        if self.quorum and (got := [key for key, value in wanting.items() if value]):
+            rule = f"must be 0 with {', '.join(got)}"
+            raise bad_value("quorum", rule, self.quorum, f"leave out {', '.join(got)}", MethodError)
 
     @classmethod
     def examples(cls) -> Iterator[Rounds]:
@@ -107,6 +129,11 @@ class Rounds(Schedule):
         yield cls(every=2, buffers="keep")
         yield cls(every=2, inside="dense", node_size=2)
         yield cls(every=2, lost="drop")
+
+    @property
+    def survives(self) -> bool:
+        """Whether a round that a rank is lost in is held again without it."""
+        return self.lost == "drop" or self.quorum > 0
 
     @property
     def fragments(self) -> int:

@@ -376,6 +376,16 @@ class Sync(ABC):
         return []
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that took part in the last exchange; fewer than all only in open rounds."""
+        return tuple(range(self.world_size))
+
+    @property
+    def tokens(self) -> dict[int, int]:
+        """By rank, what it has brought to open rounds: passes, or the sum of its weights; else empty."""
+        return {}
+
+    @property
     def pending(self) -> bool:
         """Whether something is under way, or due, that `flush()` would finish."""
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ from torch import nn
 
 from stenograd.catalog.method import MethodLike
 from stenograd.catalog.method import method as parse
+from stenograd.errors import ConfigError
 from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
+from stenograd.launch.membership import OPEN_VARIABLE
 from stenograd.schedules.schedule import What
 from stenograd.sync.attached import Sync
 from stenograd.sync.gossip import GossipSync
 from stenograd.sync.gradients import GradientSync
+from stenograd.sync.open_rounds import OpenRounds
 from stenograd.sync.rounds import ParameterSync
 from stenograd.sync.sharded import ShardedSync, is_sharded
 
@@ -95,4 +99,11 @@ def distribute(
     chosen = parse(method)
     # FSDP comes first: it refuses schedules by itself, with its own reason.
     kind = ShardedSync if is_sharded(model) else _KINDS.get(chosen.schedule.what, ParameterSync)
+    if getattr(chosen.schedule, "quorum", 0):
+        kind = OpenRounds
+    elif OPEN_VARIABLE in os.environ:
+        raise ConfigError(
+            f"{OPEN_VARIABLE} is set, so this process is a worker of an open run, which needs rounds with a "
+            f"quorum, got {chosen}: use diloco:every=30,quorum=0.75, or unset it"
+        )
     return kind(model, optimizer, chosen, skip_bad_steps=skip_bad_steps, **kept, **guard)

@@ -38,6 +38,7 @@ __all__ = [
     "describe_optimizers",
     "entries",
     "named",
+    "own_host",
     "refuse_second_momentum",
     "refuse_taken",
     "synced_parameters",
@@ -486,7 +487,7 @@ def compare(
     """
     own = json.dumps(_described(settings, parameters, model))
     digest = hashlib.sha256(own.encode()).hexdigest()  # describing 10,000 tensors takes a megabyte
-    messages = driver.gather_bytes(json.dumps([_host(), digest, torch.__version__]).encode())
+    messages = driver.gather_bytes(json.dumps([own_host(), digest, torch.__version__]).encode())
     about: list[list[str]] = [json.loads(text) for text in messages]
     driver.traffic.hosts = [host for host, _, _ in about]
     builds = sorted({build for _, _, build in about})
@@ -569,7 +570,7 @@ def _carried(model: nn.Module) -> dict[str, Tensor]:
     return found | {f"buffer {name}": b for name, b in model.named_buffers()}
 
 
-def _host() -> str:
+def own_host() -> str:
     """Name this host, or its part with a network of its own: from there, others are across a link."""
     try:
         network = Path("/proc/self/ns/net").stat().st_ino

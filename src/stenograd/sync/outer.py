@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stenograd.catalog.method import Method
+from stenograd.catalog.registry import state_kinds
 from stenograd.errors import ConfigError, NonFiniteError
 from stenograd.exchange.bucket_states import check_state
 from stenograd.launch.detect import World
@@ -96,6 +97,7 @@ class Part:
         self._schedule, self._pairs, self._beside = schedule, pairs, beside
         self._diloco = schedule if isinstance(schedule, DiLoCo) else None  # None: parameters become means
         self._exact = self._diloco is None and how.lossless
+        self._keeps = not self._exact or schedule.quorum > 0  # outer parameters, for those that join
         if how.lossless:
             how = IN_ORDER
         elif self._diloco is None:
@@ -118,7 +120,7 @@ class Part:
     @torch.no_grad()
     def anchor(self) -> None:
         """Start from the present parameters, which are equal on all ranks, without momentum."""
-        self._outer = [] if self._exact else self._flat.values()
+        self._outer = self._flat.values() if self._keeps else []
         self._momentum = [torch.zeros_like(t) for t in self._outer] if self._diloco else []
         self._sent: list[Tensor] = []  # of eager ranks the share under way, of means what this rank had
         self._arrived: list[Tensor] = []  # averages that are to be applied later
@@ -128,7 +130,7 @@ class Part:
         """Send what this rank has; returns at once. Pairs and eager ranks send when they merge."""
         if self._pairs is not None or (self._diloco and self._diloco.eager):
             return
-        if self._schedule.lost == "drop":
+        if self._schedule.survives:
             self._before = self._flat.exchange.state_dict()
         own = self._flat.values()
         self._flat.stop = self.stop
@@ -255,6 +257,8 @@ class Part:
                     self.lost_own = True
                     continue
             stream.write(target)
+        if self._exact and self._keeps:
+            self._outer = averages
 
     def _apply(self, averages: list[Tensor]) -> bool:
         """Make the outer optimizer's step, as torch.optim.SGD does; the averages are overwritten.
@@ -320,6 +324,42 @@ class Part:
                 p.copy_(value)
 
         return take if self.driver.rank in bad else bool
+
+    def common(self) -> list[Tensor]:
+        """Return what is equal on all ranks between rounds: outer parameters and momenta, flat."""
+        return [*self._outer, *self._momentum]
+
+    @torch.no_grad()
+    def adopt(self, values: Sequence[Tensor], *, begins: bool) -> None:
+        """Take another rank's `common()`, and let this rank's steps count from there.
+
+        Args:
+            values: as `common` gave them.
+            begins: whether this rank has made no steps, so that it starts from there.
+        """
+        held = [value.to(own.device, own.dtype) for value, own in zip(values, self.common(), strict=True)]
+        outer, self._momentum = held[: len(self._outer)], held[len(self._outer) :]
+        for stream, new, old in zip(self._flat.streams, outer, self._outer, strict=True):
+            stream.write(new if begins else stream.read(stream.empty()).add_(new - old))
+        self._outer = outer
+
+    def clock(self) -> dict[str, int]:
+        """Return how many exchanges were made, by which compressors choose what they send."""
+        return {"step": self._flat.exchange.step, "skipped": self._flat.exchange.skipped}
+
+    def equal_state(self) -> dict[tuple[str, str], Tensor]:
+        """Return what the compressor keeps that is equal on all ranks, by parameter and key."""
+        own, parameters = state_kinds(), self._flat.exchange.state_dict()["parameters"]
+        return {(n, key): t for n, held in parameters.items() for key, t in held.items() if key not in own}
+
+    def adopt_codec(self, clock: Mapping[str, int], state: Mapping[tuple[str, str], Tensor]) -> None:
+        """Take another rank's `clock()` and `equal_state()`; what this rank owes stays."""
+        found = self._flat.exchange.state_dict()["parameters"]
+        parameters = {
+            name: {key: state.get((name, key), t).to(t.device) for key, t in held.items()}
+            for name, held in found.items()
+        }
+        self._flat.load({**clock, "parameters": parameters})
 
     def move(self, driver: AnyDriver, *, undo: bool) -> None:
         """Exchange through another driver from now on, the way to the ranks that are left.
@@ -404,7 +444,7 @@ class Part:
         """
         self.wait()
         outer, beside = self._keys
-        named = {} if self._exact else {outer: self._outer, beside: self._momentum or self._outer}
+        named = {outer: self._outer, beside: self._momentum or self._outer} if self._keeps else {}
         named |= {"own": self._flat.values()} if own else {}
         if self._diloco:
             named |= {"arrived": self._arrived} if self._arrived else {}

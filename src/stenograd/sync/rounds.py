@@ -121,7 +121,7 @@ class ParameterSync(RoundSync):
             self._next = self._period()
             if isinstance(self._schedule, DiLoCo) and self._schedule.topology == "pairs":
                 self._pairs = Gossip(Driver.own(self._driver), RandomPairs(), lost=self._schedule.lost)
-            elif self._schedule.lost == "drop":
+            elif self._schedule.lost == "drop" and not self._schedule.quorum:
                 self._survivors = Survivors(Driver.own(self._driver), self)
         schedule, how, nodes = self._schedule, self._each_round, self._nodes
         self._parts, self._whole = [], fragments_of(parameters, schedule.fragments, schedule.layout)

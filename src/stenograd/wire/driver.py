@@ -60,6 +60,7 @@ class Driver:
 
     Attributes:
         detector: what tells after a failure who is lost, where that is not the detector that `init` made.
+        names: what to call the ranks of the group, where that is not their numbers in the world.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 300.0) -> None:
@@ -75,6 +76,7 @@ class Driver:
         self.traffic = Traffic(self.rank)
         self.tracer: Observer | None = None
         self.detector: FailureDetector | None = None
+        self.names: Sequence[int] | None = None
         self._leave: weakref.finalize[[Any], Driver] | None = None
         self._name = "world" if group is None else str(group.group_name)
         self._carriers = self._find_carriers()
@@ -213,7 +215,20 @@ class Driver:
 
     def name_of(self, rank: int) -> int:
         """Return the number in the whole world, as in `PeerLost.ranks`, of a rank of this group."""
-        return self._global_rank(rank)
+        return self._global_rank(rank) if self.names is None else self.names[rank]
+
+    @classmethod
+    def of_members(cls, group: Any, names: Sequence[int], like: Driver) -> Driver:
+        """Make the driver of a group of an open run, which counts into the ledger of the one before.
+
+        Args:
+            group: of `launch.process_group.connect_members`; left when the driver is closed or forgotten.
+            names: the members' ranks in the run.
+            like: the driver before.
+        """
+        driver = like._in_own(group)
+        driver.names, driver.traffic, driver.tracer = list(names), like.traffic, like.tracer
+        return driver
 
     def without(self, lost: Sequence[int]) -> Driver:
         """Make a driver for what is left of this group; every other rank calls it with the same lost ones.
@@ -481,6 +496,8 @@ class Driver:
 
     def _in_the_world(self, ranks: Sequence[int]) -> str:
         """Name this rank by its number in the whole world, like all others in a message."""
+        if self.names is not None:
+            return f"rank {self.name_of(self.rank)} (with ranks {', '.join(map(str, self.names))})"
         me, size = f"rank {self._global_rank(self.rank)}", dist.get_world_size()
         if len(ranks) == size:
             return f"{me} of {size}"

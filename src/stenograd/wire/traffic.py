@@ -202,6 +202,15 @@ class Traffic:
         self._place = ranks.index(self._place)
         self.hosts = [self.hosts[rank] for rank in ranks] if self.hosts else ()
 
+    def move(self, place: int, hosts: Sequence[str]) -> None:
+        """Go on counting in another group.
+
+        Args:
+            place: this rank's number there.
+            hosts: that of each of its ranks.
+        """
+        self._place, self.hosts = place, hosts
+
     def tally(self, label: Label, op: str) -> Tally:
         """Return the sums to add to."""
         tally = self._tallies.get((label, op))

@@ -1,0 +1,592 @@
+"""Open runs: who is there, who takes part in a round, and what became of it, agreed on in a store.
+
+The store outlives every worker: `stenograd rendezvous` holds it, or a file does. It knows of each round k
+
+- who came to it (`come`), with what they have, and whether it was broken off and is tried again;
+- the plan of an attempt, which the first to find that enough have come writes, by compare-and-set;
+- the result, by compare-and-set as well: which attempt counts. So a worker that was frozen when it had
+  everything and others went on without it finds out, and never keeps what nobody else has.
+
+Reference: Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm", ATC 2014, for what a
+store must give; torchft's quorum is the same idea with a server of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
+
+from stenograd.errors import LaunchError, MismatchError, PeerLost, first_line
+from stenograd.launch.detect import World, bad_variable
+from stenograd.launch.network import Sockets, await_port, sever, unshared
+
+__all__ = ["CONNECT_S", "OPEN_VARIABLE", "Arrival", "Broken", "Member", "Membership", "Plan"]
+
+T = TypeVar("T")
+
+OPEN_VARIABLE = "STENOGRAD_OPEN"  # HOST:PORT of the store of an open run, or the path of its file
+
+_TICK_S = 0.1  # a worker notices by this much later that others have begun to meet
+_BEAT_S = 0.5
+# Without a heartbeat for this long a worker counts as lost. Ten beats: with eight workers on two cores a
+# thread was kept from running for up to 2 s.
+LOST_S = 5.0
+CONNECT_S = 10.0  # for members that have all said that they are about to connect
+_POLL_S = 0.01  # while waiting for a round, where nothing else is to be done
+_BLAMELESS = 2  # attempts of a round that may fail before somebody is left out of the next, whoever it is
+_KEPT = 3  # rounds whose keys stay in the store
+
+
+class Broken(Exception):
+    """An attempt of a round was broken off, here or elsewhere; it is tried again."""
+
+
+class Member(NamedTuple):
+    """A worker: its rank, and a name that no other process has had."""
+
+    rank: int
+    life: str
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a worker says when it comes to a round.
+
+    Attributes:
+        round: that it comes to.
+        state: the round whose outcome it has; -1 for one that has just begun, which so gives nobody anything.
+        weight: what it has trained since it last took part.
+        given: whether that was given (`Sync.weight`), and not counted in passes.
+        host: its machine's, in a word.
+        groups: connections that it has, by the lives of their members.
+    """
+
+    round: int
+    state: int
+    weight: float = 0.0
+    given: bool = False
+    host: str = ""
+    groups: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who takes part in an attempt of a round.
+
+    Attributes:
+        round, attempt: which one it is.
+        members: in the order of their ranks.
+        states, weights, given, hosts: theirs, see `Arrival`.
+        group: name of their connection.
+    """
+
+    round: int
+    attempt: int
+    members: tuple[Member, ...]
+    states: tuple[int, ...]
+    weights: tuple[float, ...]
+    given: tuple[bool, ...]
+    hosts: tuple[str, ...]
+    group: str
+
+    @property
+    def at(self) -> str:
+        """What the store calls the attempt."""
+        return f"{self.round}.{self.attempt}"
+
+    @property
+    def donor(self) -> int:
+        """Index of the member that gives others what they lack."""
+        return self.states.index(max(self.states))
+
+    @property
+    def behind(self) -> list[int]:
+        """Indices of the members that lack something."""
+        newest = max(self.states)
+        if newest < 0:  # all begin
+            return [i for i in range(len(self.members)) if i != self.donor]
+        return [i for i, state in enumerate(self.states) if state < newest]
+
+    @property
+    def lives(self) -> str:
+        """The members, in a word."""
+        return lives_of(self.members)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks."""
+        return tuple(member.rank for member in self.members)
+
+    @classmethod
+    def read(cls, text: bytes) -> Plan:
+        """Return the plan that was written as JSON."""
+        found: dict[str, Any] = json.loads(text)
+        members = tuple(Member(*member) for member in found.pop("members"))
+        rest: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        return cls(members=members, **rest)
+
+    def text(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps(asdict(self))
+
+
+class Membership:
+    """This worker's part in an open run.
+
+    One thread talks to the store: it sends heartbeats, looks who else does, and does what the program asks,
+    so that a store that has gone silent holds the program for `timeout_s` at most.
+
+    Args:
+        address: HOST:PORT, or a path.
+        world: rank and number of workers to begin with; one alone, unless a launcher said otherwise.
+        timeout_s: seconds to wait for the store, and for others in a round.
+
+    Attributes:
+        rank: this worker's; where no launcher gave it one, the next that is free.
+        size: number of workers to begin with.
+        pid: the process's, which a forked child has not.
+        now: the last round that was held, -1 before the first, as far as this worker has heard.
+        stop: whether a worker was asked to stop, likewise.
+        entered: whether `enter` was called.
+
+    Raises:
+        LaunchError: there is no store.
+    """
+
+    def __init__(self, address: str, world: World, timeout_s: float) -> None:
+        self.address, self.timeout_s, self.now = address, timeout_s, -1
+        self.stop = self.entered = False
+        self._store, self._connecting = _open(address, timeout_s)
+        self.rank, self.size = world.rank, world.world_size
+        if world.world_size > 1:
+            self._store.compare_set("size", "", str(world.world_size))
+        if self._store.check(["size"]):
+            self.size = int(self._store.get("size"))
+        if world.world_size == 1:  # after those that a launcher has numbered
+            self.rank = int(self._store.add("ranks", 1)) - 1 + (self.size if self.size > 1 else 0)
+        self.own = Member(self.rank, secrets.token_hex(6))
+        self._entries = 0  # of the store's that were read
+        self._latest: dict[int, Member] = {}  # by rank: the last that has come
+        self._beats: dict[str, tuple[bytes, float]] = {}  # of a life its last beat, and when it came
+        self._left = set[str]()
+        self._attempts: dict[int, int] = {}  # of a round, the first that is not known to be broken
+        self._opened: dict[str, float] = {}  # when an attempt's first arrival was seen here
+        self._gathering: tuple[int, float] | None = None
+        self._watched: tuple[Plan, Sockets] | None = None
+        self._sockets: dict[str, Sockets] = {}
+        self._beat, self._beaten = 0, 0.0
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self.pid = os.getpid()
+
+    def enter(self, about: Mapping[str, str]) -> None:
+        """Begin to be there, with the same model and method as everybody.
+
+        Args:
+            about: what must be equal on all workers, by name.
+
+        Raises:
+            MismatchError: it is not.
+        """
+        self.entered = True
+        said = self._store.compare_set("about", "", json.dumps(dict(about)))
+        others = json.loads(said)
+        if unlike := [name for name in about if others.get(name) != about[name]]:
+            what = "; ".join(f"{name} {about[name]} here, {others.get(name)} there" for name in unlike)
+            raise MismatchError(f"rank {self.rank} differs from the run at {self.address}: {what}")
+        self._store.set(f"beat/{self.own.life}", "0")
+        number = int(self._store.add("entries", 1))
+        self._store.set(f"entry/{number}", json.dumps(self.own))
+        self._tick()
+        self._thread = threading.Thread(target=self._serve, name="stenograd membership", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave; the others do not wait for this worker any more. A second call does nothing."""
+        thread, self._thread = self._thread, None
+        if thread is not None and self.pid == os.getpid():
+            self._tasks.put(None)
+            thread.join(2.0)
+
+    def alive(self) -> list[Member]:
+        """Return who is there, in the order of ranks."""
+        now = time.monotonic()
+        return [
+            member
+            for _, member in sorted(self._latest.items())
+            if member.life not in self._left and now - self._beats[member.life][1] < LOST_S
+        ]
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has ended by itself."""
+        return rank in self._latest and self._latest[rank].life in self._left
+
+    def ask_to_stop(self) -> None:
+        """Let all workers hear that one was asked to stop."""
+        if not self.stop:
+            self.stop = True
+            self._ask(lambda: self._store.set("stop", "1"))
+
+    def gathers_s(self, k: int) -> float | None:
+        """Return for how long workers have been coming to round k; None where they are not, or it is over."""
+        gathering = self._gathering
+        return time.monotonic() - gathering[1] if gathering is not None and gathering[0] == k else None
+
+    def meet(self, own: Arrival, quorum: float, grace_s: float) -> Plan | None:
+        """Come to a round, and wait until it is known who takes part.
+
+        That is so when all that are there have come; or `quorum` of them (a share), and `grace_s` seconds
+        have gone by since the first came.
+
+        Returns:
+            The plan; None where the round is held without this worker.
+
+        Raises:
+            PeerLost: not enough came within timeout_s, or the store is gone, or nobody has what is needed.
+        """
+        start, come = time.monotonic(), set[str]()
+        while True:
+            found = self._ask(lambda: self._look(own, quorum, grace_s, come))
+            if found is not None:
+                return found if isinstance(found, Plan) else None
+            if time.monotonic() - start > self.timeout_s:
+                raise self._missing(own)
+            time.sleep(_POLL_S)
+
+    def connect(self, plan: Plan, make: Callable[[TorchStore, str, int, int], tuple[T, Sockets]]) -> T:
+        """Wait until all members of a plan are about to connect, and connect.
+
+        Args:
+            plan: of this attempt.
+            make: makes a connection, given a store, a name, this member's number, and how many there are.
+
+        Raises:
+            Broken: somebody did not come to that.
+        """
+        keys = [f"ready/{plan.group}/{member.life}" for member in plan.members]
+        index = plan.members.index(self.own)
+        self._ask(lambda: self._store.set(keys[index], "1"))
+        while not self._ask(lambda: self._store.check(keys)):
+            self.check(plan)
+            time.sleep(_POLL_S)
+        made, sockets = make(self._connecting, plan.group, index, len(keys))
+        self._sockets[plan.group] = sockets
+        return made
+
+    @contextlib.contextmanager
+    def watching(self, plan: Plan) -> Iterator[None]:
+        """Close the members' connection when one of them is lost, or breaks the attempt off.
+
+        Whoever waits for it would else wait for timeout_s: a frozen process closes no connection.
+        """
+        self._watched = plan, self._sockets.get(plan.group, frozenset())
+        try:
+            yield
+        finally:
+            self._watched = None
+
+    def check(self, plan: Plan) -> None:
+        """Raise Broken if a member is lost, or the attempt was broken off."""
+        if why := self._ask(lambda: self._broken(plan)):
+            raise Broken(why)
+
+    def fail(self, plan: Plan, why: str) -> None:
+        """Break an attempt off, for everybody."""
+        sever(self._sockets.pop(plan.group, frozenset()))
+        self._ask(lambda: self._store.set(f"broken/{plan.at}", why))
+
+    def commit(self, plan: Plan) -> bool:
+        """Let an attempt count, if no other does; say whether it does. All its members have everything."""
+        counts = int(self._ask(lambda: self._decide(plan))) == plan.attempt
+        self.now = max(self.now, plan.round)
+        return counts
+
+    def counts(self, plan: Plan) -> bool:
+        """Return whether an attempt counts, because another member found that all have everything."""
+        key = f"result/{plan.round}"
+        return bool(self._ask(lambda: self._store.check([key]) and int(self._store.get(key)) == plan.attempt))
+
+    def move(self, k: int) -> None:
+        """Say that training goes on after round k, of which a checkpoint was loaded."""
+        self.now = max(self.now, k)
+        self._ask(lambda: self._store.set("now", str(k)))
+
+    def add(self, name: str, amount: float) -> None:
+        """Add to a count of this rank."""
+        self._ask(lambda: self._store.add(f"{name}/{self.rank}", round(amount)))
+
+    def counted(self, name: str) -> dict[int, int]:
+        """Return all ranks' counts."""
+        ranks = sorted(self._latest)
+        return dict(
+            zip(ranks, self._ask(lambda: [self._store.add(f"{name}/{r}", 0) for r in ranks]), strict=True)
+        )
+
+    # What follows runs in the thread that talks to the store.
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=_TICK_S)
+            except queue.Empty:
+                self._try(self._tick)
+                continue
+            if task is None:
+                self._try(lambda: self._store.set(f"beat/{self.own.life}", "left"))
+                return
+            call, future = task
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+            if time.monotonic() - self._beaten > _BEAT_S:
+                self._try(self._tick)
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:  # for whoever asks next
+            self._failure = error
+            self._sever()
+
+    def _tick(self) -> None:
+        """Send a heartbeat, see who else does, and where the rounds are."""
+        store, now = self._store, time.monotonic()
+        if now - self._beaten >= _BEAT_S:
+            self._beaten, self._beat = now, self._beat + 1
+            store.set(f"beat/{self.own.life}", str(self._beat))
+            self._see()
+        if store.check(["now"]):
+            self.now = max(self.now, int(store.get("now")))
+        while store.check([f"result/{self.now + 1}"]):
+            self.now += 1
+        self.stop = self.stop or store.check(["stop"])
+        at = self._attempt(k := self.now + 1)
+        self._gathering = None
+        if store.check([f"open/{at}"]) and not store.check([f"plan/{at}"]):
+            self._gathering = k, self._opened.setdefault(at, now)
+        if self._watched is not None and self._broken(self._watched[0]):
+            self._sever()
+
+    def _see(self) -> None:
+        """Read who has come, and everybody's last heartbeat."""
+        count = int(self._store.add("entries", 0))
+        while self._entries < count and self._store.check([f"entry/{self._entries + 1}"]):
+            self._entries += 1
+            member = Member(*json.loads(self._store.get(f"entry/{self._entries}")))
+            self._latest[member.rank] = member
+            self._beats[member.life] = b"", time.monotonic()
+        for member in self._latest.values():
+            if member.life in self._left:
+                continue
+            beat = self._store.get(f"beat/{member.life}")
+            if beat == b"left":
+                self._left.add(member.life)
+            elif beat != self._beats[member.life][0]:
+                self._beats[member.life] = beat, time.monotonic()
+
+    def _attempt(self, k: int) -> str:
+        number = self._attempts.get(k, 0)
+        while self._store.check([f"broken/{k}.{number}"]):
+            number += 1
+        self._attempts[k] = number
+        return f"{k}.{number}"
+
+    def _broken(self, plan: Plan) -> str:
+        """Return why an attempt cannot go on; empty where it can."""
+        if any(member.life not in self._beats for member in plan.members):
+            self._see()  # the one that made the plan has seen it come earlier
+        there = self.alive()
+        if lost := [member.rank for member in plan.members if member not in there]:
+            return f"rank(s) {', '.join(map(str, lost))} lost"
+        key = f"broken/{plan.at}"
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def _sever(self) -> None:
+        if self._watched is not None:
+            sever(self._watched[1])
+
+    def _look(self, own: Arrival, quorum: float, grace_s: float, come: set[str]) -> Plan | bool | None:
+        """Return the plan; False where it is held without this worker; None while nobody knows yet."""
+        store, k = self._store, own.round
+        if store.check([f"result/{k}"]):
+            self.now = max(self.now, k)
+            return False
+        at = self._attempt(k)
+        if at not in come:
+            come.add(at)
+            store.set(f"come/{at}/{self.own.life}", json.dumps(asdict(own)))
+            store.set(f"open/{at}", "1")
+        opened = self._opened.setdefault(at, time.monotonic())
+        if not store.check([f"plan/{at}"]):
+            self._see()
+            plan = self._planned(k, self._arrived(at), quorum, time.monotonic() - opened >= grace_s)
+            if plan is None:
+                return None
+            store.compare_set(f"plan/{at}", "", plan.text())
+        plan = Plan.read(store.get(f"plan/{at}"))
+        if self.own in plan.members:
+            return plan
+        return None if own.state < 0 else False  # one that has nothing to train with waits for the result
+
+    def _arrived(self, at: str) -> dict[Member, Arrival]:
+        keys = {member: f"come/{at}/{member.life}" for member in self.alive()}
+        return {
+            member: Arrival(**json.loads(self._store.get(key)))
+            for member, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def _planned(self, k: int, come: Mapping[Member, Arrival], quorum: float, over: bool) -> Plan | None:
+        """Return the plan for those that have come; None if more are to be awaited."""
+        there = self.alive()
+        if k == 0:
+            whole = len(come) >= self.size and len(come) == len(there)
+        else:
+            trained = {member for member, arrival in come.items() if arrival.state >= 0}
+            awaited = len(there) - len(come) + len(trained)
+            enough = len(trained) >= max(1, math.ceil(quorum * awaited))
+            newest = max((arrival.state for arrival in come.values()), default=-1)
+            whole = len(come) == len(there) or (enough and over and newest == k - 1)
+            if len(come) == len(there) and newest < 0:
+                raise PeerLost(
+                    f"rank {self.rank}: nobody is left that has the parameters of round {k - 1} of the run "
+                    f"at {self.address}: load a checkpoint, or begin anew with another store"
+                )
+        if not whole:
+            return None
+        members = sorted(come)
+        members = self._without_one(members, come, self._attempts.get(k, 0) - _BLAMELESS)
+        names = {come[member].groups.get(lives_of(members)) for member in members}
+        group = names.pop() if len(names) == 1 else None
+        attempt = self._attempts.get(k, 0)
+        return Plan(
+            k,
+            attempt,
+            tuple(members),
+            tuple(come[member].state for member in members),
+            tuple(come[member].weight for member in members),
+            tuple(come[member].given for member in members),
+            tuple(come[member].host for member in members),
+            group or f"{k}.{attempt}",
+        )
+
+    def _without_one(
+        self, members: Sequence[Member], come: Mapping[Member, Arrival], turn: int
+    ) -> list[Member]:
+        """Leave out one after the other where attempts fail and nobody is lost, as if a link were cut."""
+        if turn < 0 or len(members) == 1:
+            return [*members]
+        out = members[-1 - turn % len(members)]
+        left = [member for member in members if member != out]
+        newest = max(arrival.state for arrival in come.values())
+        return left if any(come[member].state == newest for member in left) else [*members]
+
+    def _decide(self, plan: Plan) -> bytes:
+        store, k = self._store, plan.round
+        said: bytes = store.compare_set(f"result/{k}", "", str(plan.attempt))
+        if int(said) == plan.attempt:
+            store.set("now", str(k))
+            if self.own == plan.members[0]:
+                self._forget(k - _KEPT)
+        return said
+
+    def _forget(self, k: int) -> None:
+        """Delete what the store knows of an old round, but for its result."""
+        if k < 0:
+            return
+        for number in range(self._attempts.pop(k, 0) + 1):
+            at = f"{k}.{number}"
+            self._opened.pop(at, None)
+            if self._store.check([f"plan/{at}"]):
+                plan = Plan.read(self._store.get(f"plan/{at}"))
+                for member in plan.members:
+                    self._store.delete_key(f"come/{at}/{member.life}")
+            for what in ("open", "plan"):
+                self._store.delete_key(f"{what}/{at}")
+
+    # Until here.
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Let the thread that talks to the store do something.
+
+        Raises:
+            PeerLost: the store is gone, or does not answer within timeout_s.
+        """
+        if self._failure is not None:
+            raise self._gone(self._failure)
+        future: Future[T] = Future()
+        self._tasks.put((call, future))
+        try:
+            return future.result(self.timeout_s)
+        except FutureTimeout:
+            raise self._gone(f"did not answer within {self.timeout_s:g} s") from None
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, why: object) -> PeerLost:
+        why = first_line(why) if isinstance(why, Exception) else why
+        return PeerLost(
+            f"rank {self.rank}: the store of the open run at {self.address} is gone: {why}: look at "
+            "`stenograd rendezvous` there, start it anew, and all workers from their last checkpoint"
+        )
+
+    def _missing(self, own: Arrival) -> PeerLost:
+        there = self.alive()
+        came = self._ask(lambda: self._arrived(self._attempt(own.round)))
+        silent = [str(member.rank) for member in there if member not in came]
+        if own.round == 0:
+            present = {member.rank for member in there}
+            silent = [str(rank) for rank in range(self.size) if rank not in present]
+        error = PeerLost(
+            f"rank {self.rank}: round {own.round} was not held within {self.timeout_s:g} s, missing: "
+            f"{', '.join(silent) or 'nobody'}: look at those ranks' logs, or give a longer timeout_s"
+        )
+        error.ranks = tuple(map(int, silent))
+        return error
+
+
+def lives_of(members: Sequence[Member]) -> str:
+    """Return a set of members in a word."""
+    return ",".join(member.life for member in members)
+
+
+def _open(address: str, timeout_s: float) -> tuple[TorchStore, TorchStore]:
+    """Return two ways to the store: a wait in one must not keep heartbeats from the other."""
+    if os.sep in address:
+        return FileStore(address, -1), FileStore(address, -1)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
+        advice = "export what `stenograd rendezvous` printed"
+        raise bad_variable(OPEN_VARIABLE, "must be HOST:PORT, or a path with a slash", address, advice)
+    host = host.strip("[]")
+    limit = timedelta(seconds=timeout_s)
+    try:
+        await_port(host, int(port), time.monotonic() + timeout_s)
+        with unshared():
+            one, two = (
+                TCPStore(host, int(port), None, False, limit, wait_for_workers=False, multi_tenant=False)
+                for _ in range(2)
+            )
+    except (OSError, RuntimeError) as error:
+        raise LaunchError(
+            f"no store of an open run answers at {address} ({first_line(error)}): start `stenograd "
+            f"rendezvous` there, and let {OPEN_VARIABLE} name it"
+        ) from error
+    return one, two

@@ -1,0 +1,527 @@
+"""Rounds of workers that come, leave, return and lag: `quorum=` of `local` and `diloco`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from stenograd.compression.contract import Kind
+from stenograd.errors import ConfigError, MismatchError, PeerLost, StenogradError, first_line
+from stenograd.launch.membership import OPEN_VARIABLE, Arrival, Broken, Member, Membership, Plan
+from stenograd.launch.process_group import connect_members, membership
+from stenograd.sync.attached import as_in_training
+from stenograd.sync.handshake import own_host
+from stenograd.sync.outer import Part
+from stenograd.sync.rounds import ParameterSync
+from stenograd.wire.carried import in_memory
+from stenograd.wire.driver import Driver
+from stenograd.wire.packing import as_bytes
+from stenograd.wire.requests import exchange, gather
+from stenograd.wire.traffic import ATTACH, Label
+
+__all__ = ["OpenRounds"]
+
+T = TypeVar("T")
+
+_CONNECTED = 4  # sets of members whose connection is kept, for when they meet again
+_START = (
+    "start it by `stenograd train --keep`, or start `stenograd rendezvous` and export what it prints to all "
+    "workers"
+)
+
+
+class _Late(Exception):
+    """The round is held without this worker, or another attempt of it counts."""
+
+
+class OpenRounds(ParameterSync):
+    """The running synchronisation of an open run; see `Rounds` for `quorum` and `grace`.
+
+    Every worker knows by number which round it has: state s is what round s left. To hold round k a worker
+    says that it has come; the store tells who takes part (see `Membership`). Who is behind gets the newest
+    outer parameters, their momentum, the compressor's rules and the number of the round from a member that
+    has them, over the wire, and checks them by their SHA-256. Its own local steps count from there:
+
+        theta_i <- theta_i + phi_new - phi_old        (theta_i <- phi_new, for one that has just begun)
+
+    so its pseudo-gradient stays what it trained since it last took part, and counts by as many steps, or by
+    the weights given. Where all have come in time with equally many, the round is that of a fixed world, bit
+    for bit. A member takes the outcome when the store has noted that it counts, which happens when all
+    members have everything.
+
+    Attributes:
+        round: number of rounds held, by the others, too.
+    """
+
+    def _check_settings(self, check_every: int) -> None:
+        if OPEN_VARIABLE not in os.environ:
+            raise ConfigError(f"quorum needs a store that outlives workers, got none: {_START}")
+        if check_every:
+            raise ConfigError(
+                f"check_every must be 0 with {self.method}, got {check_every}: a comparison needs all ranks"
+            )
+        super()._check_settings(0)
+        if _knows_ranks(self.method.compressor):
+            raise ConfigError(
+                f"quorum needs a method that keeps nothing of fixed ranks, got {self.method}: use "
+                "feedback=true, or leave quorum out"
+            )
+        self._here: Membership | None = None
+        self._plan: Plan | None = None
+        self._undo = False  # whether what was sent in this round must be taken back
+        self._state = -1  # the last round whose outcome this worker has
+        self._last_known = -1  # the last that it has heard of
+        self._met_at = 0  # passes when this worker last met others, or missed them
+        self._met_s = time.monotonic()
+        self._counted_at: dict[int, int] = {}  # passes when each fragment last took part
+        self._groups: OrderedDict[str, tuple[str, Driver]] = OrderedDict()
+        self._events: list[dict[str, Any]] = []
+        self._knows: dict[int, Member] = {}  # by rank, who took part the last time
+        self._absent: dict[int, tuple[float, str]] = {}  # ranks that took part once: since when not, and why
+        self._sent_fragment, self._host = 0, own_host()
+        self.driver: Driver
+
+    def __init__(self, model: nn.Module, optimizer: Any, how: Any, **settings: Any) -> None:
+        super().__init__(model, optimizer, how, **settings)
+        with self._wholly():
+            here = membership()
+            assert here is not None  # `join` has seen to that
+            if here.entered:
+                raise ConfigError("an open run takes one model for each process, got another: use one")
+            self._here, self.driver = here, self._driver  # type: ignore[assignment]
+            self._alone: Driver = self._driver  # type: ignore[assignment]
+            self._alone.names = [here.rank]
+            self._survivors = self  # type: ignore[assignment]
+            here.enter(self._about())
+            self._begin()
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the run."""
+        return self._run.rank
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that took part in the last round."""
+        return () if self._plan is None else self._plan.ranks
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What changed between rounds, as this worker saw it; newest last.
+
+        Each with `round`, `rank`, `what` ("joined", "back", "late", "lost" or "left") and `seconds`: since it
+        last took part, or for one that joined how long the round waited.
+        """
+        return self._events
+
+    @property
+    def tokens(self) -> dict[int, int]:
+        """By rank, what it has brought to rounds: passes, or the sum of its weights."""
+        return self._run.counted("tokens")
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a worker was asked to stop; true on all members of a round after it, on others soon."""
+        return super().stopping or self._run.stop
+
+    def poll(self) -> bool:
+        """Return whether a worker was asked to stop, and let all know if this one was; waits for nobody."""
+        if self._asks():
+            self._run.ask_to_stop()
+        self._hear(self._run.stop or self._asks())
+        return self.stopping
+
+    def refresh(self) -> None:
+        """Find the parameters, once; later they cannot change."""
+        if self._here is not None:
+            raise StenogradError("parameters of an open run cannot change: unfreeze them before distribute()")
+        super().refresh()
+
+    @contextmanager
+    @as_in_training
+    def consensus(self) -> Iterator[None]:
+        """Put the outer parameters in place that this worker's last round has left; sends nothing."""
+        own = [p.detach().clone() for p in self._parameters.values()]
+        for part in self._parts:
+            part.take_outer()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self._parameters.values(), own, strict=True):
+                    p.copy_(value)
+
+    def _detach(self) -> None:
+        super()._detach()
+        for _, driver in self._groups.values():
+            driver.close()
+        if self._here is not None:
+            self._here.close()
+
+    def _identity(self) -> dict[str, Any]:
+        # Any worker may continue from any worker's.
+        return {**super()._identity(), "rank": 0, "world_size": 1}
+
+    @as_in_training
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this worker needs to go on, besides the model and its optimizer; asks nobody.
+
+        All workers of a run may load what one has saved.
+        """
+        return {**super().state_dict(), "state": self._state}
+
+    @as_in_training
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`; load the model and its optimizer, too."""
+        super().load_state_dict(state)
+        self._state = self._last_known = int(state["state"])
+        self._met_at, self._counted_at = self._counted, dict.fromkeys(range(len(self._parts)), self._counted)
+        self._run.move(self._state)
+
+    @property
+    def _run(self) -> Membership:
+        assert self._here is not None
+        return self._here
+
+    @property
+    def _is_common(self) -> bool:
+        return False
+
+    def _around_round(self) -> Any:
+        return self._copies.round(None)
+
+    def _about(self) -> dict[str, str]:
+        shapes = [(n, list(p.shape), str(p.dtype)) for n, p in self._model.named_parameters()]
+        shapes += [(n, list(b.shape), str(b.dtype)) for n, b in self._model.named_buffers()]
+        model = hashlib.sha256(json.dumps([shapes, list(self._parameters)]).encode()).hexdigest()[:16]
+        return {"method": self.method.text, "model": model, "bucket_bytes": str(self._bucket_bytes)}
+
+    # When a round is due.
+
+    def _fragment_of(self, k: int) -> int:
+        return k % self._schedule.fragments  # 1, 2, ..., 0, as `Rounds.starts` has them
+
+    @property
+    def _apart(self) -> int:
+        return self._schedule.every // self._schedule.fragments
+
+    def _is_due(self, t: int) -> bool:
+        now = self._run.now
+        if now > self._last_known:  # a round was held meanwhile, so the others begin anew
+            self._last_known = now
+            self._count_from_here()
+        steps = self._counted - self._met_at
+        waited_s = self._run.gathers_s(now + 1)
+        if self._schedule.seconds:
+            return waited_s is not None or time.monotonic() >= self._ends_at
+        if steps >= self._apart or waited_s is None:
+            return steps >= self._apart
+        # The others wait already: come now, unless there is time for the steps that are left.
+        left_s = (self._apart - steps) * (time.monotonic() - self._met_s) / max(steps, 1)
+        return left_s > self._schedule.grace - waited_s
+
+    def _count_from_here(self) -> None:
+        self._met_at, self._met_s = self._counted, time.monotonic()
+        self._ends_at = self._met_s + self._schedule.seconds
+
+    # The steps of a round, in their order.
+
+    def _begin(self) -> None:
+        """Take part for the first time: with all others in a new run, else in the next round that is held."""
+        while self._state < 0:
+            k = self._run.now + 1
+            if self._come(k):
+                try:
+                    self._take_part(k)
+                except _Late:
+                    self._withdraw()
+        self._last_known = self._run.now
+
+    def _meet(self, t: int) -> None:
+        k = self._run.now + 1
+        try:
+            if self._come(k):
+                self._take_part(k)
+        except _Late:
+            self._withdraw()
+        self._last_known = self._run.now
+        self._count_from_here()
+        if self._stopping:
+            self._run.ask_to_stop()
+
+    def _come_for(self, what: int) -> None:
+        self._hold_if_due()
+
+    def _come(self, k: int) -> bool:
+        """Come to a round until an attempt of it has begun; False where it is held without this worker."""
+        while True:
+            plan = self._run.meet(self._arrival(k), self._schedule.quorum, self._schedule.grace)
+            if plan is None:
+                return False
+            try:
+                self._open(plan)
+            except (Broken, PeerLost) as error:
+                self._give_up(plan, error)
+            else:
+                return True
+
+    def _arrival(self, k: int) -> Arrival:
+        fragment, given = self._fragment_of(k), self._weighing is not None
+        if self._weighing is not None:
+            weight = self._weighing.trained - self._trained_at.get(fragment, 0.0)
+        else:
+            weight = float(self._counted - self._counted_at.get(fragment, 0))
+        groups = {lives: name for name, (lives, _) in self._groups.items()}
+        return Arrival(k, self._state, 0.0 if self._state < 0 else weight, given, self._host, groups)
+
+    def _open(self, plan: Plan) -> None:
+        """Connect with the members, and let who is behind catch up."""
+        units = {given for given, state in zip(plan.given, plan.states, strict=True) if state >= 0}
+        if len(units) > 1:
+            raise MismatchError(
+                f"ranks {plan.ranks}: some give weights and some do not: call sync.weight(n) before each "
+                "backward pass, on every worker"
+            )
+        driver = self._connected(plan)
+        self._alone.traffic.move(plan.members.index(self._run.own), plan.hosts)
+        with self._run.watching(plan):
+            self._move(driver)
+            if plan.behind:
+                self._catch_up(plan, driver)
+        self._plan = plan
+
+    def _connected(self, plan: Plan) -> Driver:
+        """Return the way to the members, made anew unless all of them still have it."""
+        if len(plan.members) == 1:
+            return self._alone
+        if plan.group in self._groups:
+            self._groups.move_to_end(plan.group)
+            return self._groups[plan.group][1]
+        group = self._run.connect(plan, partial(connect_members, timeout_s=self._alone.timeout_s))
+        driver = Driver.of_members(group, plan.ranks, self._alone)
+        self._groups[plan.group] = plan.lives, driver
+        if len(self._groups) > _CONNECTED:
+            _, (_, oldest) = self._groups.popitem(last=False)
+            if oldest is self.driver:
+                self._move(driver)
+            oldest.close()
+        return driver
+
+    def _move(self, driver: Driver) -> None:
+        """Exchange by another way from now on; take back what was sent in an attempt that does not count."""
+        undo, self._undo = self._undo, False
+        sent = self._parts[self._sent_fragment] if undo else None
+        for part in self._parts:
+            if part.driver is not driver or part is sent:
+                part.move(driver, undo=part is sent)
+        self.driver = self._driver = driver
+
+    def _take_part(self, k: int) -> None:
+        """Hold a round whose attempt has begun.
+
+        Raises:
+            _Late: it does not count, and another one does.
+        """
+        fragment = self._fragment_of(k)
+        if k == 0:  # all have the same parameters now, and that is all
+            self.hold(lambda: None, self._parts, None, k)
+            return
+        part, counted = self._parts[fragment], self._counted
+        trained = 0.0 if self._weighing is None else self._weighing.trained
+        # A number that all members know, so that messages are as long as in a fixed world, and summed alike.
+        part.passes, part.stop = k, self._asks()
+        self._sent_fragment = fragment
+        self._send(part)
+        if self._finish(fragment):
+            weight = self._plan_weight
+            self._counted_at[fragment], self._trained_at[fragment] = counted, trained
+            self._run.add("tokens", weight)
+
+    @property
+    def _plan_weight(self) -> float:
+        plan = self._plan
+        assert plan is not None
+        return plan.weights[plan.members.index(self._run.own)]
+
+    def _send(self, part: Part) -> None:
+        """Send what this worker has of the round, which counts by its weight, or alike if all weigh alike."""
+        plan = self._plan
+        assert plan is not None
+        part.weight = self._plan_weight if len({*plan.weights}) > 1 else None
+        self._undo = True
+        part.send()
+
+    def hold(self, bring: Callable[[], T], parts: Sequence[Part], sent: Part | None, number: int) -> T:
+        """Return what `bring` returned, once it counts; as `Survivors.hold`.
+
+        Raises:
+            _Late: the round is held without this worker.
+        """
+        while True:
+            plan, brought = self._plan, list[T]()
+            assert plan is not None
+            try:
+                with self._run.watching(plan):
+                    brought.append(bring())
+                    self.driver.run(gather(torch.zeros(1, dtype=torch.float32, device="cpu")))  # all have it
+                if not self._run.commit(plan):
+                    raise _Late
+                break
+            except (Broken, PeerLost) as error:
+                if self._run.counts(plan):
+                    if not brought:
+                        raise _Late from None
+                    break
+                self._give_up(plan, error)
+            if not self._come(plan.round):
+                if brought and self._run.counts(plan):  # another member has found that all have everything
+                    break
+                raise _Late
+            if sent is not None:
+                self._send(sent)
+        self._undo, self._state = False, plan.round
+        self._tell_changes(plan)
+        return brought[0]
+
+    def _give_up(self, plan: Plan, error: Exception) -> None:
+        """Break an attempt off, and leave its connection, of which nobody knows what is under way."""
+        self._run.fail(plan, first_line(error))
+        if plan.group in self._groups:
+            _, driver = self._groups.pop(plan.group)
+            if driver is self.driver:
+                undo, self._undo = self._undo, False
+                for part in self._parts:
+                    part.move(self._alone, undo=undo and part is self._parts[self._sent_fragment])
+                self.driver = self._driver = self._alone
+            driver.close()
+
+    def _withdraw(self) -> None:
+        """Take back what was sent: the round is held without it."""
+        if self._undo:
+            self._move(self._alone)
+
+    # What a worker that is behind gets.
+
+    def _catch_up(self, plan: Plan, driver: Driver) -> None:
+        """Bring the newest outer parameters, and what goes with them, to the members that lack them.
+
+        Raises:
+            PeerLost: what arrived is not what was sent.
+        """
+        donor, behind, me = plan.donor, plan.behind, plan.members.index(self._run.own)
+        fresh = min(plan.states) < 0
+        found, tensors = self._common_state(fresh) if me == donor else ({}, [])
+        if me == donor:
+            found |= {"digest": _digest(tensors), "sizes": [[_name(t), list(t.shape)] for t in tensors]}
+        told = json.loads(driver.gather_bytes(json.dumps(found).encode())[donor])
+        if me != donor:
+            tensors = [torch.empty(s, dtype=getattr(torch, kind), device="cpu") for kind, s in told["sizes"]]
+        if me != donor and me not in behind:
+            return
+        for t in tensors:
+            peers, sources = (behind, []) if me == donor else ([], [donor])
+            got = driver.run(exchange([t], peers, sources), Label(ATTACH))
+            if me != donor:
+                (received,) = got[donor]
+                t.copy_(received)
+        if me == donor:
+            return
+        if _digest(tensors) != told["digest"]:
+            raise PeerLost(f"what rank {plan.ranks[donor]} sent of round {plan.round} did not arrive whole")
+        self._adopt(told, tensors, fresh, plan.states[me] < 0)
+        self._state = max(plan.states)
+
+    def _common_state(self, fresh: bool) -> tuple[dict[str, Any], list[Tensor]]:
+        """Return what is equal on all workers that are not behind: how it is called, and tensors."""
+        codec = [part.equal_state() for part in self._parts]
+        names = [list(state) for state in codec]
+        tensors = [t for part in self._parts for t in part.common()]
+        tensors += [t for state in codec for t in state.values()]
+        tensors += self._others() if fresh else []
+        about = {
+            "round": self.round,
+            "void": sorted(self._void),
+            "clocks": [part.clock() for part in self._parts],
+            "codec": names,
+        }
+        return about, [in_memory(t.detach()).cpu().contiguous() for t in tensors]
+
+    def _others(self) -> list[Tensor]:
+        """Return what the model holds besides the parameters that rounds average."""
+        averaged = self._averaged()
+        held = [*self._model.parameters(), *self._model.buffers()]
+        return list({id(t): t for t in held if id(t) not in averaged}.values())
+
+    @torch.no_grad()
+    def _adopt(self, told: Mapping[str, Any], tensors: list[Tensor], fresh: bool, begins: bool) -> None:
+        """Take what another worker has; only this changes anything here."""
+        rest = iter(tensors)
+        with self._copies.follow(self._parameters.values()):
+            for part in self._parts:
+                part.adopt([next(rest) for _ in part.common()], begins=begins)
+        for part, clock, names in zip(self._parts, told["clocks"], told["codec"], strict=True):
+            part.adopt_codec(clock, {tuple(name): next(rest) for name in names})
+        if fresh and begins:
+            for t in self._others():
+                t.copy_(next(rest))
+        self.round, self._void = int(told["round"]), {*told["void"]}
+
+    # What a person sees.
+
+    def _tell_changes(self, plan: Plan) -> None:
+        """Note who is new, back, late, or gone since the last round; the member of lowest rank says so."""
+        now, there = time.monotonic(), {member.rank for member in self._run.alive()}
+        present, first = {member.rank: member for member in plan.members}, not self._knows
+        for rank, member in present.items():
+            if first or self._knows.get(rank) == member:
+                continue
+            since, _ = self._absent.pop(rank, (0.0, ""))
+            again = since or rank in self._knows  # in another process, between two rounds
+            self._note(plan, rank, "back" if again else "joined", now - (since or now))
+        for rank in sorted({*self._knows, *self._absent} - {*present}):
+            what = "late" if rank in there else "left" if self._run.has_left(rank) else "lost"
+            since, before = self._absent.get(rank, (now, ""))
+            self._absent[rank] = since, what
+            if what != before:
+                self._note(plan, rank, what, now - since)
+        self._knows = present
+
+    def _note(self, plan: Plan, rank: int, what: str, seconds: float) -> None:
+        self._events.append({"round": plan.round, "rank": rank, "what": what, "seconds": seconds})
+        if plan.members[0] == self._run.own:
+            after = f" after {seconds:.1f} s" if what == "back" else ""
+            warnings.warn(
+                f"round {plan.round}: rank {rank} is {what}{after}; {len(plan.members)} of "
+                f"{len(self._run.alive())} workers took part",
+                RuntimeWarning,
+                stacklevel=9,
+            )
+
+
+def _knows_ranks(compressor: Any) -> bool:
+    """Return whether a compressor keeps what all know of each rank, such as EF21's mean."""
+    kinds = {*compressor.state_kinds.values()}
+    inner = getattr(compressor, "inner", None)
+    return bool(kinds - {Kind.SUM, Kind.CLEAR}) or (inner is not None and _knows_ranks(inner))
+
+
+def _name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(as_bytes(t).numpy().tobytes())
+    return found.hexdigest()
