@@ -51,7 +51,7 @@ def main(folder, method, step_s):
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sync = stenograd.distribute(model, optimizer, method, bucket_bytes=1000, timeout_s=60)
-    log = Path(f"{folder}/log-{world.rank}-{os.getpid()}").open("w")
+    log = Path(f"{folder}/log-{world.rank}-{os.getpid()}").open("w")  # noqa: SIM115 (ends with the process)
     data = torch.Generator().manual_seed(100 + world.rank)
     state = None
     while True:
