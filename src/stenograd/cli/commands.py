@@ -129,6 +129,24 @@ def methods(
 
 
 @app.command()
+def rendezvous(
+    port: Annotated[int, opt.option("N", "Where to listen; 0 for a free port.")] = 29400,
+) -> int:
+    """Hold the store in which the workers of an open run meet, until Ctrl-C.
+
+    It prints what to export to them. Workers of a method with a quorum may then come, leave and return; the
+    store must outlive them, and takes no part in training. Anybody who reaches the port can disturb the run.
+
+    Example: stenograd rendezvous --port 29400
+    """
+    from stenograd.cli.open import host
+
+    if not 0 <= port <= 65535:
+        raise bad_value("--port", "must be from 0 to 65535", port, "use 29400")
+    return host(port)
+
+
+@app.command()
 def doctor() -> int:
     """Show versions, devices and launcher, and try an all-reduce between two processes.
 

@@ -32,7 +32,7 @@ from stenograd.wire.drivers import AnyDriver
 from stenograd.wire.requests import Op
 from stenograd.wire.traffic import Traffic, moved_bytes
 
-__all__ = ["Progress", "Row", "Score", "StepTimes", "Trainer", "machine", "report"]
+__all__ = ["Progress", "Row", "Score", "StepTimes", "Trainer", "endless", "machine", "report"]
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95)
 _PARTS = ("step", "forward", "backward", "wait", "optimizer")
@@ -217,6 +217,17 @@ class Progress:
         return _steps(setup, len(pool), before, self.legs[-1][0])
 
 
+def endless(setup: Setup, rank: int, epoch: int) -> Iterator[Tensor]:
+    """Yield a worker's batches of an open run, for ever: its shard in another order in each epoch from this.
+
+    A worker that is numbered beyond those of the start has the shard of the rank that many before.
+    """
+    everything, size = torch.arange(setup.task.train_size, device="cpu"), setup.world_size
+    while True:
+        yield from _cut(setup, everything, epoch, setup.steps, rank % size, size)
+        epoch += 1
+
+
 def _pool(setup: Setup, epoch: int, legs: Sequence[Sequence[int]]) -> Tensor:
     """Return the samples that were left when the last leg began."""
     pool, before = torch.arange(setup.task.train_size, device="cpu"), 0
@@ -348,7 +359,7 @@ class Trainer:
         """
         self.begin_epoch(1)
         for indices in islice(self.progress.batches(self.setup, self.driver.rank), steps):
-            self._step(indices)
+            self.take_step(indices)
         with self.sync.consensus():
             self.evaluate(most=1)
             self.check_equal()
@@ -408,11 +419,11 @@ class Trainer:
 
     def _train(self, now: Progress, on_step: Callable[[], None]) -> None:
         """Take the epoch's remaining steps, and keep account of them."""
-        dense = self._dense_bytes_per_step()
+        dense = self.dense_bytes_per_step(self.driver.world_size)
         for indices in now.batches(self.setup, self.driver.rank):
             start = time.perf_counter()
             before = self._bytes()
-            loss, correct, count = self._step(indices)
+            loss, correct, count = self.take_step(indices)
             seconds = time.perf_counter() - start
             self.times.step(seconds)
             now.seconds += seconds
@@ -426,7 +437,7 @@ class Trainer:
             self.taken += 1
             on_step()
 
-    def _step(self, indices: torch.Tensor) -> tuple[float, int, int]:
+    def take_step(self, indices: torch.Tensor) -> tuple[float, int, int]:
         """Take one step; a count of 0 says that it was skipped: on all ranks, or on this one in a round."""
         task, device = self.setup.task, self.setup.device
         inputs, targets = task.train_batch(indices)
@@ -448,9 +459,9 @@ class Trainer:
         loss, correct, count = sum_over_ranks(self.driver, sums)
         return Score(loss / count, correct / count) if count else Score(float("nan"), float("nan"))
 
-    def _dense_bytes_per_step(self) -> int:
+    def dense_bytes_per_step(self, world_size: int) -> int:
+        """Return what a rank of so many sends in a dense step; what it hands over, in a world of one."""
         model_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        world_size = self.driver.world_size
         return moved_bytes(Op.MEAN, model_bytes, world_size) if world_size > 1 else model_bytes
 
 

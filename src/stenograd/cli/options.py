@@ -102,6 +102,7 @@ _METHODS = (
     "Methods, separated by commas, such as dense,topk. A comma followed by KEY=VALUE "
     "continues a method. May be repeated."
 )
+_KEEP = "Start workers again that fail; for methods with a quorum."
 _RESUME = "Continue the run in --out, with its options."
 _TRACE = "File for what each worker did when; open it with ui.perfetto.dev."
 _TRIAL = "Your own training: a function that returns a stenograd.Trial."
@@ -171,6 +172,7 @@ class TrainOptions(Options):
     save_every: Annotated[int | None, option("N", "Epochs per checkpoint (default: 1).", FILES)] = None
     save_steps: Annotated[int | None, option("N", "Steps per checkpoint, besides.", FILES)] = None
     trace: Annotated[Path | None, option("FILE", _TRACE, FILES, parser=_path)] = None
+    keep: Annotated[bool, option(None, _KEEP, WORK, "--keep")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,9 @@ def check_options(options: Options) -> None:
     assign({}, options.bucket_bytes)  # for its check of the size alone, before any rank starts
 
 
-def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, Driver], int]) -> int:
+def in_ranks(
+    options: Options, prepare: Callable[[int], T], body: Callable[[T, Driver], int], **launch: Any
+) -> int:
     """Run a command's body on every rank, and return the exit status.
 
     Without a launcher, `--workers N` starts N copies of this command line; they find their ranks as under
@@ -139,6 +141,7 @@ def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, D
         options: the command line's.
         prepare: checks options and loads data for a world size, without communication.
         body: the work, given what `prepare` returned and a driver for messages between ranks.
+        launch: `open_run` and `keep` of `run_local`.
 
     Raises:
         ConfigError: `--workers` contradicts the launcher.
@@ -151,7 +154,8 @@ def in_ranks(options: Options, prepare: Callable[[int], T], body: Callable[[T, D
         prepare(options.workers)  # here too, so an error is told once and starts no processes
         argv = [*python("from stenograd.cli import main; sys.exit(main())"), *sys.argv[1:]]
         # Until then they can save that they were asked to stop.
-        return run_local(argv, options.workers, timeout_s=options.timeout_s, stop_s=options.timeout_s)
+        limit_s = options.timeout_s
+        return run_local(argv, options.workers, timeout_s=limit_s, stop_s=limit_s, **launch)
     if options.workers not in (None, world.world_size):
         raise ConfigError(
             f"--workers must be the launcher's world size {world.world_size} ({world.launcher}), "

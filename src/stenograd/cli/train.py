@@ -17,11 +17,13 @@ from stenograd.catalog.method import Method, method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.folder import RunFolder, make_folder, saved_options
 from stenograd.cli.loop import Row, Trainer, report
+from stenograd.cli.open import OpenJob
+from stenograd.cli.open import work as open_work
 from stenograd.cli.options import Options, TrainOptions
 from stenograd.cli.setup import Setup, check_option, in_ranks, make_setup
 from stenograd.cli.table import Display, counted, megabytes, percent
 from stenograd.errors import ConfigError
-from stenograd.launch.detect import detect
+from stenograd.launch.detect import OPEN_VARIABLE, detect
 from stenograd.stopping import STOPPED, stop_on
 from stenograd.wire.agreement import agree
 from stenograd.wire.driver import Driver
@@ -50,8 +52,14 @@ def run(job: TrainOptions) -> int:
     """Train, and return the exit status."""
     if job.resume:
         job = _remembered(job)
+    quorum = getattr(method(job.method).schedule, "quorum", 0)
+    if job.keep and not quorum:
+        advice = "give diloco:every=30,quorum=0.75"
+        raise ConfigError(f"--keep needs a method with a quorum, got {job.method}: {advice}")
     with _requests():
-        return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
+        if not quorum:
+            return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
+        return in_ranks(job, partial(_prepare_open, job), open_work, open_run=True, keep=job.keep)
 
 
 def _requests() -> AbstractContextManager[object]:
@@ -77,6 +85,23 @@ def _prepare(job: TrainOptions, world_size: int) -> _Ready:
         folder.check(resume)
         make_folder(folder.path)
     return _Ready(job=job, setup=setup, method=how, folder=folder, resume=resume)
+
+
+def _prepare_open(job: TrainOptions, world_size: int) -> OpenJob:
+    if job.trace is not None:
+        raise ConfigError("--trace needs the same workers in all rounds: leave it or the quorum out")
+    # One that is started again finds what the others have written.
+    resume = job.resume or OPEN_VARIABLE in os.environ
+    ready = _prepare(replace(job, resume=resume), world_size)
+    about = {"epochs": ready.setup.epochs, "steps_per_epoch": ready.setup.steps, "options": _told_again(job)}
+    return OpenJob(
+        job=job,
+        setup=ready.setup,
+        method=ready.method,
+        folder=ready.folder,
+        resume=job.resume,
+        about=about,
+    )
 
 
 def _remembered(job: TrainOptions) -> TrainOptions:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 
 from stenograd.errors import LaunchError
 
-__all__ = ["STORE_VARIABLE", "World", "bad_variable", "detect", "is_loopback"]
+__all__ = ["OPEN_VARIABLE", "STORE_VARIABLE", "World", "bad_variable", "detect", "is_loopback"]
 
 STORE_VARIABLE = "STENOGRAD_STORE"  # path of the file store that `run_local` gives to its workers
+OPEN_VARIABLE = "STENOGRAD_OPEN"  # HOST:PORT of the store of an open run, or the path of its file
 
 # Slurm numbers the batch script, the interactive shell and other pseudo steps downwards from 2**32 - 2.
 _FIRST_PSEUDO_STEP = 0xFFFFFFF0

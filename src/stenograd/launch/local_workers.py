@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from stenograd.errors import LaunchError, bad_value
-from stenograd.launch.detect import STORE_VARIABLE
+from stenograd.launch.detect import OPEN_VARIABLE, STORE_VARIABLE
 from stenograd.stopping import SAME_S, STOPPED
 
 __all__ = [
@@ -41,6 +41,8 @@ _POLL_S = 0.02
 # of a killed rank were gone within 0.8 s, and up to 4 s later with ten busy processes per core
 # (docs/failures.md).
 _GRACE_S = 5.0
+# Five failures running that come this soon after a start are no accident: the worker cannot start.
+_EARLY_S, _EARLY_MOST = 10.0, 5
 _TERM_S = 3.0  # between SIGTERM and SIGKILL
 _TAIL_LINES = 10
 _PASSED_ON = [signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])]
@@ -64,6 +66,8 @@ def run_local(
     timeout_s: float = 300.0,
     env: Mapping[str, str] | None = None,
     stop_s: float | None = None,
+    open_run: bool = False,
+    keep: bool = False,
 ) -> int:
     """Run `workers` copies of a command on this machine, as ranks 0 to workers - 1 of one world.
 
@@ -84,6 +88,10 @@ def run_local(
         timeout_s: seconds that the workers wait for each other in `init`, > 0; not a limit on the run.
         stop_s: seconds between SIGTERM and SIGKILL, >= 0; None for 3.
         env: environment of the workers; None for that of this process.
+        open_run: whether they form an open run (`STENOGRAD_OPEN`), whose store is a file. Then all have the
+            terminal, one that fails ends nobody else, and the run has succeeded if one has.
+        keep: in an open run, whether a worker that fails is started again, until one has succeeded, or it has
+            failed five times within 10 seconds of its start.
 
     Returns:
         0 if all succeeded, else the status of the first worker that failed, or 128 plus the signal that
@@ -109,11 +117,13 @@ def run_local(
         raise LaunchError(f"there is no command {argv[0]!r}: give a program on the PATH or a path to one")
     with tempfile.TemporaryDirectory(prefix="stenograd-", ignore_cleanup_errors=True) as directory:
         shared = _variables(base, workers, timeout_s, directory)
-        signals = _Signals()
+        if open_run:
+            shared[OPEN_VARIABLE] = str(Path(directory) / "open")
+        signals, stop_s = _Signals(), _TERM_S if stop_s is None else stop_s
         with signals.noting():
-            return _run(
-                argv, shared, workers, Path(directory), signals, _TERM_S if stop_s is None else stop_s
-            )
+            if open_run:
+                return _tend(argv, shared, workers, Path(directory), signals, stop_s, keep)
+            return _run(argv, shared, workers, Path(directory), signals, stop_s)
 
 
 class Workers:
@@ -161,6 +171,10 @@ class Workers:
             if before:
                 os.sched_setaffinity(0, before)
         self.processes.append(process)
+
+    def start_again(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start a rank that has ended once more, with the terminal."""
+        self.processes[rank] = subprocess.Popen(command, env=env, start_new_session=self._grouped)
 
     def log(self, rank: int) -> Path:
         """Return the file that holds what a rank printed."""
@@ -327,9 +341,7 @@ def _run(
     stop_s: float,
 ) -> int:
     """Run a command on so many workers, pass on signals, and return its status."""
-    # -I and -S: nothing of the user's is imported there.
-    tie = [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid())]
-    command, workers = [*(tie if sys.platform == "linux" else []), *argv], Workers(folder)
+    command, workers = _tied(argv), Workers(folder)
     try:
         for rank in range(count):
             env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -363,6 +375,63 @@ def _run(
         workers.stop(_TERM_S)
 
 
+def _tied(argv: Sequence[str]) -> list[str]:
+    """Return a command that ends with this process."""
+    # -I and -S: nothing of the user's is imported there.
+    tie = [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid())]
+    return [*(tie if sys.platform == "linux" else []), *argv]
+
+
+def _tend(
+    argv: Sequence[str],
+    shared: dict[str, str],
+    count: int,
+    folder: Path,
+    signals: _Signals,
+    stop_s: float,
+    keep: bool,
+) -> int:
+    """Run the workers of an open run, start those that fail again if `keep`, and return its status."""
+    command, workers = _tied(argv), Workers(folder)
+    envs = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    started, early, over = [time.monotonic()] * count, [0] * count, set[int]()
+    try:
+        for env in envs:
+            workers.start(command, env, "nothing")
+        while workers.running():
+            time.sleep(_POLL_S)
+            signals.pass_on(workers)
+            if signals.end:
+                return _ended(workers, signals, stop_s)
+            for rank, process in enumerate(workers.processes):
+                if rank in over or (code := process.poll()) is None:
+                    continue
+                over.add(rank)
+                if code in (0, STOPPED):
+                    continue
+                early[rank] = early[rank] + 1 if time.monotonic() - started[rank] < _EARLY_S else 0
+                again = keep and early[rank] < _EARLY_MOST and not _succeeded(workers)
+                _report(rank, code, [], True, "; it is started again" if again else "; the others go on")
+                if again:
+                    over.discard(rank)
+                    started[rank] = time.monotonic()
+                    workers.start_again(rank, command, envs[rank])
+        codes = [process.returncode for process in workers.processes]
+        good = _succeeded(workers)
+        if good:
+            return STOPPED if STOPPED in codes else 0
+        return next(code if code > 0 else 128 - code for code in codes if code)
+    except KeyboardInterrupt:
+        workers.wait(_TERM_S)
+        return 128 + signal.SIGINT
+    finally:
+        workers.stop(_TERM_S)
+
+
+def _succeeded(workers: Workers) -> bool:
+    return any(process.poll() in (0, STOPPED) for process in workers.processes)
+
+
 def _ended(workers: Workers, signals: _Signals, stop_s: float) -> int:
     """Let workers end that got SIGTERM, and return the status of the run."""
     workers.wait(stop_s, lambda: signals.again)
@@ -371,14 +440,14 @@ def _ended(workers: Workers, signals: _Signals, stop_s: float) -> int:
     return STOPPED if codes <= {0, STOPPED} and STOPPED in codes else 128 + signal.SIGTERM
 
 
-def _report(rank: int, code: int, errors: Sequence[str], rank_0_failed_itself: bool) -> None:
+def _report(rank: int, code: int, errors: Sequence[str], rank_0_failed_itself: bool, more: str = "") -> None:
     """Print which worker failed, and the end of its errors unless rank 0 has printed its own."""
     line = f"stenograd: worker {rank} "
     if code < 0:
         line += f"was killed by {_signal_name(-code)}"
     else:
         line += f"exited with status {code}" + (f": {errors[-1].strip()}" if errors else "")
-    print(line, file=sys.stderr)
+    print(line + more, file=sys.stderr)
     if not rank_0_failed_itself and len(errors) > 1:
         print(*(f"  {text}" for text in errors[-_TAIL_LINES:]), sep="\n", file=sys.stderr)
     sys.stderr.flush()

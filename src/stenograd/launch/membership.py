@@ -32,14 +32,12 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from stenograd.errors import LaunchError, MismatchError, PeerLost, first_line
-from stenograd.launch.detect import World, bad_variable
+from stenograd.launch.detect import OPEN_VARIABLE, World, bad_variable
 from stenograd.launch.network import Sockets, await_port, sever, unshared
 
-__all__ = ["CONNECT_S", "OPEN_VARIABLE", "Arrival", "Broken", "Member", "Membership", "Plan"]
+__all__ = ["CONNECT_S", "Arrival", "Broken", "Member", "Membership", "Plan"]
 
 T = TypeVar("T")
-
-OPEN_VARIABLE = "STENOGRAD_OPEN"  # HOST:PORT of the store of an open run, or the path of its file
 
 _TICK_S = 0.1  # a worker notices by this much later that others have begun to meet
 _BEAT_S = 0.5
@@ -326,17 +324,6 @@ class Membership:
         """Say that training goes on after round k, of which a checkpoint was loaded."""
         self.now = max(self.now, k)
         self._ask(lambda: self._store.set("now", str(k)))
-
-    def add(self, name: str, amount: float) -> None:
-        """Add to a count of this rank."""
-        self._ask(lambda: self._store.add(f"{name}/{self.rank}", round(amount)))
-
-    def counted(self, name: str) -> dict[int, int]:
-        """Return all ranks' counts."""
-        ranks = sorted(self._latest)
-        return dict(
-            zip(ranks, self._ask(lambda: [self._store.add(f"{name}/{r}", 0) for r in ranks]), strict=True)
-        )
 
     # What follows runs in the thread that talks to the store.
 

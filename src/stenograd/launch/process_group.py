@@ -27,10 +27,10 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from stenograd import devices
 from stenograd.errors import LaunchError, PeerLost, bad_value, first_line
-from stenograd.launch.detect import World, bad_variable, detect
+from stenograd.launch.detect import OPEN_VARIABLE, World, bad_variable, detect
 from stenograd.launch.failure_detector import Absent, FailureDetector, attend
 from stenograd.launch.local_workers import TIMEOUT_VARIABLE, run_local
-from stenograd.launch.membership import CONNECT_S, OPEN_VARIABLE, Membership
+from stenograd.launch.membership import CONNECT_S, Membership
 from stenograd.launch.network import (
     GLOO_INTERFACE,
     Sockets,

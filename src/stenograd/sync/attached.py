@@ -381,7 +381,7 @@ class Sync(ABC):
         return tuple(range(self.world_size))
 
     @property
-    def tokens(self) -> dict[int, int]:
+    def tokens(self) -> dict[int, float]:
         """By rank, what it has brought to open rounds: passes, or the sum of its weights; else empty."""
         return {}
 

@@ -13,7 +13,7 @@ from stenograd.catalog.method import MethodLike
 from stenograd.catalog.method import method as parse
 from stenograd.errors import ConfigError
 from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
-from stenograd.launch.membership import OPEN_VARIABLE
+from stenograd.launch.detect import OPEN_VARIABLE
 from stenograd.schedules.schedule import What
 from stenograd.sync.attached import Sync
 from stenograd.sync.gossip import GossipSync

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from stenograd.compression.contract import Kind
 from stenograd.errors import ConfigError, MismatchError, PeerLost, StenogradError, first_line
-from stenograd.launch.membership import OPEN_VARIABLE, Arrival, Broken, Member, Membership, Plan
+from stenograd.launch.detect import OPEN_VARIABLE
+from stenograd.launch.membership import Arrival, Broken, Member, Membership, Plan
 from stenograd.launch.process_group import connect_members, membership
 from stenograd.sync.attached import as_in_training
 from stenograd.sync.handshake import own_host
@@ -34,6 +35,14 @@ __all__ = ["OpenRounds"]
 
 T = TypeVar("T")
 
+_log = logging.getLogger("stenograd")
+_SAID = {
+    "joined": "rank {rank} has joined",
+    "back": "rank {rank} is back after {seconds:.1f} s",
+    "late": "rank {rank} is late",
+    "lost": "rank {rank} is lost",
+    "left": "rank {rank} has left",
+}
 _CONNECTED = 4  # sets of members whose connection is kept, for when they meet again
 _START = (
     "start it by `stenograd train --keep`, or start `stenograd rendezvous` and export what it prints to all "
@@ -89,6 +98,7 @@ class OpenRounds(ParameterSync):
         self._events: list[dict[str, Any]] = []
         self._knows: dict[int, Member] = {}  # by rank, who took part the last time
         self._absent: dict[int, tuple[float, str]] = {}  # ranks that took part once: since when not, and why
+        self._tokens: dict[int, float] = {}
         self._sent_fragment, self._host = 0, own_host()
         self.driver: Driver
 
@@ -126,9 +136,9 @@ class OpenRounds(ParameterSync):
         return self._events
 
     @property
-    def tokens(self) -> dict[int, int]:
-        """By rank, what it has brought to rounds: passes, or the sum of its weights."""
-        return self._run.counted("tokens")
+    def tokens(self) -> dict[int, float]:
+        """By rank, what it has brought to rounds: passes, or the sum of its weights; equal on all members."""
+        return dict(sorted(self._tokens.items()))
 
     @property
     def stopping(self) -> bool:
@@ -179,13 +189,14 @@ class OpenRounds(ParameterSync):
 
         All workers of a run may load what one has saved.
         """
-        return {**super().state_dict(), "state": self._state}
+        return {**super().state_dict(), "state": self._state, "tokens": [*map(list, self._tokens.items())]}
 
     @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`; load the model and its optimizer, too."""
         super().load_state_dict(state)
         self._state = self._last_known = int(state["state"])
+        self._tokens = {int(rank): float(n) for rank, n in state["tokens"]}
         self._met_at, self._counted_at = self._counted, dict.fromkeys(range(len(self._parts)), self._counted)
         self._run.move(self._state)
 
@@ -344,9 +355,11 @@ class OpenRounds(ParameterSync):
         self._sent_fragment = fragment
         self._send(part)
         if self._finish(fragment):
-            weight = self._plan_weight
             self._counted_at[fragment], self._trained_at[fragment] = counted, trained
-            self._run.add("tokens", weight)
+            plan = self._plan
+            assert plan is not None
+            for rank, weight in zip(plan.ranks, plan.weights, strict=True):
+                self._tokens[rank] = self._tokens.get(rank, 0.0) + weight / self._schedule.fragments
 
     @property
     def _plan_weight(self) -> float:
@@ -452,6 +465,7 @@ class OpenRounds(ParameterSync):
         about = {
             "round": self.round,
             "void": sorted(self._void),
+            "tokens": [*self._tokens.items()],
             "clocks": [part.clock() for part in self._parts],
             "codec": names,
         }
@@ -476,6 +490,7 @@ class OpenRounds(ParameterSync):
             for t in self._others():
                 t.copy_(next(rest))
         self.round, self._void = int(told["round"]), {*told["void"]}
+        self._tokens = dict(told["tokens"])
 
     # What a person sees.
 
@@ -500,13 +515,9 @@ class OpenRounds(ParameterSync):
     def _note(self, plan: Plan, rank: int, what: str, seconds: float) -> None:
         self._events.append({"round": plan.round, "rank": rank, "what": what, "seconds": seconds})
         if plan.members[0] == self._run.own:
-            after = f" after {seconds:.1f} s" if what == "back" else ""
-            warnings.warn(
-                f"round {plan.round}: rank {rank} is {what}{after}; {len(plan.members)} of "
-                f"{len(self._run.alive())} workers took part",
-                RuntimeWarning,
-                stacklevel=9,
-            )
+            said = _SAID[what].format(rank=rank, seconds=seconds)
+            there, members = len(self._run.alive()), len(plan.members)
+            _log.warning("round %d: %s; %d of %d workers took part", plan.round, said, members, there)
 
 
 def _knows_ranks(compressor: Any) -> bool:

@@ -1,0 +1,196 @@
+"""`stenograd train` as a worker of an open run, and `stenograd rendezvous`, where such workers meet."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from stenograd.catalog.method import Method
+from stenograd.cli.folder import RunFolder
+from stenograd.cli.loop import Row, Score, Trainer, endless
+from stenograd.cli.options import TrainOptions
+from stenograd.cli.setup import Setup
+from stenograd.cli.table import counted, megabytes, percent
+from stenograd.errors import LaunchError, first_line
+from stenograd.launch.network import own_address
+from stenograd.stopping import STOPPED
+from stenograd.wire.driver import Driver
+
+__all__ = ["OpenJob", "host", "work"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenJob:
+    """A job that was checked.
+
+    Attributes:
+        about: what run.json holds besides, for `--resume`.
+    """
+
+    job: TrainOptions
+    setup: Setup
+    method: Method
+    folder: RunFolder | None
+    resume: bool
+    about: dict[str, Any]
+
+
+def work(ready: OpenJob, driver: Driver) -> int:
+    """Train as one worker of an open run until all together have trained as much as was asked for.
+
+    The member of lowest rank evaluates after each epoch's worth of steps of all workers, prints and saves.
+    Workers that come later go on from there.
+    """
+    run = _Work(ready, driver)
+    try:
+        return run.train()
+    finally:
+        run.trainer.sync.close()
+
+
+class _Work:
+    """One worker's training."""
+
+    def __init__(self, ready: OpenJob, driver: Driver) -> None:
+        self._ready, self._setup, self._folder = ready, ready.setup, ready.folder
+        self.trainer = Trainer(ready.setup, ready.method, driver)
+        self._sync: Any = self.trainer.sync
+        self._rows: list[Row] = []
+        self._start, self._sums = time.perf_counter(), [0.0, 0.0, 0.0]
+        self._sent = (0, 0)
+
+    @property
+    def _speaks(self) -> bool:
+        return bool(self._sync.rank == min(self._sync.members, default=0))
+
+    def train(self) -> int:
+        if self._ready.resume and self._folder is not None:
+            saved = self._folder.load(self.trainer)
+            if saved is not None:
+                self._rows = [Row(**row) for row in saved.extra["rows"]]
+        if self._speaks:
+            self._say(self.trainer.headline + ", open")
+            self._begin()
+        target = self._setup.epochs * self._setup.steps * self._setup.world_size
+        share = self._setup.steps * self._setup.world_size
+        done, round_ = self._done(), self._sync.round
+        for indices in endless(self._setup, self._sync.rank, int(done // share) + 1):
+            if done >= target or self._sync.stopping:
+                break
+            loss, correct, count = self.trainer.take_step(indices)
+            self.trainer.taken += 1
+            self._sums = [self._sums[0] + loss * count, self._sums[1] + correct, self._sums[2] + count]
+            if self._sync.round == round_:
+                continue
+            round_, before, done = self._sync.round, done, self._done()
+            if int(done // share) > int(before // share) and self._speaks:
+                self._end_epoch(min(int(done // share), self._setup.epochs))
+        return self._finish()
+
+    def _done(self) -> float:
+        """Return how many steps all workers have brought to rounds, since the very beginning."""
+        return float(sum(self._sync.tokens.values()))
+
+    def _begin(self) -> None:
+        if self._folder is not None and not (self._folder.path / "metrics.jsonl").exists():
+            self._folder.begin([asdict(row) for row in self._rows], self._ready.about)
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Evaluate, say so, and save; meanwhile the others train on, and wait for the grace at most."""
+        score = self._evaluated()
+        row = self._row(epoch, score)
+        self._rows = [*self._rows, row]
+        members = counted(len(self._sync.members), "worker")
+        self._say(f"{row.line(self._setup.epochs)}  round {self._sync.round} of {members}")
+        if self._folder is not None:
+            self._folder.append(row)
+            self._folder.save(self.trainer, self._rows)
+
+    def _evaluated(self) -> Score:
+        with self._sync.consensus():
+            return self.trainer.evaluate()
+
+    def _row(self, epoch: int, score: Score) -> Row:
+        loss, correct, count = self._sums
+        traffic, seconds = self._sync.traffic, time.perf_counter() - self._start
+        payload, moved = traffic.payload_bytes - self._sent[0], traffic.moved_bytes - self._sent[1]
+        dense = self.trainer.dense_bytes_per_step(self._setup.world_size) * self._setup.steps
+        self._start, self._sums = time.perf_counter(), [0.0, 0.0, 0.0]
+        self._sent = traffic.payload_bytes, traffic.moved_bytes
+        return Row(
+            epoch=epoch,
+            train_loss=loss / max(count, 1),
+            train_accuracy=correct / max(count, 1),
+            eval_loss=score.loss,
+            eval_accuracy=score.accuracy,
+            seconds=seconds,
+            payload_bytes=payload,
+            moved_bytes=moved,
+            dense_bytes=dense,
+            compression=dense / max(moved, 1),
+            steps=self._setup.steps,
+            skipped=self._sync.skipped,
+        )
+
+    def _finish(self) -> int:
+        stopping = self._sync.stopping
+        if not self._speaks:
+            return STOPPED if stopping else 0
+        if stopping:
+            saved = "saved nothing: no --out"
+            if self._folder is not None:
+                self._folder.save(self.trainer, self._rows)
+                saved = "saved, to be continued by --resume"
+            self._say(
+                f"stopped after round {self._sync.round} because of a signal; {saved} (status {STOPPED})"
+            )
+            return STOPPED
+        score, tokens = self._evaluated(), self._sync.tokens
+        result = {
+            **self._setup.identity(self._ready.method),
+            "epochs": self._setup.epochs,
+            "eval_loss": score.loss,
+            "eval_accuracy": score.accuracy,
+            "rounds": self._sync.round,
+            "steps_by_rank": {str(rank): n for rank, n in tokens.items()},
+            "events": self._sync.events,
+            "moved_bytes": self._sync.traffic.moved_bytes,
+        }
+        if self._folder is not None:
+            self._folder.finish(result, {"ranks": []})
+        brought = ", ".join(f"rank {rank} {n:,.0f}" for rank, n in tokens.items())
+        self._say(
+            f"after {self._sync.round} rounds: eval accuracy {percent(score.accuracy)}, "
+            f"loss {score.loss:.4f}, {megabytes(result['moved_bytes'])} sent by this worker; steps: {brought}"
+        )
+        return 0
+
+    def _say(self, line: str) -> None:
+        print(line, flush=True)
+
+
+def host(port: int) -> int:
+    """Hold the store of an open run until Ctrl-C."""
+    try:
+        store = TCPStore("0.0.0.0", port, None, True, timedelta(days=1), wait_for_workers=False)
+    except RuntimeError as error:
+        raise LaunchError(f"--port must be free here, got {port}: {first_line(error)}") from error
+    name = own_address()
+    print(f"export STENOGRAD_OPEN={name}:{store.port}", flush=True)
+    print(
+        f"Export this to all workers. The run lives as long as this process, on {socket.gethostname()}; "
+        "Ctrl-C ends it.",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return 0
