@@ -213,7 +213,7 @@ def test_every_json_output_is_strict_and_alone(tables, here, on_two_ranks, monke
 
 def test_what_takes_long_says_how_far_it_is(monkeypatch, capsys):
     """Where no terminal shows it, in lines; only on rank 0, and not after the end."""
-    monkeypatch.setattr(table, "_TOLD_EVERY_S", 0.02)
+    monkeypatch.setattr(table, "_LINE_EVERY_S", 0.02)
     before = threading.active_count()
     for rank in (1, 0):
         with table.Display(rank).bar("counting", 3) as tick:
@@ -252,7 +252,7 @@ def test_commands_that_take_seconds_say_so(what, monkeypatch, unlaunched, capsys
         "all-reduce": ("doctor",),
         "simulating": ("methods", "--size", 9),
     }[what]
-    monkeypatch.setattr(table, "_TOLD_EVERY_S", 0.01)
+    monkeypatch.setattr(table, "_LINE_EVERY_S", 0.01)
     monkeypatch.setattr(SLOW[what], slow)
     unlaunched.setattr(sys, "argv", ["stenograd", *map(str, words)])
     assert stenograd.cli.main() == 1

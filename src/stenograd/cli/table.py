@@ -43,7 +43,7 @@ _PLAIN_WIDTH = 120  # columns where the output is a file or a pipe and COLUMNS i
 _NUMBERS = tuple("+-0123456789")
 _PROSE = 16  # columns that text has at least: sentences in narrower ones are hard to read
 _GAP = 2  # columns between those of a table without a frame
-_TOLD_EVERY_S = 10.0  # how far something is, where no terminal shows it; tests read it in less
+_LINE_EVERY_S = 10.0  # how far something is, where no terminal shows it; tests read it in less
 _PER_SECOND = 2  # times that a terminal's line is drawn anew: steps are being timed meanwhile
 
 
@@ -206,7 +206,7 @@ def working(what: str, steps: int | None = None) -> Iterator[Callable[[], None]]
     """
     screen = Console(stderr=True, highlight=False, markup=False)
     if not screen.is_terminal:
-        with _told(what, steps) as tick:
+        with _in_lines(what, steps) as tick:
             yield tick
         return
     counts: list[ProgressColumn] = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
@@ -224,7 +224,7 @@ def working(what: str, steps: int | None = None) -> Iterator[Callable[[], None]]
 
 
 @contextmanager
-def _told(what: str, steps: int | None) -> Iterator[Callable[[], None]]:
+def _in_lines(what: str, steps: int | None) -> Iterator[Callable[[], None]]:
     done, start, ended = 0, time.monotonic(), threading.Event()
 
     def tick() -> None:
@@ -232,7 +232,7 @@ def _told(what: str, steps: int | None) -> Iterator[Callable[[], None]]:
         done += 1
 
     def tell() -> None:
-        while not ended.wait(_TOLD_EVERY_S):
+        while not ended.wait(_LINE_EVERY_S):
             far = "" if steps is None else f" {done} of {steps},"
             print(
                 f"stenograd: {what}:{far} {time.monotonic() - start:.0f} s ...", file=sys.stderr, flush=True
