@@ -16,6 +16,8 @@ PAGES = sorted(
         *DOCS.glob("tutorials/*.md"),
         *DOCS.glob("migrate/*.md"),
         DOCS / "when-it-does-not-pay.md",
+        DOCS / "two-nodes-slower-than-one.md",
+        DOCS / "extending.md",
         DOCS / "preemption.md",
     ]
 )
