@@ -281,7 +281,7 @@ def test_the_old_spelling_of_method_is_still_read(name, here):
     assert (status, out, first) == (
         2,
         "",
-        "stenograd: --methods is deprecated: write --method, once for each method",
+        "stenograd: --methods is deprecated and goes in 0.3: write --method, once for each method",
     )
     assert "unknown method 'tpk'" in second
 

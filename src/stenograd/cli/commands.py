@@ -47,7 +47,10 @@ def _spelled(word: str) -> str:
     if word != "methods":
         return word
     if {STORE_VARIABLE, "RANK"}.isdisjoint(os.environ):  # not from every rank
-        print("stenograd: --methods is deprecated: write --method, once for each method", file=sys.stderr)
+        print(
+            "stenograd: --methods is deprecated and goes in 0.3: write --method, once for each method",
+            file=sys.stderr,
+        )
     return "method"
 
 
