@@ -16,7 +16,7 @@ PAGES = sorted(
         *DOCS.glob("tutorials/*.md"),
         *DOCS.glob("migrate/*.md"),
         DOCS / "when-it-does-not-pay.md",
-        DOCS / "two-nodes-slower-than-one.md",
+        DOCS / "checkpoints.md",
         DOCS / "extending.md",
         DOCS / "preemption.md",
     ]
