@@ -59,7 +59,7 @@ def test_every_directive_names_something_that_exists():
 
 
 def test_every_adapter_is_documented_whole():
-    assert ADAPTERS - DIRECTIVES == set()
+    assert ADAPTERS <= DIRECTIVES
 
 
 def test_compressors_and_schedules_are_taken_from_the_registry():
