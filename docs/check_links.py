@@ -47,7 +47,8 @@ def broken(site: Path) -> list[str]:
 
 def main() -> int:
     """Print what is broken; the exit status is 1 if anything is."""
-    wrong = broken(Path(sys.argv[1]))
+    site = Path(sys.argv[1])
+    wrong = broken(site) if (site / "index.html").exists() else [f"{site}: holds no site"]
     print("\n".join(wrong) or "every link inside the site leads to a place that exists")
     return 1 if wrong else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_typehints = "signature"
 autodoc_inherit_docstrings = False  # torch's docstrings refer to pages of torch's site
 python_use_unqualified_type_names = True
+# The adapters' frameworks are no requirement of the site: where one is missing, its names are stand-ins.
+autodoc_mock_imports = [
+    name for name in ("accelerate", "lightning", "transformers") if find_spec(name) is None
+]
 python_maximum_signature_line_length = 120
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -118,8 +123,19 @@ def _drop_empty_patterns(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = "\n".join(kept)
 
 
+def _example_as_code(app: Sphinx, what: str, name: str, member: Any, options: Any, lines: list[str]) -> None:
+    """Show an example without prompts as code: it needs a framework that doctests do not have."""
+    at = next((i for i, line in enumerate(lines) if line.strip() == "Example:"), None)
+    if at is None or at + 1 == len(lines) or lines[at + 1].lstrip().startswith(">>>"):
+        return
+    indent = lines[at].partition("Example:")[0]
+    code = [f"    {line}" if line.strip() else line for line in lines[at + 1 :]]
+    lines[at + 1 :] = [f"{indent}    .. code-block:: python", "", *code]
+
+
 def setup(app: Sphinx) -> None:
     """Register the directive and what acts on pages and on the finished site."""
     app.add_directive("registered", Registered)
     app.connect("source-read", _drop_empty_patterns)
+    app.connect("autodoc-process-docstring", _example_as_code, priority=400)  # before napoleon
     app.connect("build-finished", _check)

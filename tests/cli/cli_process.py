@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -18,13 +19,14 @@ def execute(command, limit_s=120, **env):
     done = subprocess.run(
         command, env=clean_env(**env), capture_output=True, text=True, timeout=limit_s, check=False
     )
-    done.stderr = without_compiling(done.stderr)
+    done.stderr = without_progress(done.stderr)
     return done
 
 
-def without_compiling(err):
-    """Leave out what the first use of a kernel on a machine says."""
-    return "".join(line for line in err.splitlines(keepends=True) if "compiling kernels" not in line)
+def without_progress(err):
+    """Leave out what the first use of a kernel on a machine says, and how far a slow machine is."""
+    told = re.compile(r"compiling kernels|^stenograd: .*\d s \.\.\.$")
+    return "".join(line for line in err.splitlines(keepends=True) if not told.search(line))
 
 
 def stenograd_command(*arguments):
@@ -55,4 +57,4 @@ def _recorded(function, name, arguments):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = function()
-    return status, out.getvalue(), without_compiling(err.getvalue())
+    return status, out.getvalue(), without_progress(err.getvalue())

@@ -5,7 +5,7 @@ import os
 import sys
 
 import pytest
-from cli_process import QUICK, execute, on_a_rank, stenograd_command, without_compiling
+from cli_process import QUICK, execute, on_a_rank, stenograd_command, without_progress
 
 import stenograd
 from stenograd.cli import main
@@ -25,7 +25,7 @@ def here(unlaunched, capsys):
         unlaunched.setattr(sys, "argv", ["stenograd", *map(str, arguments)])
         status = main()
         out, err = capsys.readouterr()
-        return status, out, without_compiling(err)
+        return status, out, without_progress(err)
 
     yield run
     stenograd.shutdown()

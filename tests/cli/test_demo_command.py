@@ -30,5 +30,11 @@ def test_without_scikit_learn_it_draws_its_digits(monkeypatch):
     assert [(options.task, options.workers) for options in asked] == [("glyphs", 2)]
 
 
+def test_it_can_be_read_by_programs(monkeypatch, here):
+    asked = []
+    monkeypatch.setattr(compare, "run", lambda *words: asked.append(words[-1]) or 0)
+    assert [here("demo", "--json")[0], here("demo")[0], asked] == [0, 0, [True, False]]
+
+
 def test_a_method_that_failed_is_not_explained():
     assert compare.explain([compare.Result(method="dense", error="lost")]) == ""

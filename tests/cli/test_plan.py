@@ -31,7 +31,7 @@ PLAN = (
 def planned(here, tmp_path):
     """A plan for the run of `trained`, and what was printed."""
     folder = tmp_path / "plan"
-    status, out, err = here(*PLAN, "--methods", "topk:ratio=0.05", "--out", folder)
+    status, out, err = here(*PLAN, "--method", "topk:ratio=0.05", "--out", folder)
     assert (status, err) == (0, "")
     return folder, out
 
@@ -67,7 +67,7 @@ def test_a_check_compares_with_a_run(planned, here, trained):
 def test_a_check_of_rare_rounds_compares_means(here, trained, tmp_path):
     """Three of four steps send nothing: their median would be off where the mean is as predicted."""
     plan, run = tmp_path / "plan", shutil.copytree(trained[0], tmp_path / "run")
-    assert here(*PLAN, "--methods", "local:every=4", "--out", plan)[0] == 0
+    assert here(*PLAN, "--method", "local:every=4", "--out", plan)[0] == 0
     told = json.loads((plan / "plan.json").read_text())["predictions"]
     mean = next(p["seconds"][1] for p in told if p["method"] == "local:every=4")
     identity = json.loads((run / "run.json").read_text())
@@ -87,7 +87,7 @@ def test_a_saved_plan_is_read_for_another_link_and_accuracy(planned, here):
     for more in (("--link", "100gbit"), ("--accuracy", "exact")):
         status, out, _ = here(*saved, *more, "--json")
         assert (status, json.loads(out)["method"]) == (0, "dense")
-    for more in (("--methods", "sign"), ("--cores", 2), ("--ranks-per-host", 2)):
+    for more in (("--method", "sign"), ("--cores", 2), ("--ranks-per-host", 2)):
         status, _, err = here(*saved, *more)
         assert (status, f"{more[0]} does nothing with --plan" in err) == (2, True)
 
@@ -104,7 +104,7 @@ def test_a_trial_imports_from_its_folder_and_reads_no_arguments_of_ours(here, tm
         "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "    return stenograd.Trial(model, optimizer, [torch.ones(2, 4)], lambda model, x: model(x).sum())\n"
     )
-    asked = ("--workers", 2, "--link", "1gbit", "--seconds", 1, "--methods", "topk")
+    asked = ("--workers", 2, "--link", "1gbit", "--seconds", 1, "--method", "topk")
     status, _, err = here("plan", "--trial", f"{script}:build", *asked)
     assert (status, err) == (0, "")
 
@@ -145,7 +145,7 @@ def test_a_saved_plan_is_worked_out_for_other_numbers_of_workers(planned, here):
 def test_sizes_are_recorded_and_keys_chosen_for_the_link(here):
     """At 1 Mbit/s a round takes seconds, so the rarest rounds that are tried take 3 % less than others."""
     some = [word if word != 2 else "2,4" for word in PLAN]
-    status, out, err = here(*some, "--methods", "local,topk:ratio=0.05", "--json")
+    status, out, err = here(*some, "--method", "local,topk:ratio=0.05", "--json")
     assert (status, err) == (0, "")
     told = json.loads(out)
     assert {p["method"] for p in told["predictions"]} == {
@@ -178,7 +178,7 @@ def _plans_where_rank_0_cannot_write(rank, words):
 
 def test_ranks_end_together_where_rank_0_cannot_write_the_plan(pool, tmp_path):
     """The others waited for its answer until the timeout, and then blamed its silence."""
-    words = ["plan", *PLAN[1:5], *PLAN[7:], "--methods", "sign", "--timeout-s", 50, "--out", tmp_path]
+    words = ["plan", *PLAN[1:5], *PLAN[7:], "--method", "sign", "--timeout-s", 50, "--out", tmp_path]
     for (status, _, err), seconds in pool.run(2, _plans_where_rank_0_cannot_write, words):
         assert (status, "No space left on device" in err) == (1, True), err
         assert seconds < 40

@@ -7,9 +7,13 @@ import os
 import pkgutil
 import pty
 import re
+import shutil
 import struct
 import subprocess
+import sys
 import termios
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -46,7 +50,7 @@ def tables(tmp_path_factory):
         module = importlib.import_module(f"stenograd.cli.{found.name}")
         if found.name != "table" and hasattr(module, "show"):
             shown[found.name] = []
-            patch.setattr(module, "show", lambda *a, into=shown[found.name]: into.append(a))
+            patch.setattr(module, "show", lambda *a, into=shown[found.name], **more: into.append((*a, more)))
     for key in set(os.environ) - set(clean_env()):
         patch.delenv(key)
     folder, said = tmp_path_factory.mktemp("tables"), []
@@ -72,11 +76,12 @@ def tables(tmp_path_factory):
     told["identity"]["world_size"] = 2
     (folder / "run" / "run.json").write_text(json.dumps(told))
     methods = "topk:ratio=0.05,randomblock:ratio=0.25,feedback=false"
-    run(*QUICK_PLAN, "--out", folder / "plan", "--methods", methods, "--check", folder / "run")
+    run(*QUICK_PLAN, "--out", folder / "plan", "--method", methods, "--check", folder / "run")
     run("plan", "--plan", folder / "plan" / "plan.json", "--workers", "2,64,1024")
     run("methods", "--size", 1_234_567)
+    run("methods", "topk", "--size", 1000)
     run("doctor")
-    run("compare", "--batch-size", 64, "--epochs", 1, "--methods", methods)
+    run("compare", "--batch-size", 64, "--epochs", 1, "--method", methods)
     importlib.import_module("stenograd.cli.link")._show(assumed("1gbit,0.2ms", [0, 0, 1, 1]))
     patch.undo()
     stenograd.shutdown()
@@ -89,15 +94,39 @@ def test_no_table_of_a_command_breaks_inside_words_or_numbers(tables, width, mon
     assert {name for name, found in shown.items() if not found} == set(), "modules whose tables were not seen"
     monkeypatch.setenv("COLUMNS", str(width))
     for found in shown.values():
-        for head, rows, *title in found:
-            table.show(head, rows, *title)
-            cells = [*(cell for row in rows for cell in row)]
-            whole_words(cells, capsys.readouterr().out.split("\n", len(title))[-1], width)
+        for head, rows, *title, more in found:
+            table.show(head, rows, *title, **more)
+            out = capsys.readouterr().out.split("\n", len(title))[-1]
+            out, _, gone = out.partition("left out for want of room: ")
+            kept = [name not in gone.strip().split(", ") for name in head]
+            whole_words(
+                [cell for row in rows for cell, stays in zip(row, kept, strict=False) if stays], out, width
+            )
+
+
+def test_columns_that_can_be_spared_go_before_a_row_becomes_lines(monkeypatch, capsys):
+    head, row = ("method", "ms/step", "limit"), ("topk:ratio=0.001", "12.5", "bandwidth")
+    monkeypatch.setenv("COLUMNS", "32")
+    table.show(head, [row], spare=["limit", "method"])
+    assert capsys.readouterr().out.splitlines()[-1] == "left out for want of room: limit"
+    table.show(head, [row])
+    assert capsys.readouterr().out.splitlines() == [row[0], "  ms/step: 12.5", "  limit: bandwidth"]
+
+
+@pytest.mark.parametrize("asked", ["plan.json", "compare.json"])
+def test_a_table_at_80_columns_has_one_line_per_row(asked, tables, monkeypatch, capsys):
+    """Twenty methods of eight lines each are no table."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for head, rows, *title, more in tables[0][asked.removesuffix(".json")]:
+        table.show(head, rows, *title, **more)
+        out = capsys.readouterr().out
+        assert all(any(line.strip(" │").startswith(str(row[0])) for line in out.splitlines()) for row in rows)
+        assert f"\n  {head[1]}: " not in out
 
 
 def test_one_of_a_kind_is_no_plural(tables):
     shown, _, said = tables
-    titles = [str(title) for found in shown.values() for *_, title in found]
+    titles = [str(title) for found in shown.values() for *_, title, _more in found]
     few = re.findall(
         r"(?<![\d.,])1 (?:worker|host|epoch|step|method|seed|row)s\b.*", said + "\n".join(titles)
     )
@@ -112,14 +141,14 @@ def test_no_help_is_cut(width, monkeypatch, here):
         assert (status, "…" in out) == (0, False), out
 
 
-def test_a_terminal_shows_whole_words():
-    """A real terminal of 60 columns: what `methods` prints there fits it."""
+def test_a_terminal_shows_whole_words_and_how_far_it_is():
+    """A real terminal of 60 columns: what `methods` prints there fits it, and the moving line is gone."""
     columns, (main, other) = 60, pty.openpty()
     fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     command = stenograd_command("methods", "--size", 100)
     env = clean_env(TERM="xterm")
     env.pop("COLUMNS", None)
-    with subprocess.Popen(command, stdin=other, stdout=other, stderr=subprocess.DEVNULL, env=env) as process:
+    with subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env=env) as process:
         os.close(other)
         out = bytearray()
         while True:
@@ -129,7 +158,10 @@ def test_a_terminal_shows_whole_words():
                 break
     os.close(main)
     assert process.returncode == 0
-    text = re.sub(r"\x1b\[[0-9;]*m", "", out.decode()).replace("\r\n", "\n")
+    moving, text = out.decode().rsplit("\x1b[?25h", 1)  # where the cursor is shown again
+    assert re.search(r"simulating the methods.* \d+/\d+", moving)
+    assert "simulating" not in text
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).replace("\r\n", "\n")
     assert max(map(len, text.splitlines())) <= columns
     assert {"randomblock", "feedback_decay", "compression"} <= set(re.split(r"[\s│┃]+", text))
 
@@ -151,24 +183,128 @@ def test_every_json_output_is_strict_and_alone(tables, here, on_two_ranks, monke
     _, folder, _ = tables
     plan = folder / "plan" / "plan.json"
     asked = {
-        "methods": [("--size", 100)],
+        "methods": [("--size", 100), ("topk", "--size", 100)],
+        "compare": [("--epochs", 1, "--batch-size", 64, "--method", "topk", "--out", folder / "compared")],
+        "doctor": [()],
         "plan": [
             ("--plan", plan, "--workers", "2,4"),
             ("--plan", plan, "--check", folder / "run", "--out", folder / "again"),
         ],
     }
+    told = {}
     takes_json = {
         name for name, command in COMMANDS.items() if any("--json" in p.opts for p in command.params)
     }
-    assert takes_json == {*asked, "link"}
+    assert takes_json == {*asked, "link", "demo"}
+    monkeypatch.setattr("stenograd.cli.doctor._all_reduce_problem", lambda: None)
     monkeypatch.setenv("COLUMNS", "60")
     for name, ways in asked.items():
         for words in ways:
             status, out, _ = here(name, *words, "--json")
             assert status in (0, 1)
-            assert strict(out)
-    assert strict(out)["check"]["seconds and bytes"]["step, mean"]["measured"] > 0
+            told[name] = strict(out)
+    assert told["plan"]["check"]["seconds and bytes"]["step, mean"]["measured"] > 0
+    assert told["compare"] == strict((folder / "compared" / "compare.json").read_text())
+    assert told["doctor"]["all-reduce of 2 processes"] == "works"
     assert strict(on_two_ranks("link", "--seconds", 2, "--json"))["measured"]
+    found = strict(on_two_ranks("doctor", "--json"))
+    assert [one["failed"] for one in found["interfaces"]] == [0]
+
+
+def test_what_takes_long_says_how_far_it_is(monkeypatch, capsys):
+    """Where no terminal shows it, in lines; only on rank 0, and not after the end."""
+    monkeypatch.setattr(table, "_LINE_EVERY_S", 0.02)
+    before = threading.active_count()
+    for rank in (1, 0):
+        with table.Display(rank).bar("counting", 3) as tick:
+            tick()
+            deadline = time.monotonic() + 20
+            while rank == 0 and not capsys.readouterr().err.endswith("0 s ...\n"):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+    with table.working("waiting"):
+        time.sleep(0.1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert set(err.splitlines()) <= {"stenograd: counting: 1 of 3, 0 s ...", "stenograd: waiting: 0 s ..."}
+    assert "stenograd: waiting: 0 s ..." in err
+    assert threading.active_count() == before
+
+
+SLOW = {  # what a command waits for, by what it says meanwhile
+    "rehearsing": "stenograd.cli.plan.plan",
+    "before the clock starts": "stenograd.cli.compare._warm_up",
+    "all-reduce": "stenograd.cli.doctor._all_reduce_problem",
+    "simulating": "stenograd.cli.methods._cost",
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_commands_that_take_seconds_say_so(what, monkeypatch, unlaunched, capsys):
+    def slow(*_, **__):
+        while f"{what}" not in capsys.readouterr().err:
+            time.sleep(0.01)
+        raise stenograd.StenogradError("seen")
+
+    words = {
+        "rehearsing": QUICK_PLAN,
+        "before the clock starts": ("compare", "--epochs", 1),
+        "all-reduce": ("doctor",),
+        "simulating": ("methods", "--size", 9),
+    }[what]
+    monkeypatch.setattr(table, "_LINE_EVERY_S", 0.01)
+    monkeypatch.setattr(SLOW[what], slow)
+    unlaunched.setattr(sys, "argv", ["stenograd", *map(str, words)])
+    assert stenograd.cli.main() == 1
+    stenograd.shutdown()
+
+
+def test_options_have_one_spelling():
+    flags = {name: {o for p in c.params for o in p.opts if o[:2] == "--"} for name, c in COMMANDS.items()}
+    every = set().union(*flags.values())
+    assert {flag for flag in every if "method" in flag} == {"--method"}
+    assert {flag for flag in every if "out" in flag.split("-") or "folder" in flag} == {"--out"}
+    assert {flag for flag in every if "host" in flag} == {"--hosts", "--ranks-per-host", "--cores-per-host"}
+    several = {name: p.multiple for name, c in COMMANDS.items() for p in c.params if "--method" in p.opts}
+    assert several == {"train": False, "compare": True, "plan": True}
+
+
+@pytest.mark.parametrize("name", ["compare", "plan"])
+def test_the_old_spelling_of_method_is_still_read(name, here):
+    commands._spelled.cache_clear()
+    status, out, err = here(name, "--workers", 2, "--link", "1gbit", "--methods", "dense,tpk")[:3]
+    if name == "compare":
+        assert "No such option: --link" in err
+        commands._spelled.cache_clear()
+        status, out, err = here(name, "--workers", 2, "--methods", "dense,tpk")
+    first, second = err.splitlines()
+    assert (status, out, first) == (
+        2,
+        "",
+        "stenograd: --methods is deprecated and goes in 0.3: write --method, once for each method",
+    )
+    assert "unknown method 'tpk'" in second
+
+
+def test_bash_completes_commands_options_and_methods(tmp_path):
+    """Typer's own completion, in a real bash: commands, options, choices and the names of methods."""
+    bash, beside = shutil.which("bash"), Path(sys.executable).parent
+    if bash is None or not (beside / "stenograd").exists():
+        pytest.skip("needs bash, and the command beside this Python")
+    script = tmp_path / "complete.sh"
+    script.write_text(
+        'eval "$(_STENOGRAD_COMPLETE=source_bash stenograd)"\n'
+        "try() {\n"
+        '  COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()\n'
+        "  $(complete -p stenograd | sed 's/.*-F \\([^ ]*\\).*/\\1/') stenograd\n"
+        '  echo "${COMPREPLY[*]}"\n'
+        "}\n"
+        "try stenograd em\ntry stenograd plan --acc\ntry stenograd train --task m\n"
+        "try stenograd compare --method thr\n"
+    )
+    env = clean_env(PATH=f"{beside}:{os.environ['PATH']}")
+    done = subprocess.run([bash, script], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["emulate", "--accuracy", "mnist", "threshold"], done.stderr
 
 
 def test_what_is_not_finite_becomes_null(capsys, tmp_path):
@@ -230,7 +366,7 @@ def test_every_command_refuses_an_option_that_it_does_not_have(name, here):
 
 
 LATE = {
-    "an unknown method": (("--methods", "dense,tpk"), "unknown method 'tpk'"),
+    "an unknown method": (("--method", "dense,tpk"), "unknown method 'tpk'"),
     "no such trial": (("--trial", "nowhere.py:build"), "must name a file that exists"),
     "no such run": (("--check", "nowhere"), "nowhere: holds no finished run"),
     "a run of other workers": (("--check", "RUN"), "must be one of dense, sign"),
@@ -249,7 +385,7 @@ def test_what_is_wrong_with_a_plan_is_told_before_it_is_measured(case, here, tab
     monkeypatch.setattr("stenograd.cli.plan.measure_link", never)
     words, reason = LATE[case]
     words = [tables[1] / "run" if word == "RUN" else word for word in words]
-    methods = () if "--methods" in words else ("--methods", "sign")
+    methods = () if "--method" in words else ("--method", "sign")
     batch = () if "--trial" in words else ("--batch-size", 64)
     status, out, err = here("plan", *batch, "--workers", 2, "--link", "1mbit", *methods, *words)
     assert (status, out) == (2, "")
@@ -265,7 +401,7 @@ def test_a_link_is_not_measured_for_a_file_that_cannot_be_written(out, here):
 def test_a_measured_link_says_how_many_workers_there_are(here, tmp_path):
     path = tmp_path / "link.json"
     path.write_text(json.dumps(assumed("1mbit", [0, 1, 2]).as_json()))
-    status, out, err = here("plan", "--link", path, "--seconds", 1, "--methods", "topk", "--batch-size", 64)
+    status, out, err = here("plan", "--link", path, "--seconds", 1, "--method", "topk", "--batch-size", 64)
     assert (status, err) == (0, "")
     assert "3 workers on 3 hosts" in " ".join(out.split())
 

@@ -9,7 +9,7 @@ import pytest
 
 from stenograd.errors import ConfigError
 from stenograd.planning import link as measures
-from stenograd.planning.link import _Timed, assumed, from_json, load_link, measure_link
+from stenograd.planning.link import _lasted_s, _Timed, assumed, from_json, load_link, measure_link
 from stenograd.wire.driver import Driver
 
 
@@ -25,6 +25,8 @@ def test_two_ranks_agree_on_what_they_measured(pool):
     assert first["hosts"] == (0, 0)
     assert len(first["alone_bps"]) == len(first["together_bps"]) == 1
     assert first["together_bps"][0] > 1e5  # on a busy machine even a message of a few bytes may take a while
+    # Two ranks that keep each other from looking found a flow all at once, at 1,500 Gbit/s on two cores.
+    assert first["together_bps"][0] < 20 * first["alone_bps"][0]
     assert 0 < first["latency_s"] < 10
     assert 0 < first["hop_s"] < 10
     assert first["sent_bytes"] > 2 * 16 * 1024
@@ -78,3 +80,9 @@ def test_an_assumed_link_survives_a_file(tmp_path):
     path = tmp_path / "link.json"
     path.write_text(json.dumps(link.as_json()))
     assert load_link(path) == link
+
+
+def test_a_flow_that_a_rank_sees_all_at_once_took_its_share_of_the_time():
+    """Sixteen messages, of which the first four are its beginning: twelve sixteenths of 80 ms are 60."""
+    assert _lasted_s([5.0 * (at + 1) for at in range(16)]) == 60
+    assert _lasted_s([79.0] * 8 + [80.0] * 8) == 60

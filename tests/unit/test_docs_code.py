@@ -16,6 +16,8 @@ PAGES = sorted(
         *DOCS.glob("tutorials/*.md"),
         *DOCS.glob("migrate/*.md"),
         DOCS / "when-it-does-not-pay.md",
+        DOCS / "checkpoints.md",
+        DOCS / "extending.md",
         DOCS / "preemption.md",
     ]
 )

@@ -26,7 +26,7 @@ from stenograd.schedules.schedule import Schedule, What
 from stenograd.wire.finite import norm_of
 from stenograd.wire.requests import Rounds
 
-__all__ = ["METHOD_KEYS", "Method", "MethodLike", "for_any_optimizer", "method", "methods"]
+__all__ = ["METHOD_KEYS", "Method", "MethodLike", "for_any_optimizer", "method", "method_names", "methods"]
 
 # Keys that every method takes, with their types.
 METHOD_KEYS: dict[str, type] = {
@@ -279,6 +279,16 @@ def methods() -> list[str]:
     return sorted(entries())
 
 
+def method_names() -> list[str]:
+    """Return every name that a method's text may begin with: compressors, schedules and presets.
+
+    Example:
+        >>> {"topk", "local", "slowmo"} <= set(method_names())
+        True
+    """
+    return sorted([*entries(), *schedules(), *PRESETS])
+
+
 def for_any_optimizer() -> list[str]:
     """Return the names of methods that, with their defaults, do not deliver a momentum of their own.
 
@@ -348,8 +358,7 @@ def _plain(text: str, schedule: Schedule) -> Method:
     name, _, rest = (part.strip() for part in text.partition(":"))
     table = entries()
     if name not in table:
-        known = sorted([*table, *schedules(), *PRESETS])
-        raise _unknown("method", text, name, known)
+        raise _unknown("method", text, name, method_names())
     entry = table[name]
     given = _parse(entry.name, entry.compressor, entry.preset, rest, METHOD_KEYS)
     own = {k: v for k, v in given.items() if k not in METHOD_KEYS}

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from stenograd.catalog.registry import schedules
 from stenograd.errors import MethodError
 
-__all__ = ["PRESETS", "spelled_out"]
+__all__ = ["PRESETS", "Preset", "spelled_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What a name stands for, and where that is from."""
+
+    text: str
+    reference: str
+
 
 # Keys given with the name replace the ones here; a compressor after the slash replaces the one here.
 PRESETS = {
-    # Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
-    "postlocal": "local:every=16,after=2000",
-    # Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, with the
-    # decay of its production runs. The decayed residual takes the place of outer momentum.
-    "sparseloco": "diloco:every=30,outer_lr=1,momentum=0/"
-    "topk:ratio=0.015625,chunk=4096,values=int2,feedback_decay=0.95,divide=senders",
-    # Kolehmainen et al., "NoLoCo", arXiv 2506.10911, with its outer optimizer.
-    "noloco": "diloco:every=50,topology=pairs,outer_lr=0.7,momentum=0.5,nesterov=false",
-    # Wang et al., "SlowMo", ICLR 2020; with a slow learning rate of 1.
-    "slowmo": "diloco:outer_lr=1,momentum=0.5,nesterov=false",
+    "postlocal": Preset(
+        "local:every=16,after=2000",
+        'Lin et al., "Don\'t Use Large Mini-Batches, Use Local SGD", ICLR 2020.',
+    ),
+    # The decayed residual takes the place of outer momentum.
+    "sparseloco": Preset(
+        "diloco:every=30,outer_lr=1,momentum=0/"
+        "topk:ratio=0.015625,chunk=4096,values=int2,feedback_decay=0.95,divide=senders",
+        'Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, with '
+        "the decay of its production runs.",
+    ),
+    "noloco": Preset(
+        "diloco:every=50,topology=pairs,outer_lr=0.7,momentum=0.5,nesterov=false",
+        'Kolehmainen et al., "NoLoCo", arXiv 2506.10911, with its outer optimizer.',
+    ),
+    "slowmo": Preset(
+        "diloco:outer_lr=1,momentum=0.5,nesterov=false",
+        'Wang et al., "SlowMo", ICLR 2020; with a slow learning rate of 1.',
+    ),
 }
 
 
@@ -35,7 +53,7 @@ def spelled_out(text: str) -> str:
     name, _, rest = (part.strip() for part in first.partition(":"))
     if name not in PRESETS:
         return text
-    schedule, _, usual = PRESETS[name].partition("/")
+    schedule, _, usual = PRESETS[name].text.partition("/")
     kind, _, keys = schedule.partition(":")
     cls, _ = schedules()[kind]
     own = {f.name for f in fields(cls)}

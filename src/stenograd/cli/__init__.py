@@ -69,7 +69,7 @@ def _worded(error: Any) -> str:
     if context is None:
         return f"{text}: see stenograd --help"
     if "unexpected extra argument" in text and any(p.name == "methods" for p in context.command.params):
-        text += ". Several methods are separated by commas: --methods dense,topk"
+        text += ". Each method has a --method of its own: --method dense --method topk"
     return f"{text}: see {context.command_path} --help"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -11,6 +13,7 @@ import typer
 import stenograd
 from stenograd.cli import options as opt
 from stenograd.errors import ConfigError, LaunchError, bad_value, check_count
+from stenograd.launch.detect import STORE_VARIABLE
 
 __all__ = ["app"]
 
@@ -38,8 +41,24 @@ def _root(
         typer.echo(context.get_help())
 
 
+@cache  # asked for every word that begins with --, and the note shall come once
+def _spelled(word: str) -> str:
+    """Take `--methods`, the name of `--method` in `compare` and `plan` before, and say what to write."""
+    if word != "methods":
+        return word
+    if {STORE_VARIABLE, "RANK"}.isdisjoint(os.environ):  # not from every rank
+        print(
+            "stenograd: --methods is deprecated and goes in 0.3: write --method, once for each method",
+            file=sys.stderr,
+        )
+    return "method"
+
+
+_BEFORE = {"token_normalize_func": _spelled}
+
+
 @app.command()
-def demo() -> int:
+def demo(as_json: opt.AsJson = False) -> int:
     """Train two workers on digits: dense, with top-k, and with PowerSGD. Takes about a minute.
 
     It needs nothing but this package. The digits are scikit-learn's if that is installed; otherwise the
@@ -47,7 +66,7 @@ def demo() -> int:
     """
     from stenograd.cli.compare import demo
 
-    return demo()
+    return demo(as_json)
 
 
 @app.command()
@@ -68,7 +87,7 @@ def train(asked: opt.TrainOptions) -> int:
     return run(asked)
 
 
-@app.command()
+@app.command(context_settings=_BEFORE)
 @opt.taking(opt.CompareOptions)
 def compare(asked: opt.CompareOptions) -> int:
     """Train the same model under several methods in turn, and show what each costs and reaches.
@@ -76,11 +95,11 @@ def compare(asked: opt.CompareOptions) -> int:
     Every method starts from the same weights and sees the same batches. --out DIR gets compare.json and,
     with matplotlib, compare.png.
 
-    Example: stenograd compare --task digits --workers 2 --methods dense,topk:ratio=0.05,powersgd
+    Example: stenograd compare --workers 2 --method dense --method topk:ratio=0.05
     """
     from stenograd.cli.compare import run
 
-    return run(asked, asked.methods, asked.out)
+    return run(asked, asked.methods, asked.out, as_json=asked.as_json)
 
 
 @app.command()
@@ -99,14 +118,14 @@ def link(asked: opt.LinkOptions) -> int:
     return run(asked)
 
 
-@app.command()
+@app.command(context_settings=_BEFORE)
 @opt.taking(opt.PlanOptions, without=["epochs", "shards", "workers"])
 def plan(asked: opt.PlanOptions) -> int:
     """Predict before training what a step takes under each method, and which method to use.
 
     It trains a copy of the model for some steps without a network and notes everything that each method
     would send; a step then takes its computing, and what of the bytes at the link's rate is not hidden by it.
-    Values of every, ratio and fragments that --methods leaves open are chosen for the link. Alone it needs
+    Values of every, ratio and fragments that --method leaves open are chosen for the link. Alone it needs
     --link and, unless that was measured, --workers; under torchrun, mpiexec or srun it measures the link.
 
     Example: stenograd plan --task digits --workers 4 --link 100mbit,0.2ms
@@ -118,14 +137,21 @@ def plan(asked: opt.PlanOptions) -> int:
 
 @app.command()
 def methods(
+    name: opt.MethodName = None,
     size: Annotated[int, opt.option("N", "Elements of the tensor.")] = 1_000_000,
     workers: Annotated[int, opt.option("N", "Simulated workers.")] = 2,
     as_json: opt.AsJson = False,
 ) -> int:
-    """List the methods, with what each sends per step for a float32 tensor of N elements, and its keys."""
-    from stenograd.cli.methods import run
+    """List the methods, with what each sends per step for a float32 tensor of N elements, and its keys.
 
-    return run(size, workers, as_json)
+    With a NAME it explains that method, schedule or preset: what it sends, every key with its default and
+    range, the paper, and a line to try it with.
+
+    Example: stenograd methods topk
+    """
+    from stenograd.cli.methods import explain, run
+
+    return run(size, workers, as_json) if name is None else explain(name, size, workers, as_json)
 
 
 @app.command()
@@ -147,7 +173,7 @@ def rendezvous(
 
 
 @app.command()
-def doctor() -> int:
+def doctor(as_json: opt.AsJson = False) -> int:
     """Show versions, devices and launcher, and try an all-reduce between two processes.
 
     Started by a launcher, such as torchrun --no-python or srun, its ranks try it between them, time every
@@ -157,7 +183,7 @@ def doctor() -> int:
     """
     from stenograd.cli.doctor import run
 
-    return run()
+    return run(as_json)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})  # the command's options are its own

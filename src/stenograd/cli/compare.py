@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from stenograd.cli.loop import Row, Trainer
 from stenograd.cli.options import Options, Task
 from stenograd.cli.pictures import draw_curves
 from stenograd.cli.setup import Setup, in_ranks, make_setup
-from stenograd.cli.table import Display, counted, megabytes, percent, show
+from stenograd.cli.table import Display, counted, megabytes, percent, show, show_json
 from stenograd.errors import ConfigError, LaunchError, PeerLost, StenogradError
 from stenograd.launch.detect import detect
 from stenograd.wire.driver import Driver
@@ -74,6 +75,7 @@ def run(
     texts: Sequence[str] | None,
     out: Path | None,
     explain: Callable[[Sequence[Result]], str] | None = None,
+    as_json: bool = False,
 ) -> int:
     """Compare, and return the exit status: 1 if a method failed.
 
@@ -82,6 +84,7 @@ def run(
         texts: the methods; None for every method that suits the task.
         out: folder for the results.
         explain: makes the text under the table, which rank 0 prints.
+        as_json: whether the standard output is what compare.json holds, and nothing else.
     """
     chosen = [method(text) for text in (chosen_methods(texts) if texts else default_methods())]
 
@@ -96,7 +99,7 @@ def run(
         return setup
 
     def body(setup: Setup, driver: Driver) -> int:
-        display = Display(driver.rank)
+        display = Display(driver.rank, as_json)
         results: list[Result] = []
         lost: StenogradError | None = None
         for how in chosen:
@@ -109,9 +112,12 @@ def run(
                 results.append(Result(method=how.text, error=str(error)))
                 display.line(f"{how.text}: {error}")
         if driver.rank == 0:
-            _show(setup, results)
-            if explain is not None:
-                print(explain(results), flush=True)
+            if as_json:
+                show_json(_as_json(setup, results))
+            else:
+                _show(setup, results)
+                if explain is not None:
+                    print(explain(results), flush=True)
             if out is not None:
                 _write(setup, results, out, display)
         if lost is not None:
@@ -121,7 +127,7 @@ def run(
     return in_ranks(options, prepare, body)
 
 
-def demo() -> int:
+def demo(as_json: bool = False) -> int:
     """Train under each method on digits, print the table and what it shows, and return the exit status.
 
     The digits are the real ones if scikit-learn, which holds them, is installed, else the drawn ones.
@@ -133,7 +139,7 @@ def demo() -> int:
         task = Task.GLYPHS
     alone = detect(os.environ).launcher == "alone"
     options = Options(task=task, workers=2 if alone else None, epochs=_DEMO_EPOCHS)
-    return run(options, _DEMO, None, explain)
+    return run(options, _DEMO, None, explain, as_json)
 
 
 def explain(results: Sequence[Result]) -> str:
@@ -200,7 +206,7 @@ def chosen_methods(texts: Sequence[str]) -> list[str]:
     """
     found = list(dict.fromkeys(method(text).text for text in split_methods(texts)))
     if not found:
-        raise ConfigError("--methods must name at least one method, got none: write --methods dense,topk")
+        raise ConfigError("--method must name a method, got none: write --method topk, or leave it out")
     return found
 
 
@@ -215,7 +221,8 @@ def _warm_up(setup: Setup, how: Method, driver: Driver) -> None:
 
 
 def _measure(setup: Setup, how: Method, driver: Driver, display: Display) -> Result:
-    _warm_up(setup, how, driver)
+    with display.bar(f"{how.text}: before the clock starts"):
+        _warm_up(setup, how, driver)
     trainer = Trainer(setup, how, driver)
     try:
         display.line(trainer.headline)
@@ -251,7 +258,8 @@ def _show(setup: Setup, results: Sequence[Result]) -> None:
     workers, epochs = counted(setup.world_size, "worker"), counted(setup.epochs, "epoch")
     title = f"{setup.task.name}, {workers}, {epochs} of {counted(setup.steps, 'step')}"
     head = ("method", "eval accuracy", "eval loss", "ms/step", "sent/step", "compression", "waited", "total")
-    show(head, [_cells(result) for result in results], f"{title}, seed {setup.options.seed}")
+    cells = [_cells(result) for result in results]
+    show(head, cells, f"{title}, seed {setup.options.seed}", spare=("total", "waited", "sent/step"))
 
 
 def _cells(result: Result) -> list[str]:
@@ -269,8 +277,8 @@ def _cells(result: Result) -> list[str]:
     ]
 
 
-def _write(setup: Setup, results: Sequence[Result], out: Path, display: Display) -> None:
-    about = {
+def _as_json(setup: Setup, results: Sequence[Result]) -> dict[str, Any]:
+    return {
         "task": setup.task.name,
         "world_size": setup.world_size,
         "seed": setup.options.seed,
@@ -278,8 +286,12 @@ def _write(setup: Setup, results: Sequence[Result], out: Path, display: Display)
         "steps_per_epoch": setup.steps,
         "recipe": asdict(setup.recipe),
         "versions": versions(),
+        "methods": [asdict(result) for result in results],
     }
-    write_json(out / "compare.json", {**about, "methods": [asdict(result) for result in results]})
+
+
+def _write(setup: Setup, results: Sequence[Result], out: Path, display: Display) -> None:
+    write_json(out / "compare.json", _as_json(setup, results))
     display.line(f"wrote {out / 'compare.json'}")
     curves = {result.method: result.epochs for result in results if result.epochs}
     display.line(draw_curves(out / "compare.png", setup.task.name, curves))

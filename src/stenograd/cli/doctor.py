@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
 import stenograd
-from stenograd.cli.table import show
+from stenograd.cli.table import Display, show, show_json, working
 from stenograd.devices import name_all
 from stenograd.errors import StenogradError, first_line
 from stenograd.launch.interfaces import Reach, best, time_interfaces
@@ -32,6 +33,7 @@ __all__ = ["run", "try_all_reduce"]
 
 _LIMIT_S = 60.0
 _ELEMENTS = 1000
+_INTERFACE = ("interface", "address of rank 0", "pairs of hosts", "round trip, ms", "Mbit/s", "problem")
 _START_TWO = """
 from stenograd.launch.local_workers import python, run_local
 child = "from stenograd.cli.doctor import try_all_reduce; try_all_reduce()"
@@ -39,7 +41,7 @@ sys.exit(run_local(python(child), 2, timeout_s=30))
 """
 
 
-def run() -> int:
+def run(as_json: bool = False) -> int:
     """Print the findings, and return 0 if an all-reduce works, else 1.
 
     The all-reduce is between the ranks of the launch, or between two processes where there is no launcher.
@@ -49,12 +51,14 @@ def run() -> int:
     except StenogradError:
         launched = False  # told in the row about the launcher
     if launched:
-        return _run_launched()
-    problem = _all_reduce_problem()
-    show(
-        ("what", "found"),
-        [*_versions().items(), *_machine().items(), ("all-reduce of 2 processes", problem or "works")],
-    )
+        return _run_launched(as_json)
+    with working("trying an all-reduce between two processes"):
+        problem = _all_reduce_problem()
+    found = {**_versions(), **_machine(), "all-reduce of 2 processes": problem or "works"}
+    if as_json:
+        show_json(found)
+    else:
+        show(("what", "found"), [*found.items()])
     return 1 if problem else 0
 
 
@@ -72,10 +76,11 @@ def try_all_reduce() -> None:
         raise StenogradError(f"the average must be {expected}, got {average[0].item()}: check the network")
 
 
-def _run_launched() -> int:
+def _run_launched(as_json: bool) -> int:
     """Time the interfaces between the ranks, choose one, and average over it; rank 0 prints."""
     world, store = meet(timeout_s=_LIMIT_S)
-    found = time_interfaces(store, world, _LIMIT_S)
+    with Display(world.rank).bar("timing the interfaces that all hosts have"):
+        found = time_interfaces(store, world, _LIMIT_S)
     chosen = best(found)
     if chosen is not None:
         os.environ.setdefault(GLOO_INTERFACE, chosen.name)  # what the user has set is what must be tried
@@ -89,20 +94,18 @@ def _run_launched() -> int:
     received = [json.loads(text) for text in texts]
     failed = [f"rank {rank}: {other}" for rank, (other, _) in enumerate(received) if other]
     if world.rank == 0:
-        differ = [name for name in versions if len({str(other.get(name)) for _, other in received}) > 1]
-        show(("what", "found"), [*versions.items(), *_machine().items()])
-        show(
-            ("interface", "address of rank 0", "pairs of hosts", "round trip, ms", "Mbit/s", "problem"),
-            [_interface_row(one) for one in found],
-        )
-        for name in differ:
-            print(f"{name} differs: {', '.join(sorted({str(other.get(name)) for _, other in received}))}")
-        print(_advice(found, chosen))
-        print(
-            f"all-reduce of {world.world_size} ranks over {os.environ.get(GLOO_INTERFACE, 'the default')}: ",
-            end="",
-        )
-        print("; ".join(failed[:3]) or "works", flush=True)
+        own = {name: sorted({str(other.get(name)) for _, other in received}) for name in versions}
+        differ = [f"{name} differs: {', '.join(texts)}" for name, texts in own.items() if len(texts) > 1]
+        tried = f"all-reduce of {world.world_size} ranks over {os.environ.get(GLOO_INTERFACE, 'the default')}"
+        about, works = {**versions, **_machine()}, "; ".join(failed[:3]) or "works"
+        if as_json:
+            rows, advice = [asdict(one) for one in found], _advice(found, chosen)
+            show_json({**about, "interfaces": rows, "differ": differ, "advice": advice, tried: works})
+        else:
+            show(("what", "found"), [*about.items()])
+            show(_INTERFACE, [_interface_row(one) for one in found])
+            for line in (*differ, _advice(found, chosen), f"{tried}: {works}"):
+                print(line, flush=True)
     gather_ranks(store, world, "read", _LIMIT_S, time.monotonic() + _LIMIT_S)  # rank 0 may host the store
     return 1 if failed else 0
 

@@ -6,7 +6,7 @@ from stenograd.checkpoint.files import write_json
 from stenograd.cli.folder import check_file
 from stenograd.cli.options import LinkOptions
 from stenograd.cli.setup import check_options, in_ranks
-from stenograd.cli.table import counted, megabytes, note, say, show, show_json
+from stenograd.cli.table import Display, counted, megabytes, note, say, show, show_json
 from stenograd.errors import bad_value
 from stenograd.planning.link import Link, check_seconds, measure_link, rate_text, time_text
 from stenograd.wire.agreement import agree
@@ -31,7 +31,8 @@ def run(asked: LinkOptions) -> int:
         return world_size
 
     def body(_: int, driver: Driver) -> int:
-        found = measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds)
+        with Display(driver.rank).bar("measuring the link"):
+            found = measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds)
         if out is not None:
             agree(driver, lambda: write_json(out, found.as_json()) if driver.rank == 0 else None)
         if driver.rank == 0:

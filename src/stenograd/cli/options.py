@@ -18,6 +18,7 @@ __all__ = [
     "AsJson",
     "CompareOptions",
     "LinkOptions",
+    "MethodName",
     "Options",
     "PlanOptions",
     "Shards",
@@ -76,6 +77,13 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _completed(incomplete: str) -> list[str]:
+    """Return the methods' names that begin so, for the shell."""
+    from stenograd.catalog.method import method_names
+
+    return [name for name in method_names() if name.startswith(incomplete)]
+
+
 def option(metavar: str | None, what: str, panel: str | None = None, *flag: str, **more: Any) -> Any:
     """Describe an option.
 
@@ -98,10 +106,7 @@ _WORKERS = "Start N processes on this machine. Leave it out under torchrun, mpie
 _SHARDS = "Whether a worker's samples are a stretch of the data or drawn from all of it."
 _THREADS = "Threads per worker (default: OMP_NUM_THREADS, or the cores divided by the workers)."
 _METHOD = "How gradients travel, such as topk:ratio=0.01; see stenograd methods."
-_METHODS = (
-    "Methods, separated by commas, such as dense,topk. A comma followed by KEY=VALUE "
-    "continues a method. May be repeated."
-)
+_METHODS = "How gradients travel, such as topk:ratio=0.01. Repeat it for each method; see stenograd methods."
 _KEEP = "Start workers again that fail; for methods with a quorum."
 _RESUME = "Continue the run in --out, with its options."
 _TRACE = "File for what each worker did when; open it with ui.perfetto.dev."
@@ -115,6 +120,10 @@ _FILE = "Show or check this plan.json, also for another link; measure nothing."
 
 Out = Annotated[Path | None, option("DIR", "Folder for the results.", FILES, parser=_path)]
 AsJson = Annotated[bool, option(None, "Print JSON instead of tables.", None, "--json")]
+Methods = Annotated[list[str] | None, option("TEXT", _METHODS, WORK, "--method", autocompletion=_completed)]
+MethodName = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="One to explain.", autocompletion=_completed)
+]
 Timeout = Annotated[float, option("X", "Seconds after which a silent worker is lost.", _RUN)]
 
 
@@ -166,7 +175,7 @@ class TrainOptions(Options):
     Under `torchrun --max-restarts` a run in `out` resumes by itself. The last epoch is always saved.
     """
 
-    method: Annotated[str, option("TEXT", _METHOD, WORK)] = "dense"
+    method: Annotated[str, option("TEXT", _METHOD, WORK, autocompletion=_completed)] = "dense"
     out: Out = None
     resume: Annotated[bool, option(None, _RESUME, FILES, "--resume")] = False
     save_every: Annotated[int | None, option("N", "Epochs per checkpoint (default: 1).", FILES)] = None
@@ -177,10 +186,15 @@ class TrainOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(Options):
-    """What `stenograd compare` was asked for, each attribute by the option of the same name."""
+    """What `stenograd compare` was asked for, each attribute by the option of the same name.
 
-    methods: Annotated[list[str] | None, option("TEXT", _METHODS, WORK)] = None
+    Attributes:
+        methods: by --method; None for all that suit the task.
+    """
+
+    methods: Methods = None
     out: Out = None
+    as_json: AsJson = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +213,13 @@ class PlanOptions(Options):
     Attributes:
         sizes: by --workers: numbers of workers, such as "8" or "2,64,1024"; None for those of the launcher or
             the link.
-        methods: None for all.
+        methods: by --method; None for all.
         link: None to measure it between the ranks of a launcher.
         plan: a plan's file to show or check, instead of a new one.
     """
 
     trial: Annotated[str | None, option("FILE.py:FUNCTION", _TRIAL, WORK)] = None
-    methods: Annotated[list[str] | None, option("TEXT", _METHODS, WORK)] = None
+    methods: Methods = None
     accuracy: Annotated[
         Accuracy | None, option(None, "What a recommended method may do to gradients.", WORK)
     ] = None

@@ -19,7 +19,7 @@ from stenograd.cli.folder import make_folder
 from stenograd.cli.options import PlanOptions
 from stenograd.cli.pictures import draw_plan
 from stenograd.cli.setup import check_options, in_ranks, make_setup
-from stenograd.cli.table import counted, note, say, show, show_json
+from stenograd.cli.table import Display, counted, note, say, show, show_json, working
 from stenograd.errors import ConfigError, DataError, bad_value, check_count, first_line
 from stenograd.launch.local_workers import usable_cores
 from stenograd.launch.process_group import detect
@@ -88,7 +88,7 @@ class Run:
         own = self.identity["method"]
         if own not in methods:
             known = ", ".join(methods)
-            raise bad_value("the run's method", f"must be one of {known}", own, f"plan it: --methods {own}")
+            raise bad_value("the run's method", f"must be one of {known}", own, f"plan it: --method {own}")
 
 
 def read_run(folder: Path) -> Run:
@@ -161,11 +161,13 @@ def run(asked: PlanOptions) -> int:
     for size in sizes:
         _check_hosts(size, _per_host(asked, link, first))
     job = _job(asked, link, first)
-    plans = [_made(asked, job, link, None, len(sizes))]
+    with working(_rehearsing(job)):
+        plans = [_made(asked, job, link, None, len(sizes))]
     for size in others:
         exact = size <= _MOST_RECORDED
         other = replace(job, workers=size)
-        plans.append(_made(asked, other, link, None, len(sizes)) if exact else plans[-1].sized(size))
+        with working(_rehearsing(other)):
+            plans.append(_made(asked, other, link, None, len(sizes)) if exact else plans[-1].sized(size))
     return _shown(asked, plans[0], job.run, plans[1:])
 
 
@@ -224,6 +226,10 @@ def _job(asked: PlanOptions, link: str | Link | None, workers: int) -> _Job:
     return _Job(name=name, trial=trial, workers=workers, methods=methods, run=run)
 
 
+def _rehearsing(job: _Job) -> str:
+    return f"rehearsing {counted(len(job.methods), 'method')} for {counted(job.workers, 'worker')}"
+
+
 def _per_host(asked: PlanOptions, link: str | Link | None, workers: int) -> int:
     if asked.ranks_per_host is not None:
         return asked.ranks_per_host
@@ -237,9 +243,13 @@ def _check_hosts(workers: int, per_host: int) -> None:
 
 def _measured(asked: PlanOptions, given: str | Link | None, job: _Job, driver: Driver) -> int:
     """Measure the link between these ranks if none is given, rehearse on all at once, and tell on rank 0."""
-    link = given or measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
-    found = agree(driver, lambda: _made(asked, job, link, driver))
-    found = with_ranks(found, job.trial, driver, asked.seconds * _TOGETHER)
+    display = Display(driver.rank)
+    with display.bar("measuring the link"):
+        link = given or measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
+    with display.bar(_rehearsing(job)):
+        found = agree(driver, lambda: _made(asked, job, link, driver))
+    with display.bar("training together on all ranks"):
+        found = with_ranks(found, job.trial, driver, asked.seconds * _TOGETHER)
     tell = partial(_shown, asked, found, job.run, []) if driver.rank == 0 else lambda: 0
     status = agree(driver, tell)  # a report that rank 0 cannot write must fail everywhere
     # all ranks exit with the same status: a launcher takes another for a failure
@@ -331,7 +341,8 @@ def _show_sizes(sizes: Sequence[dict[str, Any]]) -> None:
         (one["workers"], *(f"{1e3 * one['seconds'][text]:.3g}" for text in columns), one["method"])
         for one in sizes
     ]
-    show(("workers", *columns, "recommended"), rows, "ms per step by number of workers")
+    title = "ms per step by number of workers"
+    show(("workers", *columns, "recommended"), rows, title, spare=columns[:0:-1])  # the slowest first
     say(
         f"- on paper: beyond {VALIDATED} workers nothing was compared with real runs, and beyond "
         f"{_MOST_RECORDED} methods are taken to do what they do with fewer"
@@ -362,7 +373,7 @@ def _show_plan(found: Plan) -> None:
         for p in sorted(found.predictions, key=lambda p: p.seconds[1])
     ]
     head = ("method", "ms/step", "80 %", "MB/step", "messages", "limit", "faster than dense", "")
-    show(head, rows, title)
+    show(head, rows, title, spare=("messages", "limit", "MB/step", "80 %"))
     say(found.reason)
     for line in found.notes:
         say(f"- {line}")

@@ -152,6 +152,8 @@ def in_ranks(
     if world.launcher == "alone" and options.workers is not None and options.workers > 1:
         check_option("--workers", options.workers, _MOST_WORKERS)
         prepare(options.workers)  # here too, so an error is told once and starts no processes
+        if sys.stderr.isatty():  # each imports torch, which takes seconds
+            print(f"stenograd: starting {options.workers} workers ...", file=sys.stderr, flush=True)
         argv = [*python("from stenograd.cli import main; sys.exit(main())"), *sys.argv[1:]]
         # Until then they can save that they were asked to stop.
         limit_s = options.timeout_s

@@ -1,27 +1,50 @@
-"""What commands print: numbers, lines and tables that never break inside a word, JSON, a progress bar."""
+"""What commands print: numbers, lines, tables that never break inside a word, JSON, and how far they are."""
 
 from __future__ import annotations
 
 import os
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rich.box import HEAVY_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from stenograd.checkpoint.files import strict_json
 
-__all__ = ["Display", "console", "counted", "megabytes", "note", "percent", "say", "show", "show_json"]
+__all__ = [
+    "Display",
+    "console",
+    "counted",
+    "megabytes",
+    "note",
+    "percent",
+    "say",
+    "show",
+    "show_json",
+    "working",
+]
 
 _PLAIN_WIDTH = 120  # columns where the output is a file or a pipe and COLUMNS is not set
 _NUMBERS = tuple("+-0123456789")
 _PROSE = 16  # columns that text has at least: sentences in narrower ones are hard to read
 _GAP = 2  # columns between those of a table without a frame
+_LINE_EVERY_S = 10.0  # how far something is, where no terminal shows it; tests read it in less
+_PER_SECOND = 2  # times that a terminal's line is drawn anew: steps are being timed meanwhile
 
 
 def percent(share: float) -> str:
@@ -84,23 +107,44 @@ def note(text: str, quiet: bool) -> None:
         say(text)
 
 
-def show(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
+def show(
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    title: str | None = None,
+    spare: Sequence[str] = (),
+) -> None:
     """Print a table; a column of numbers, also with units behind them, is aligned to the right.
 
-    Where the lines are too short for a frame it goes, and where they are too short for the columns, each row
-    becomes a block of lines, its first cell above the others.
+    Where the lines are too short for a frame it goes, and after it the columns that can be spared. Where they
+    are too short for the others, each row becomes a block of lines, its first cell above the others.
 
     Args:
         head: names of the columns.
         rows: cells, printed as `str` does; a short row leaves its last columns empty.
         title: stands above the table.
+        spare: names of columns that may be left out, in this order.
     """
     screen = console()
     texts = [[str(cell) for cell in row] + [""] * (len(head) - len(row)) for row in rows]
-    columns = [[row[index] for row in texts if row[index]] for index in range(len(head))]
-    numbers = [bool(cells) and all(cell.startswith(_NUMBERS) for cell in cells) for cells in columns]
     if title is not None:
         say(title, screen)
+    for count in range(len(spare) + 1):
+        kept = [index for index, name in enumerate(head) if name not in spare[:count]]
+        if _shown([head[index] for index in kept], [[row[index] for index in kept] for row in texts], screen):
+            if count:
+                say(f"left out for want of room: {', '.join(spare[:count])}", screen)
+            return
+    for first, *others in texts:
+        print(first)
+        for name, cell in zip(head[1:], others, strict=True):
+            if cell:
+                print(_wrapped(f"{name}: {cell}" if name else cell, screen.width, "  "))
+
+
+def _shown(head: Sequence[str], texts: Sequence[Sequence[str]], screen: Console) -> bool:
+    """Print a table, in a frame if there is room, and return whether there is room for its columns."""
+    columns = [[row[index] for row in texts if row[index]] for index in range(len(head))]
+    numbers = [bool(cells) and all(cell.startswith(_NUMBERS) for cell in cells) for cells in columns]
     for box, taken in ((HEAVY_HEAD, 3 * len(head) + 1), (None, _GAP * (len(head) - 1))):
         widths = _widths(head, columns, numbers, screen.width - taken)
         if widths is None:
@@ -112,12 +156,8 @@ def show(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | Non
         for row in texts:
             table.add_row(*row)
         screen.print(table)
-        return
-    for first, *others in texts:
-        print(first)
-        for name, cell in zip(head[1:], others, strict=True):
-            if cell:
-                print(_wrapped(f"{name}: {cell}" if name else cell, screen.width, "  "))
+        return True
+    return False
 
 
 def _widths(
@@ -151,18 +191,73 @@ def _wrapped(text: str, width: int, indent: str) -> str:
     )
 
 
+@contextmanager
+def working(what: str, steps: int | None = None) -> Iterator[Callable[[], None]]:
+    """Say on standard error, while the block runs, what takes so long and how far it is.
+
+    A terminal shows one line, which goes when the block ends. Elsewhere a line is printed every 10 seconds.
+
+    Args:
+        what: is done.
+        steps: of which it consists; None where nobody counts them.
+
+    Yields:
+        What to call after each step.
+    """
+    screen = Console(stderr=True, highlight=False, markup=False)
+    if not screen.is_terminal:
+        with _in_lines(what, steps) as tick:
+            yield tick
+        return
+    counts: list[ProgressColumn] = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    columns = counts if steps is not None else [TimeElapsedColumn()]
+    with Progress(
+        TextColumn("{task.description}"),
+        *columns,
+        console=screen,
+        transient=True,
+        refresh_per_second=_PER_SECOND,
+        redirect_stdout=sys.stdout.isatty(),  # else a file's lines would go to the terminal
+    ) as progress:
+        task = progress.add_task(what, total=steps)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
+def _in_lines(what: str, steps: int | None) -> Iterator[Callable[[], None]]:
+    done, start, ended = 0, time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+
+    def tell() -> None:
+        while not ended.wait(_LINE_EVERY_S):
+            far = "" if steps is None else f" {done} of {steps},"
+            print(
+                f"stenograd: {what}:{far} {time.monotonic() - start:.0f} s ...", file=sys.stderr, flush=True
+            )
+
+    teller = threading.Thread(target=tell, daemon=True, name="stenograd-progress")
+    teller.start()
+    try:
+        yield tick
+    finally:
+        ended.set()
+        teller.join()
+
+
 class Display:
     """Prints on rank 0, and nothing elsewhere.
 
     Args:
         rank: this process's rank.
+        quiet: whether standard output is for JSON; then lines go to standard error.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.screen = console()
+    def __init__(self, rank: int, quiet: bool = False) -> None:
+        self.screen = Console(stderr=True, highlight=False, markup=False) if quiet else console()
         self._speaks = rank == 0
-        # Open MPI gives a rank's output a terminal of its own, whatever becomes of it; but not its errors.
-        self._draws = self._speaks and self.screen.is_terminal and sys.stderr.isatty()
 
     def line(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -170,13 +265,6 @@ class Display:
             say(text, self.screen)
             self.screen.file.flush()
 
-    @contextmanager
-    def bar(self, what: str, steps: int) -> Iterator[Callable[[], None]]:
-        """Show a bar while the block runs, if there is a terminal; it yields what to call after each step."""
-        if not self._draws:
-            yield lambda: None
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self.screen, transient=True) as progress:
-            task = progress.add_task(what, total=steps)
-            yield lambda: progress.advance(task)
+    def bar(self, what: str, steps: int | None = None) -> AbstractContextManager[Callable[[], None]]:
+        """Show how far something is while a block runs, as `working` does."""
+        return working(what, steps) if self._speaks else nullcontext(lambda: None)
