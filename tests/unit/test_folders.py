@@ -11,6 +11,7 @@ ALLOWED = {
     "wire/messages.py",
     "wire/groups.py",
     "lightning/trainer.py",
+    "launch/membership.py",
     "launch/process_group.py",
     "launch/rendezvous.py",
     "sync/gradients.py",

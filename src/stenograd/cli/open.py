@@ -6,10 +6,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from stenograd.catalog.method import Method
 from stenograd.cli.folder import RunFolder
@@ -17,7 +14,7 @@ from stenograd.cli.loop import Row, Score, Trainer, endless
 from stenograd.cli.options import TrainOptions
 from stenograd.cli.setup import Setup
 from stenograd.cli.table import counted, megabytes, percent
-from stenograd.errors import LaunchError, first_line
+from stenograd.launch.membership import host_store
 from stenograd.launch.network import own_address
 from stenograd.stopping import STOPPED
 from stenograd.wire.driver import Driver
@@ -177,11 +174,7 @@ class _Work:
 
 def host(port: int) -> int:
     """Hold the store of an open run until Ctrl-C."""
-    try:
-        store = TCPStore("0.0.0.0", port, None, True, timedelta(days=1), wait_for_workers=False)
-    except RuntimeError as error:
-        raise LaunchError(f"--port must be free here, got {port}: {first_line(error)}") from error
-    name = own_address()
+    store, name = host_store(port), own_address()
     print(f"export STENOGRAD_OPEN={name}:{store.port}", flush=True)
     print(
         f"Export this to all workers. The run lives as long as this process, on {socket.gethostname()}; "

@@ -35,7 +35,7 @@ from stenograd.errors import LaunchError, MismatchError, PeerLost, first_line
 from stenograd.launch.detect import OPEN_VARIABLE, World, bad_variable
 from stenograd.launch.network import Sockets, await_port, sever, unshared
 
-__all__ = ["CONNECT_S", "Arrival", "Broken", "Member", "Membership", "Plan"]
+__all__ = ["CONNECT_S", "Arrival", "Broken", "Member", "Membership", "Plan", "host_store"]
 
 T = TypeVar("T")
 
@@ -547,6 +547,20 @@ class Membership:
         )
         error.ranks = tuple(map(int, silent))
         return error
+
+
+def host_store(port: int) -> TCPStore:
+    """Listen at a port for the workers of an open run; the store ends with what is returned.
+
+    Raises:
+        LaunchError: the port is not free.
+    """
+    try:
+        return TCPStore("0.0.0.0", port, None, True, timedelta(days=1), wait_for_workers=False)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"port must be free here, got {port}: {first_line(error)}; choose another"
+        ) from error
 
 
 def lives_of(members: Sequence[Member]) -> str:
