@@ -437,9 +437,9 @@ class OpenRounds(ParameterSync):
         found, tensors = self._common_state(fresh) if me == donor else ({}, [])
         if me == donor:
             found |= {"digest": _digest(tensors), "sizes": [[_name(t), list(t.shape)] for t in tensors]}
-        told = json.loads(driver.gather_bytes(json.dumps(found).encode())[donor])
+        found = json.loads(driver.gather_bytes(json.dumps(found).encode())[donor])
         if me != donor:
-            tensors = [torch.empty(s, dtype=getattr(torch, kind), device="cpu") for kind, s in told["sizes"]]
+            tensors = [torch.empty(s, dtype=getattr(torch, kind), device="cpu") for kind, s in found["sizes"]]
         if me != donor and me not in behind:
             return
         for t in tensors:
@@ -450,9 +450,9 @@ class OpenRounds(ParameterSync):
                 t.copy_(received)
         if me == donor:
             return
-        if _digest(tensors) != told["digest"]:
+        if _digest(tensors) != found["digest"]:
             raise PeerLost(f"what rank {plan.ranks[donor]} sent of round {plan.round} did not arrive whole")
-        self._adopt(told, tensors, fresh, plan.states[me] < 0)
+        self._adopt(found, tensors, fresh, plan.states[me] < 0)
         self._state = max(plan.states)
 
     def _common_state(self, fresh: bool) -> tuple[dict[str, Any], list[Tensor]]:
@@ -478,19 +478,19 @@ class OpenRounds(ParameterSync):
         return list({id(t): t for t in held if id(t) not in averaged}.values())
 
     @torch.no_grad()
-    def _adopt(self, told: Mapping[str, Any], tensors: list[Tensor], fresh: bool, begins: bool) -> None:
+    def _adopt(self, found: Mapping[str, Any], tensors: list[Tensor], fresh: bool, begins: bool) -> None:
         """Take what another worker has; only this changes anything here."""
         rest = iter(tensors)
         with self._copies.follow(self._parameters.values()):
             for part in self._parts:
                 part.adopt([next(rest) for _ in part.common()], begins=begins)
-        for part, clock, names in zip(self._parts, told["clocks"], told["codec"], strict=True):
+        for part, clock, names in zip(self._parts, found["clocks"], found["codec"], strict=True):
             part.adopt_codec(clock, {tuple(name): next(rest) for name in names})
         if fresh and begins:
             for t in self._others():
                 t.copy_(next(rest))
-        self.round, self._void = int(told["round"]), {*told["void"]}
-        self._tokens = dict(told["tokens"])
+        self.round, self._void = int(found["round"]), {*found["void"]}
+        self._tokens = dict(found["tokens"])
 
     # What a person sees.
 
