@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stenograd.compression.contract import Kind
 from stenograd.errors import ConfigError, MismatchError, PeerLost, StenogradError, first_line
 from stenograd.launch.detect import OPEN_VARIABLE
 from stenograd.launch.membership import Arrival, Broken, Member, Membership, Plan
@@ -81,11 +80,6 @@ class OpenRounds(ParameterSync):
                 f"check_every must be 0 with {self.method}, got {check_every}: a comparison needs all ranks"
             )
         super()._check_settings(0)
-        if _knows_ranks(self.method.compressor):
-            raise ConfigError(
-                f"quorum needs a method that keeps nothing of fixed ranks, got {self.method}: use "
-                "feedback=true, or leave quorum out"
-            )
         self._here: Membership | None = None
         self._plan: Plan | None = None
         self._undo = False  # whether what was sent in this round must be taken back
@@ -189,7 +183,9 @@ class OpenRounds(ParameterSync):
 
         All workers of a run may load what one has saved.
         """
-        return {**super().state_dict(), "state": self._state, "tokens": [*map(list, self._tokens.items())]}
+        since = {str(f): self._counted - self._counted_at.get(f, 0) for f in range(len(self._parts))}
+        more = {"state": self._state, "tokens": [*map(list, self._tokens.items())], "since": since}
+        return {**super().state_dict(), **more}
 
     @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,7 +193,8 @@ class OpenRounds(ParameterSync):
         super().load_state_dict(state)
         self._state = self._last_known = int(state["state"])
         self._tokens = {int(rank): float(n) for rank, n in state["tokens"]}
-        self._met_at, self._counted_at = self._counted, dict.fromkeys(range(len(self._parts)), self._counted)
+        self._met_at = self._counted
+        self._counted_at = {int(f): self._counted - since for f, since in state["since"].items()}
         self._run.move(self._state)
 
     @property
@@ -518,13 +515,6 @@ class OpenRounds(ParameterSync):
             said = _SAID[what].format(rank=rank, seconds=seconds)
             there, members = len(self._run.alive()), len(plan.members)
             _log.warning("round %d: %s; %d of %d workers took part", plan.round, said, members, there)
-
-
-def _knows_ranks(compressor: Any) -> bool:
-    """Return whether a compressor keeps what all know of each rank, such as EF21's mean."""
-    kinds = {*compressor.state_kinds.values()}
-    inner = getattr(compressor, "inner", None)
-    return bool(kinds - {Kind.SUM, Kind.CLEAR}) or (inner is not None and _knows_ranks(inner))
 
 
 def _name(t: Tensor) -> str:
