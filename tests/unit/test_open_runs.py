@@ -89,15 +89,15 @@ def test_below_the_quorum_nobody_meets(three):
 
 def test_a_broken_attempt_is_tried_again_and_an_old_one_does_not_count(three):
     (plan, *_) = meet(three, [Arrival(1, 0)] * 3)
-    three[1].fail(plan, "a link broke")
+    assert three[1].fail(plan, "a link broke")
     three[2].close()
     again = meet(three[:2], [Arrival(1, 0)] * 2)
     assert again[0].attempt == 1
     assert again[0].ranks == (0, 1)
     assert three[0].commit(again[0])
     assert not three[1].commit(plan)  # as one that was frozen when it had everything
-    assert three[1].counts(again[1])
-    assert not three[1].counts(plan)
+    assert not three[1].fail(again[1], "too late")  # so this one takes it, too
+    assert three[1].commit(again[1])
 
 
 def test_an_attempt_that_fails_again_and_again_leaves_out_one_after_the_other(three):
@@ -124,6 +124,19 @@ def test_a_run_whose_parameters_nobody_has_ends_by_a_named_error(three):
     time.sleep(0.1)
     with pytest.raises(PeerLost, match="nobody is left that has the parameters of round 0"):
         three[0].meet(Arrival(1, -1), 0.5, 0.0)
+
+
+def test_a_second_process_of_a_rank_takes_its_place(tmp_path):
+    world = World(1, 2, 0, 1, "torchrun")
+    one, two = (Membership(str(tmp_path / "store"), world, 5.0) for _ in range(2))
+    one.enter({})
+    two.enter({})
+    one._see()
+    assert [member.life for member in one.alive()] == [two.own.life]
+    with pytest.raises(LaunchError, match="another process has come as rank 1"):
+        one.meet(Arrival(0, -1), 0.5, 0.0)
+    one.close()
+    two.close()
 
 
 def test_another_model_is_refused(tmp_path):

@@ -280,7 +280,8 @@ class OpenRounds(ParameterSync):
             try:
                 self._open(plan)
             except (Broken, PeerLost) as error:
-                self._give_up(plan, error)
+                self._leave(plan)
+                self._run.fail(plan, first_line(error))
             else:
                 return True
 
@@ -327,12 +328,10 @@ class OpenRounds(ParameterSync):
         return driver
 
     def _move(self, driver: Driver) -> None:
-        """Exchange by another way from now on; take back what was sent in an attempt that does not count."""
-        undo, self._undo = self._undo, False
-        sent = self._parts[self._sent_fragment] if undo else None
+        """Exchange by another way from now on; what has arrived is kept."""
         for part in self._parts:
-            if part.driver is not driver or part is sent:
-                part.move(driver, undo=part is sent)
+            if part.driver is not driver:
+                part.move(driver, undo=False)
         self.driver = self._driver = driver
 
     def _take_part(self, k: int) -> None:
@@ -385,41 +384,37 @@ class OpenRounds(ParameterSync):
                 with self._run.watching(plan):
                     brought.append(bring())
                     self.driver.run(gather(torch.zeros(1, dtype=torch.float32, device="cpu")))  # all have it
-                if not self._run.commit(plan):
-                    raise _Late
-                break
+                if self._run.commit(plan):
+                    break
             except (Broken, PeerLost) as error:
-                if self._run.counts(plan):
-                    if not brought:
-                        raise _Late from None
+                if not self._run.fail(plan, first_line(error)):  # it counts: another has heard from all
+                    self._leave(plan)
                     break
-                self._give_up(plan, error)
+            self._leave(plan)
             if not self._come(plan.round):
-                if brought and self._run.counts(plan):  # another member has found that all have everything
-                    break
                 raise _Late
             if sent is not None:
+                sent.move(self.driver, undo=True)
                 self._send(sent)
         self._undo, self._state = False, plan.round
         self._tell_changes(plan)
         return brought[0]
 
-    def _give_up(self, plan: Plan, error: Exception) -> None:
-        """Break an attempt off, and leave its connection, of which nobody knows what is under way."""
-        self._run.fail(plan, first_line(error))
+    def _leave(self, plan: Plan) -> None:
+        """Leave a connection on which something may be under way; what has arrived is kept."""
+        self._run.sever(plan)
         if plan.group in self._groups:
             _, driver = self._groups.pop(plan.group)
             if driver is self.driver:
-                undo, self._undo = self._undo, False
-                for part in self._parts:
-                    part.move(self._alone, undo=undo and part is self._parts[self._sent_fragment])
-                self.driver = self._driver = self._alone
+                self._move(self._alone)
             driver.close()
 
     def _withdraw(self) -> None:
         """Take back what was sent: the round is held without it."""
         if self._undo:
+            self._undo = False
             self._move(self._alone)
+            self._parts[self._sent_fragment].move(self._alone, undo=True)
 
     # What a worker that is behind gets.
 
