@@ -60,7 +60,7 @@ def _final(model, sync):
 def main(folder, method, step_s):
     if "FALTER" in os.environ:
         _falter(json.loads(os.environ["FALTER"]))
-    faulthandler.dump_traceback_later(50)  # before the test gives up
+    faulthandler.dump_traceback_later(95)  # before the test gives up
     world = stenograd.init(timeout_s=60)
     torch.manual_seed(world.rank)
     layers = [nn.Linear(16, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 4)]
