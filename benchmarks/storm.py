@@ -44,6 +44,7 @@ def work(folder: str, method: str) -> None:
     task = load("glyphs")
     model, samples = task.model(0), torch.Generator().manual_seed(1000 * os.getpid() + world.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    Path(folder, f"came-{world.rank}-{os.getpid()}").write_text(str(time.time()))
     sync: Any = stenograd.distribute(model, optimizer, method, timeout_s=120)
     state = -1
     with Path(folder, f"log-{world.rank}-{os.getpid()}").open("w") as log:
@@ -159,6 +160,14 @@ def logs(folder: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
     return {who: rows for who, rows in found.items() if rows}
 
 
+def waits(folder: Path, found: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]) -> list[float]:
+    """Return of each process that came later the seconds from then, torch imported, to its first round."""
+    began = {tuple(map(int, path.name.split("-")[1:])): path for path in folder.glob("came-*")}
+    came = {who: float(path.read_text()) for who, path in began.items()}
+    start = max(rows[0]["at"] for who, rows in found.items() if rows[0]["state"] == 0)
+    return [rows[0]["at"] - came[who] for who, rows in found.items() if came[who] > start]
+
+
 def rounds_of(found: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Return what is known of each round: when, by whom, which attempt, and whether all were equal."""
     rounds: dict[int, dict[str, Any]] = {}
@@ -227,6 +236,7 @@ def storm() -> None:
                 run.stop()
             found = logs(Path(place))
             results[name] = summary(found, run.faults) | {"what": run.faults}
+            results[name]["joined_s"] = sorted(waits(Path(place), found))
     publish(args, "A storm of faults", results, tell(results))
 
 
@@ -241,6 +251,8 @@ def tell(results: Mapping[str, Any]) -> str:
         ["goodput", "100 %", f"{100 * wild['tokens_a_second'] / calm['tokens_a_second']:.1f} %"],
         ["faults", "0", str(wild["faults"])],
         ["seconds until back, median (most)", "", " ".join(f"{s:.1f}" for s in wild["back_s"])],
+        ["seconds from coming to the first round (most)", "", number(max(wild["joined_s"], default=0.0), 1)],
+        ["seconds of a round", *(number(one["seconds"] / one["rounds"], 2) for one in (calm, wild))],
         ["members equal after every round", *("yes" if one["all_equal"] else "no" for one in (calm, wild))],
         [
             f"loss at {tokens:,.0f} steps",
