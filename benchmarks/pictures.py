@@ -30,7 +30,7 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
     panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
     for axes, model in zip(panels, models, strict=True):
         for place, run in enumerate(run for run in runs if run["model"] == model):
-            rows = [row for row in run["rows"] if "refused" not in row]
+            rows = [row for row in run["rows"] if not row.get("refused")]
             axes.plot(
                 [row["ms"] for row in rows],
                 [row["rival"] for row in rows],
