@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _STEP_S = (0.02, 0.02, 0.02, 0.1)  # of each rank
 _EVERY = 30  # steps of a round; by time, those of a fast rank
 _SEEDS = (0, 1, 2)
 # Rounds, in which all ranks make about equally many steps: 4 x 30 in each, or 3 x 30 + 6.
-_WAYS = {f"local:every={_EVERY}": 24, f"local:every={_EVERY * _STEP_S[0]:g}s": 30}
+WAYS = {f"local:every={_EVERY}": 24, f"local:every={_EVERY * _STEP_S[0]:g}s": 30}
 
 
 def train(rank: int, method: str, rounds: int, seed: int) -> tuple[float, int, float]:
@@ -49,12 +50,17 @@ def train(rank: int, method: str, rounds: int, seed: int) -> tuple[float, int, f
 def unequal() -> None:
     """Measure and print."""
     args = command_line(__doc__, "unequal").parse_args()
-    told: dict[str, list[Any]] = {method: [] for method in _WAYS}
+    told: dict[str, list[Any]] = {method: [] for method in WAYS}
     for seed in _SEEDS:
-        for method, rounds in _WAYS.items():
+        for method, rounds in WAYS.items():
             told[method].append(Place(ranks=len(_STEP_S)).run(train, method, rounds, seed))
+    publish(args, "One rank of four is five times as slow", told, summary(told))
+
+
+def summary(told: Mapping[str, Sequence[Any]]) -> str:
+    """Format a line for each way to train: medians over the seeds."""
     lines, base = [], None
-    for method, rounds in _WAYS.items():
+    for method, rounds in WAYS.items():
         runs = told[method]
         hourly = statistics.median(3600 * rounds / ranks[0][0] for ranks in runs)
         base = base or hourly
@@ -63,7 +69,7 @@ def unequal() -> None:
         row = [number(hourly, 0), number(hourly / base, 2), number(steps, 0)]
         lines.append([method, *row, f"{middle:.4f} ({low:.4f} to {high:.4f})"])
     head = ["", "rounds an hour", "x", "steps of all ranks", "loss, median of three seeds (range)"]
-    publish(args, "One rank of four is five times as slow", told, table(head, lines))
+    return table(head, lines)
 
 
 if __name__ == "__main__":
