@@ -24,6 +24,7 @@ GOOD = {"asked_bps": 2e7, "bps": 2e7, "asked_s": 0.01, "latency_s": 0.0101, "los
         ({"latency_s": 0.0108}, "takes 10.80 ms one way, not 10.00"),
         ({"latency_s": 0.0099}, "takes 9.90 ms one way, not 10.00"),
         ({"lost_of_a_core": 0.051}, "takes 5.1 % of a core"),
+        ({"lost_of_a_core": None}, "could not be measured on so busy a machine"),
     ],
 )
 def test_each_bound_has_its_message(change, fault):
@@ -62,6 +63,6 @@ def test_what_was_measured_is_told(monkeypatch):
     with Hosts(2, "20mbit") as hosts:
         found = links.gate(hosts)
     assert (found["asked_bps"], found["asked_s"], found["refused_before"]) == (2e7, 0.0, [])
-    assert 0 < found["bps"] < 2.1e7
+    assert 0 <= found["bps"] < 2.1e7
     assert 0 < found["latency_s"] < 1
-    assert len(found["lost_by_core"]) > 0
+    assert {"lost_of_a_core", "lost_by_core"} <= set(found)
