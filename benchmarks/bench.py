@@ -161,7 +161,7 @@ def step_tables(runs: Sequence[Mapping[str, Any]]) -> str:
         title = f"### {model}, {mine[0]['parameters'] / 1e6:.2f} M parameters, {where}{own}"
         head = ["rival", *heads, "kB/step counted", "kB/step interface"]
         parts += [title, table(head, lines)]
-        parts += [f"{row['rival']}: {row['refused']}" for row in mine[0]["rows"] if "refused" in row]
+        parts += [f"{row['rival']}: {row['refused']}" for row in mine[0]["rows"] if row.get("refused")]
     return "\n\n".join(parts)
 
 
@@ -172,7 +172,7 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     cells = [rows[0]["rival"]]
     for row in rows:
-        if "refused" in row:
+        if row.get("refused"):
             cells += ["not supported", "", ""]
         else:
             cells += [number(row["ms"]), number(row["ddp_ratio"], 3), number(row["floor_ratio"], 3)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +87,24 @@ def row(method: str, ranks: list[dict[str, int]]) -> list[str]:
 
 def count_bytes() -> None:
     """Run the measurement on each number of hosts and print one table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "count_bytes")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--rate", default="1gbit", help="none, or like 100mbit or 1gbit")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     args = parser.parse_args()
-    lines, told = [], []
+    told = []
     for hosts in args.hosts:
-        ranks = Place(hosts, rate=args.rate).run(measure, args.methods)
+        ranks = Place(hosts, rate=args.rate, gated=False).run(measure, args.methods)
         told.append({"hosts": hosts, "ranks": ranks})
-        lines += [row(method, [rank[method] for rank in ranks]) for method in args.methods]
+    publish(args, "Bytes counted against those of the interfaces", told, summary(told))
+
+
+def summary(told: Sequence[Mapping[str, Any]]) -> str:
+    """Format a line for each method and number of hosts."""
+    lines = [row(m, [rank[m] for rank in run["ranks"]]) for run in told for m in run["ranks"][0]]
     head = ["method", "hosts", *_KINDS, "difference %", "of one host"]
     worst = max(abs(float(line[-2])) for line in lines)
-    body = f"{table(head, lines)}\n\nLargest difference over all hosts: {worst:.2f} %"
-    publish(args, "Bytes counted against those of the interfaces", told, body)
+    return f"{table(head, lines)}\n\nLargest difference over all hosts: {worst:.2f} %"
 
 
 if __name__ == "__main__":

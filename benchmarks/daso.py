@@ -65,18 +65,20 @@ def train(rank: int, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]
     return in_parts([enter(name, task, args) for name in args.rivals], args, after)
 
 
+def cycling(epochs: Points, name: str = "cycling") -> tuple[list[float], list[float]]:
+    """Return seconds and megabytes of every epoch of a phase."""
+    pairs = list(pairwise([{"seconds": 0.0, "host_bytes": 0}, *epochs]))
+    inside = [(a, b) for a, b in pairs if b["phase"] == name]
+    seconds = [b["seconds"] - a["seconds"] for a, b in inside]
+    return seconds, [(b["host_bytes"] - a["host_bytes"]) / 1e6 for a, b in inside]
+
+
 def summary(told: Mapping[str, Points]) -> str:
     """Format a line a rival: medians over the epochs of the cycling phase, and the end."""
-    cycling: dict[str, tuple[list[float], list[float]]] = {}
-    for name, epochs in told.items():
-        pairs = list(pairwise([{"seconds": 0.0, "host_bytes": 0}, *epochs]))
-        inside = [(a, b) for a, b in pairs if b["phase"] == "cycling"]
-        seconds = [b["seconds"] - a["seconds"] for a, b in inside]
-        cycling[name] = seconds, [(b["host_bytes"] - a["host_bytes"]) / 1e6 for a, b in inside]
     lines = []
     for name, epochs in told.items():
-        seconds, mb = cycling[name]
-        slower = ratio(seconds, cycling[DASO][0]) if DASO in cycling else None
+        seconds, mb = cycling(epochs)
+        slower = ratio(seconds, cycling(told[DASO])[0]) if DASO in told else None
         cells = [number(statistics.median(seconds), 2), number(slower, 2), number(statistics.median(mb), 2)]
         cells += [number(epochs[-1]["seconds"], 1), number(100 * epochs[-1]["accuracy"], 2)]
         lines.append([name, *cells, "yes" if epochs[-1]["equal"] else "NO"])

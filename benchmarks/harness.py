@@ -21,11 +21,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import links
+
 from stenograd.emulate.hosts import Hosts, HostsError, sent_bytes
 from stenograd.testing.pool import RankPool
 from stenograd.version import __version__
 
 __all__ = [
+    "MEASURED_LINKS",
     "RESULTS",
     "Place",
     "command_line",
@@ -47,6 +50,7 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else torch warns that a host on 10.
 _SETTLE_S = 0.05  # until the last packets and acknowledgements of a turn are counted
 _PLACES = ("out", "name", "date", "data")  # options that say where things are, and not what is measured
 _T = TypeVar("_T")
+MEASURED_LINKS: list[dict[str, Any]] = []  # what `links.gate` found before each run of this process on hosts
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Place:
         rate: of each host's link, such as "100mbit".
         delay: of each packet, such as "5ms".
         cores_per_host: cores that a host has for itself; 0 where all share all.
+        gated: whether the link must be as asked before anything runs; not where only bytes are counted.
     """
 
     hosts: int = 0
@@ -66,6 +71,7 @@ class Place:
     rate: str = "none"
     delay: str = "none"
     cores_per_host: int = 0
+    gated: bool = True
 
     def run(
         self,
@@ -85,7 +91,7 @@ class Place:
             env: variables for ranks on hosts.
 
         Raises:
-            HostsError: hosts cannot be emulated here, or one of their ranks failed.
+            HostsError: hosts cannot be emulated here, their link is not as asked, or a rank failed.
             RanksFailed: a rank of this machine failed.
         """
         if not self.hosts:
@@ -94,6 +100,8 @@ class Place:
         module = sys.modules[function.__module__].__file__
         hosts = Hosts(self.hosts, self.rate, delay=self.delay, cores_per_host=self.cores_per_host)
         with tempfile.TemporaryDirectory() as name, hosts:
+            if self.gated:
+                MEASURED_LINKS.append(links.gate(hosts))
             folder = Path(name)
             job = Path(module or "").stem, function.__name__, args
             (folder / "job").write_bytes(pickle.dumps(job))
@@ -265,9 +273,11 @@ def _shown(argv: Sequence[str]) -> str:
 
 
 def write(stem: Path, date: str, settings: Mapping[str, Any], results: Any, text: str) -> None:
-    """Write stem.json and stem.md; the folder is made if there is none."""
+    """Write stem.json, with the measured links, and stem.md; the folder is made if there is none."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     told = {"date": date, "machine": machine(), "settings": dict(settings), "results": results}
+    if MEASURED_LINKS:
+        told["links"] = MEASURED_LINKS
     stem.with_suffix(".json").write_text(json.dumps(told, indent=1, default=str) + "\n")
     stem.with_suffix(".md").write_text(text)
 

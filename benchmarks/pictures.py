@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["curves", "step_times"]
+__all__ = ["bands", "curves", "step_times"]
 
 _MARKERS = "osD^vPX*"
 _NO_MATPLOTLIB = "pictures need matplotlib, install it with `pip install stenograd[plots]`"
@@ -30,7 +31,7 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
     panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
     for axes, model in zip(panels, models, strict=True):
         for place, run in enumerate(run for run in runs if run["model"] == model):
-            rows = [row for row in run["rows"] if "refused" not in row]
+            rows = [row for row in run["rows"] if not row.get("refused")]
             axes.plot(
                 [row["ms"] for row in rows],
                 [row["rival"] for row in rows],
@@ -84,6 +85,68 @@ def curves(
         axes.grid(alpha=0.3, which="both")
     figure.legend(*by_time.get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path, dpi=130)
+    return f"wrote {path}"
+
+
+# Read on white and on black: a contrast of more than 3 to either.
+_GREY, _COLOURS = (
+    "#7d8590",
+    {"ddp": "#d9662b", "ddp-bf16": "#8a6fd1", "diloco": "#1f8fd6", "powersgd": "#2f9e5b"},
+)
+
+
+def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], title: str) -> str:
+    """Draw validation loss against wall seconds: DDP, its bf16 hook and DiLoCo, with the seeds' range.
+
+    Args:
+        path: the PNG file to write; its background is transparent, and it is readable at a width of 400 px.
+        seeds: by seed and rival, points of steps, seconds, bytes, loss and accuracy.
+        title: where it was measured.
+
+    Returns:
+        One line that says what was written, or why nothing was.
+    """
+    try:
+        figure = _figure(6.0, 4.2)
+    except ImportError:
+        return f"no {path}: {_NO_MATPLOTLIB}"
+    axes = figure.subplots()
+    runs, right = list(seeds.values()), 0.0
+    drawn = [n for n in runs[0] if n in _COLOURS or n.partition(":")[0] == "diloco"]
+    for name in drawn:
+        points = list(zip(*(run[name] for run in runs), strict=True))
+        seconds = [statistics.median(p[1] for p in at) for at in points]
+        losses = [[p[3] for p in at] for at in points]
+        colour = _COLOURS[name if name in _COLOURS else name.partition(":")[0]]
+        axes.plot(seconds, [statistics.median(some) for some in losses], color=colour, linewidth=2.5)
+        axes.fill_between(seconds, list(map(min, losses)), list(map(max, losses)), color=colour, alpha=0.25)
+        label = {"ddp": "DDP", "ddp-bf16": "DDP, bf16"}.get(name, "DiLoCo in 4 bits")
+        axes.annotate(
+            label,
+            (seconds[-1], statistics.median(losses[-1])),
+            (0, 9),
+            textcoords="offset points",
+            color=colour,
+            fontsize=15,
+            fontweight="bold",
+            ha="center",
+        )
+        right = max(right, seconds[-1])
+    axes.set(xscale="log", xlabel="wall seconds of training")
+    axes.set_ylabel("validation loss")
+    axes.set_xlim(right=2 * right)
+    axes.set_title(title, fontsize=15)
+    axes.margins(y=0.12)
+    _plain_ticks(axes.xaxis)
+    axes.grid(alpha=0.25, which="both")
+    axes.tick_params(labelsize=13)
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        text.set_fontsize(15)
+        text.set_color(_GREY)
+    axes.tick_params(colors=_GREY, which="both")
+    for spine in axes.spines.values():
+        spine.set_color(_GREY)
+    figure.savefig(path, dpi=160, transparent=True)
     return f"wrote {path}"
 
 

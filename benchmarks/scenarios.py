@@ -15,7 +15,18 @@ from torch.nn import functional
 
 from stenograd.tasks.models import CharGPT, mnist_cnn
 
-__all__ = ["HANDED_OVER", "KEY_METHODS", "STREAMING", "WORKS", "Expected", "Streaming", "Work", "loss"]
+__all__ = [
+    "EVIDENCE",
+    "HANDED_OVER",
+    "KEY_METHODS",
+    "STREAMING",
+    "WORKS",
+    "Evidence",
+    "Expected",
+    "Streaming",
+    "Work",
+    "loss",
+]
 
 _CHARACTERS = 65  # different characters of tiny Shakespeare
 
@@ -87,6 +98,48 @@ WORKS = {
     # a network of a million parameters whose step takes no time: for what attaching and a first step cost
     "million": Work(lambda: _mlp(512, 1024, 512), lambda: _images(16, 512)),
     "many-tensors": Work(_ManyTensors, lambda: (torch.ones(4), torch.zeros(1, dtype=torch.long))),
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A training whose loss is told against wall seconds, for every rival from the same weights and samples.
+
+    Attributes:
+        steps: of every rival, so all see equally many samples.
+        ours: Stenograd's methods beside DDP and its hooks.
+        target: accuracy to reach; None for the loss at which the worst seed of DDP ends.
+        parameters: that travel; with `step_s`, the seconds of a step on a core of its own, for estimates.
+        grid: learning rates that are tried alike for each rival, as multiples of the recipe's.
+    """
+
+    steps: int
+    ours: tuple[str, ...]
+    parameters: int
+    step_s: float
+    target: float | None = None
+    grid: tuple[float, ...] = (0.5, 1.0, 2.0)
+    batch: int = 64
+    context: int = 1
+
+    @property
+    def rivals(self) -> list[str]:
+        """No exchange, which tells what computing takes, DDP, its hooks, and ours."""
+        return ["none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", *self.ours]
+
+
+_ROUNDS = ("diloco:every=10/lowbit:format=e3m0", "powersgd:rank=4,alternate=true")
+EVIDENCE = {
+    # nanoGPT's character model for GPUs on tiny Shakespeare, with a batch that one core can do
+    "gpt": Evidence(600, _ROUNDS, 10_700_000, 0.55, batch=2, context=256),
+    # SINGA's example and recipe
+    "mnist": Evidence(2400, ("local:every=16/qsgd:bits=4", "topk:ratio=0.01"), 431_080, 0.016, target=0.985),
+    # residual blocks with BatchNorm on MNIST, at a tenth of what ImageNet's networks have
+    "resnet": Evidence(1200, ("local:every=16/qsgd:bits=4", *_ROUNDS[1:]), 175_258, 0.12, target=0.99),
+    # adapters of rank 8 in a small GPT that was trained first: now the text has its case swapped
+    "lora": Evidence(600, ("diloco:every=10/lowbit:format=e3m0", "bf16"), 65_536, 0.06, batch=12, context=64),
+    # what a machine does in minutes, to see that all of it works
+    "try": Evidence(120, _ROUNDS[:1], 804_096, 0.05, grid=(1.0, 2.0), batch=12, context=64),
 }
 
 # One method of each kind, for what need not be known of all.

@@ -40,13 +40,19 @@ def slow_links() -> None:
     args = parser.parse_args()
     found = loss_curves(RESULTS, args.hosts)
     links = {rate: steps_of(RESULTS, args.hosts, rate) for rate in args.rates}
-    targets = sorted({common(found), 2.0, args.target}, reverse=True)
-    body = "\n\n".join(f"### {rate}\n\n{summary(found, steps, targets)}" for rate, steps in links.items())
     title = f"Time to a validation loss on {args.hosts} hosts"
-    publish(args, title, {"curves": found, "steps": links}, body)
+    told = {"curves": found, "steps": links}
+    publish(args, title, told, body({"settings": {"target": args.target}, "results": told}))
     slowest = links[args.rates[-1]]
     drawn = {rival: points(curve, slowest[rival]) for rival, curve in found.items() if rival in slowest}
     print(curves(args.out / f"{args.name}.png", drawn, args.target, losses=True))
+
+
+def body(told: Mapping[str, Any]) -> str:
+    """Format a table for each link of a record."""
+    found, links = told["results"]["curves"], told["results"]["steps"]
+    targets = sorted({common(found), 2.0, told["settings"]["target"]}, reverse=True)
+    return "\n\n".join(f"### {rate}\n\n{summary(found, steps, targets)}" for rate, steps in links.items())
 
 
 def loss_curves(folder: Path, hosts: int) -> dict[str, Curve]:

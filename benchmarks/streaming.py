@@ -67,17 +67,23 @@ def streaming() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each rival")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for each model")
     args = parser.parse_args()
-    head = ["rival", "mean ms", "x floor", "median ms", "p99 ms", "p99 / median"]
     runs: list[dict[str, Any]] = []
-    parts = []
     for model in args.models:
         before = os.getloadavg()[0]
         ranks = Place(2, rate=args.rate).run(train, model, args.rounds, timeout_s=args.timeout_s)
         after = os.getloadavg()[0]
         runs.append({"model": model, "load before": before, "load after": after, "ranks": ranks})
-        loads = f"load average {before:.1f} before, {after:.1f} after"
-        parts += [f"### {model} at {args.rate}, {loads}", table(head, rows(ranks))]
-    publish(args, "Step times under streaming DiLoCo", runs, "\n\n".join(parts))
+    publish(args, "Step times under streaming DiLoCo", runs, summary(runs, args.rate))
+
+
+def summary(runs: Sequence[Mapping[str, Any]], rate: str) -> str:
+    """Format a table for each model."""
+    head = ["rival", "mean ms", "x floor", "median ms", "p99 ms", "p99 / median"]
+    parts = []
+    for run in runs:
+        loads = f"load average {run['load before']:.1f} before, {run['load after']:.1f} after"
+        parts += [f"### {run['model']} at {rate}, {loads}", table(head, rows(run["ranks"]))]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,13 @@ def summary(
     return table([*head, *ends], lines)
 
 
+def body(told: Mapping[str, Any]) -> str:
+    """Format the table of a record."""
+    settings = told["settings"]
+    task = settings.get("task", "mnist")
+    return summary(told["results"], settings["target"], settings["parts"], task=task)
+
+
 def time_to_accuracy() -> None:
     """Train everywhere, then print and write."""
     rivals = ["ddp", "topk:ratio=0.01", "powersgd:rank=4", "sign"]
@@ -139,8 +146,8 @@ def time_to_accuracy() -> None:
     args = parser.parse_args()
     points = measure(args, train)
     what = "a validation loss on a text" if args.task == "text" else "an accuracy on MNIST"
-    body = summary(points, args.target, args.parts, task=args.task)
-    publish(args, f"Time and bytes to {what}", points, body)
+    text = body({"settings": vars(args), "results": points})
+    publish(args, f"Time and bytes to {what}", points, text)
     print(curves(args.out / f"{args.name}.png", points, args.target, args.task == "text"))
 
 

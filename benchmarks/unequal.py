@@ -14,6 +14,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ _STEP_S = (0.02, 0.02, 0.02, 0.1)  # of each rank
 _EVERY, _CLASSES, _NOISE = 30, 10, 0.2
 _SEEDS = (0, 1, 2, 3, 4)
 # Rounds, in which all ranks make about equally many steps: 4 x 30 in each, or 3 x 30 + 6.
-_WAYS = {
+WAYS = {
     f"local:every={_EVERY}": 24,
     f"local:every={_EVERY * _STEP_S[0]:g}s": 30,
     f"local:every={_EVERY},quorum=0.75,grace=0.1": 30,
@@ -66,33 +67,35 @@ def train(rank: int, method: str, rounds: int, seed: int, store: str) -> tuple[f
 def unequal() -> None:
     """Measure and print."""
     args = command_line(__doc__, "unequal").parse_args()
-    found: dict[str, list[Any]] = {method: [] for method in _WAYS}
+    found: dict[str, list[Any]] = {method: [] for method in WAYS}
     for seed in _SEEDS:
-        for method, rounds in _WAYS.items():
+        for method, rounds in WAYS.items():
             with tempfile.TemporaryDirectory() as folder:
                 place, store = Place(ranks=len(_STEP_S)), str(Path(folder, "store"))
                 found[method].append(place.run(train, method, rounds, seed, store))
+    publish(args, "One rank of four is five times as slow", found, summary(found))
+
+
+def summary(found: Mapping[str, Sequence[Any]]) -> str:
+    """Format a line for each way to train, over the seeds."""
     lines, base = [], (0.0, math.nan)
-    for method, rounds in _WAYS.items():
-        runs = found[method]
-        hourly = statistics.median(3600 * rounds / ranks[0][0] for ranks in runs)
-        losses = [ranks[0][2] for ranks in runs]
+    for method in found:
+        hourly, steps, losses = middle(found, method)
         mean, spread = statistics.fmean(losses), statistics.stdev(losses)
         base = base if base[0] else (hourly, mean)
-        steps = statistics.median(
-            ranks[0][1] if "quorum" in method else sum(taken for _, taken, _ in ranks) for ranks in runs
-        )
         row = [number(hourly, 0), number(hourly / base[0], 2), number(steps, 0), f"{mean:.4f} ({spread:.4f})"]
         lines.append([method, *row, f"{100 * (mean / base[1] - 1):+.2f} %"])
-    head = [
-        "",
-        "rounds an hour",
-        "x",
-        "steps of all ranks",
-        f"loss, mean of {len(_SEEDS)} seeds (deviation)",
-        "",
-    ]
-    publish(args, "One rank of four is five times as slow", found, table(head, lines))
+    head = ["", "rounds an hour", "x", "steps of all ranks", "loss (deviation of seeds)", ""]
+    return table(head, lines)
+
+
+def middle(found: Mapping[str, Sequence[Any]], method: str) -> tuple[float, float, list[float]]:
+    """Return the medians of rounds an hour and of all ranks' steps, and the losses, of a way to train."""
+    runs = found[method]
+    hourly = statistics.median(3600 * WAYS[method] / ranks[0][0] for ranks in runs)
+    own = "quorum" in method  # rank 0 knows what all have brought to rounds
+    steps = statistics.median(ranks[0][1] if own else sum(taken for _, taken, _ in ranks) for ranks in runs)
+    return hourly, steps, [ranks[0][2] for ranks in runs]
 
 
 if __name__ == "__main__":

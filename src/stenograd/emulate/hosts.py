@@ -233,6 +233,13 @@ class Hosts:
         """
         return [sent_bytes("-n", self._host(index)) for index in range(self.count)]
 
+    def relay_cpu_s(self) -> float:
+        """Return the processor seconds that the process which holds packets back has taken; 0 without one."""
+        if self._relay is None:
+            return 0.0
+        fields = Path(f"/proc/{self._relay.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # in user and in kernel mode
+
     def _wait(self, ranks: Workers, timeout_s: float, echo: bool) -> None:
         """Wait until all ranks have succeeded, and show meanwhile what rank 0 writes, if wanted."""
         deadline = time.monotonic() + timeout_s
