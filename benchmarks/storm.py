@@ -200,7 +200,10 @@ def summary(found: Any, faults: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rounds = rounds_of(found)
     held, seconds = rounds[-1]["state"], rounds[-1]["at"] - rounds[0]["at"]
     back = sorted(returns(faults, found))
+    began = rounds[0]["at"]
     return {
+        "when": [[round(one["at"] - began, 2), one["members"]] for one in rounds],
+        "what": [{**fault, "at": round(fault["at"] - began, 2)} for fault in faults],
         "seconds": seconds,
         "rounds": held,
         "attempts": held + sum(one["attempt"] for one in rounds if one["state"] > 0),
@@ -235,7 +238,7 @@ def storm() -> None:
             finally:
                 run.stop()
             found = logs(Path(place))
-            results[name] = summary(found, run.faults) | {"what": run.faults}
+            results[name] = summary(found, run.faults)
             results[name]["joined_s"] = sorted(waits(Path(place), found))
     publish(args, "A storm of faults", results, tell(results))
 
