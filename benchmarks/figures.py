@@ -32,6 +32,7 @@ import daso
 import handed_over
 import reproductions
 import slow_links
+import storm
 import streaming
 import time_to_accuracy
 import unequal
@@ -219,6 +220,7 @@ def _maker(name: str) -> Callable[[Mapping[str, Any]], str]:
         "reproductions": lambda told: reproductions.told(told["results"]),
         "slow_links": slow_links.body,
         "streaming": lambda told: streaming.summary(told["results"], told["settings"]["rate"]),
+        "storm": lambda told: storm.tell(told["results"]),
         "unequal": lambda told: unequal.summary(told["results"]),
     }
     return makers[name]
