@@ -184,10 +184,9 @@ def off() -> float:
 
 
 def uneven(way: str) -> tuple[float, float]:
-    """Return rounds an hour and loss, medians over the seeds, of `unequal.py`."""
-    rounds, runs = unequal.WAYS[way], record("unequal")["results"][way]
-    hourly = statistics.median(3600 * rounds / ranks[0][0] for ranks in runs)
-    return hourly, statistics.median(ranks[0][2] for ranks in runs)
+    """Return rounds an hour, and the mean loss over the seeds, of `unequal.py`."""
+    hourly, _, losses = unequal.middle(record("unequal")["results"], way)
+    return hourly, statistics.fmean(losses)
 
 
 FEW_BITS = "diloco:every=10/lowbit:format=e3m0"

@@ -13,11 +13,21 @@ import torch
 from torch import nn
 
 import stenograd
+from stenograd.sync import open_rounds
 from stenograd.sync.open_rounds import OpenRounds
 
 
 def _falter(spec):
-    """Die or freeze when a method is called for the nth time."""
+    """Die or freeze when a method is called for the nth time, or give a wrong digest."""
+    if spec["do"] == "lie":
+        right, calls = open_rounds._digest, [0]
+
+        def wrong(tensors):
+            calls[0] += 1
+            return "wrong" if calls[0] == spec["nth"] else right(tensors)
+
+        open_rounds._digest = wrong
+        return
     plain, left = getattr(OpenRounds, spec["at"]), [spec["nth"]]
 
     def faltering(self, *args, **kwargs):
@@ -41,10 +51,16 @@ def _over(folder, state):
         return False
 
 
+def _final(model, sync):
+    with sync.consensus():
+        held = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(held).hexdigest()[:16]
+
+
 def main(folder, method, step_s):
     if "FALTER" in os.environ:
         _falter(json.loads(os.environ["FALTER"]))
-    faulthandler.dump_traceback_later(50)  # before the test gives up
+    faulthandler.dump_traceback_later(95)  # before the test gives up
     world = stenograd.init(timeout_s=60)
     torch.manual_seed(world.rank)
     layers = [nn.Linear(16, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 4)]
@@ -53,10 +69,11 @@ def main(folder, method, step_s):
     sync = stenograd.distribute(model, optimizer, method, bucket_bytes=1000, timeout_s=60)
     log = Path(f"{folder}/log-{world.rank}-{os.getpid()}").open("w")  # noqa: SIM115 (ends with the process)
     data = torch.Generator().manual_seed(100 + world.rank)
+    slower = float(os.environ.get("SLOWER", "1"))
     state = None
     while True:
-        if sync._state != state:
-            state = sync._state
+        if getattr(sync, "_state", sync.round) != state:
+            state = getattr(sync, "_state", sync.round)
             held = [t.numpy().tobytes() for part in sync._parts for t in part.common()]
             digest = hashlib.sha256(b"".join(held)).hexdigest()[:16]
             row = {"state": state, "digest": digest, "step": sync.step, "members": sync.members}
@@ -65,10 +82,13 @@ def main(folder, method, step_s):
             break
         x = torch.randn(8, 16, generator=data)
         optimizer.zero_grad()
+        if "WEIGH" in os.environ:
+            sync.weight(8 + world.rank)
         (model(x) - x[:, :4]).square().mean().backward()
         optimizer.step()
-        time.sleep(step_s)
-    end = {"steps": sync.step, "brought": sync._counted_at, "tokens": sync.tokens, "events": sync.events}
+        time.sleep(step_s * slower)
+    end = {"steps": sync.step, "tokens": sync.tokens, "events": sync.events, "final": _final(model, sync)}
+    end["brought"] = getattr(sync, "_counted_at", {})
     print(json.dumps({"end": end, "stopping": sync.stopping}), file=log, flush=True)
     sync.close()
 

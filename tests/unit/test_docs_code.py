@@ -18,6 +18,7 @@ PAGES = sorted(
         DOCS / "when-it-does-not-pay.md",
         DOCS / "checkpoints.md",
         DOCS / "extending.md",
+        DOCS / "open-runs.md",
         DOCS / "preemption.md",
     ]
 )

@@ -71,6 +71,12 @@ class RunFolder:
         lines = "".join(_line(row) for row in rows)  # later epochs are trained again
         write_atomically(self.path / "metrics.jsonl", lines.encode())
 
+    def rows(self) -> list[Row]:
+        """Return the epochs in metrics.jsonl, which another process may have added to."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [Row(**json.loads(line)) for line in lines if line.endswith("}")]
+
     def append(self, row: Row) -> None:
         """Add an epoch to metrics.jsonl, at once; on a full disk no part of its line stays."""
         with (self.path / "metrics.jsonl").open("ab", buffering=0) as file:

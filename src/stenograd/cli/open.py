@@ -100,8 +100,11 @@ class _Work:
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate, say so, and save; meanwhile the others train on, and wait for the grace at most."""
-        score = self._evaluated()
-        row = self._row(epoch, score)
+        if self._folder is not None:
+            self._rows = self._folder.rows()  # those of another worker that spoke meanwhile included
+        if self._rows and self._rows[-1].epoch >= epoch:
+            return
+        row = self._row(epoch, self._evaluated())
         self._rows = [*self._rows, row]
         members = counted(len(self._sync.members), "worker")
         self._say(f"{row.line(self._setup.epochs)}  round {self._sync.round} of {members}")

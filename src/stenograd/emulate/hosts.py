@@ -211,6 +211,21 @@ class Hosts:
             finally:
                 ranks.stop(term_s=0.0)
 
+    def start(self, index: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start a command on a host, for whoever watches it by himself; the host's end does not end it.
+
+        Args:
+            index: of the host.
+            command: program and arguments.
+            env: its whole environment.
+        """
+        return subprocess.Popen(["ip", "netns", "exec", self._host(index), *command], env=env)
+
+    def cut(self, index: int, *, mend: bool = False) -> None:
+        """Unplug a host's cable, or plug it in again; only where no packets are held back (delay)."""
+        state = "up" if mend else "down"
+        ip("-n", f"{self._prefix}switch", "link", "set", f"port{index}", state)
+
     def sent_bytes(self) -> list[int]:
         """Return the bytes that each host's interface has sent so far, packet headers included.
 

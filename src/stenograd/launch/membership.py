@@ -2,10 +2,11 @@
 
 The store outlives every worker: `stenograd rendezvous` holds it, or a file does. It knows of each round k
 
-- who came to it (`come`), with what they have, and whether it was broken off and is tried again;
+- who came to it (`come`), and with what;
 - the plan of an attempt, which the first to find that enough have come writes, by compare-and-set;
-- the result, by compare-and-set as well: which attempt counts. So a worker that was frozen when it had
-  everything and others went on without it finds out, and never keeps what nobody else has.
+- the verdict on an attempt, by compare-and-set as well: that it counts, or that it was broken off, and why.
+  The next attempt begins only after that. So a worker that was frozen when it had everything, while others
+  went on without it, finds out and never keeps what nobody else has.
 
 Reference: Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm", ATC 2014, for what a
 store must give; torchft's quorum is the same idea with a server of its own.
@@ -47,6 +48,7 @@ LOST_S = 5.0
 CONNECT_S = 10.0  # for members that have all said that they are about to connect
 _POLL_S = 0.01  # while waiting for a round, where nothing else is to be done
 _BLAMELESS = 2  # attempts of a round that may fail before somebody is left out of the next, whoever it is
+_COUNTS = "counts"  # the verdict on an attempt that all its members take
 _KEPT = 3  # rounds whose keys stay in the store
 
 
@@ -304,21 +306,20 @@ class Membership:
         if why := self._ask(lambda: self._broken(plan)):
             raise Broken(why)
 
-    def fail(self, plan: Plan, why: str) -> None:
-        """Break an attempt off, for everybody."""
+    def sever(self, plan: Plan) -> None:
+        """End the connections of a plan's group."""
         sever(self._sockets.pop(plan.group, frozenset()))
-        self._ask(lambda: self._store.set(f"broken/{plan.at}", why))
+
+    def fail(self, plan: Plan, why: str) -> bool:
+        """Break an attempt off, for everybody, and say so; False where it counts already."""
+        return self._ask(lambda: self._judge(plan.at, why or "broken")) != _COUNTS
 
     def commit(self, plan: Plan) -> bool:
-        """Let an attempt count, if no other does; say whether it does. All its members have everything."""
-        counts = int(self._ask(lambda: self._decide(plan))) == plan.attempt
-        self.now = max(self.now, plan.round)
+        """Let an attempt count, all of whose members have everything; False where it was broken off."""
+        counts = self._ask(lambda: self._judge(plan.at, _COUNTS)) == _COUNTS
+        if counts:
+            self._ask(lambda: self._conclude(plan))
         return counts
-
-    def counts(self, plan: Plan) -> bool:
-        """Return whether an attempt counts, because another member found that all have everything."""
-        key = f"result/{plan.round}"
-        return bool(self._ask(lambda: self._store.check([key]) and int(self._store.get(key)) == plan.attempt))
 
     def move(self, k: int) -> None:
         """Say that training goes on after round k, of which a checkpoint was loaded."""
@@ -361,7 +362,7 @@ class Membership:
             self._see()
         if store.check(["now"]):
             self.now = max(self.now, int(store.get("now")))
-        while store.check([f"result/{self.now + 1}"]):
+        while store.check([f"held/{self.now + 1}"]):
             self.now += 1
         self.stop = self.stop or store.check(["stop"])
         at = self._attempt(k := self.now + 1)
@@ -388,9 +389,18 @@ class Membership:
             elif beat != self._beats[member.life][0]:
                 self._beats[member.life] = beat, time.monotonic()
 
+    def _judge(self, at: str, verdict: str) -> str:
+        """Say that an attempt counts, or why it does not; return what was said first, which holds."""
+        return str(self._store.compare_set(f"verdict/{at}", "", verdict).decode())
+
+    def _verdict(self, at: str) -> str:
+        key = f"verdict/{at}"
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
     def _attempt(self, k: int) -> str:
+        """Return the first attempt of a round that was not broken off."""
         number = self._attempts.get(k, 0)
-        while self._store.check([f"broken/{k}.{number}"]):
+        while self._verdict(f"{k}.{number}") not in ("", _COUNTS):
             number += 1
         self._attempts[k] = number
         return f"{k}.{number}"
@@ -402,8 +412,7 @@ class Membership:
         there = self.alive()
         if lost := [member.rank for member in plan.members if member not in there]:
             return f"rank(s) {', '.join(map(str, lost))} lost"
-        key = f"broken/{plan.at}"
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+        return self._verdict(plan.at).replace(_COUNTS, "")
 
     def _sever(self) -> None:
         if self._watched is not None:
@@ -412,10 +421,15 @@ class Membership:
     def _look(self, own: Arrival, quorum: float, grace_s: float, come: set[str]) -> Plan | bool | None:
         """Return the plan; False where it is held without this worker; None while nobody knows yet."""
         store, k = self._store, own.round
-        if store.check([f"result/{k}"]):
+        if self._latest.get(self.rank, self.own) != self.own:
+            raise LaunchError(
+                f"another process has come as rank {self.rank} of the run at {self.address}, so this one is "
+                "out: give each worker a RANK of its own, or none"
+            )
+        at = self._attempt(k)
+        if store.check([f"held/{k}"]) or self._verdict(at) == _COUNTS:
             self.now = max(self.now, k)
             return False
-        at = self._attempt(k)
         if at not in come:
             come.add(at)
             store.set(f"come/{at}/{self.own.life}", json.dumps(asdict(own)))
@@ -485,14 +499,14 @@ class Membership:
         newest = max(arrival.state for arrival in come.values())
         return left if any(come[member].state == newest for member in left) else [*members]
 
-    def _decide(self, plan: Plan) -> bytes:
-        store, k = self._store, plan.round
-        said: bytes = store.compare_set(f"result/{k}", "", str(plan.attempt))
-        if int(said) == plan.attempt:
-            store.set("now", str(k))
-            if self.own == plan.members[0]:
-                self._forget(k - _KEPT)
-        return said
+    def _conclude(self, plan: Plan) -> None:
+        """Let those that took no part hear that a round was held."""
+        k = plan.round
+        self._store.set(f"held/{k}", str(plan.attempt))
+        self._store.set("now", str(k))
+        self.now = max(self.now, k)
+        if self.own == plan.members[0]:
+            self._forget(k - _KEPT)
 
     def _forget(self, k: int) -> None:
         """Delete what the store knows of an old round, but for its result."""
@@ -505,7 +519,7 @@ class Membership:
                 plan = Plan.read(self._store.get(f"plan/{at}"))
                 for member in plan.members:
                     self._store.delete_key(f"come/{at}/{member.life}")
-            for what in ("open", "plan"):
+            for what in ("open", "plan", "verdict"):
                 self._store.delete_key(f"{what}/{at}")
 
     # Until here.

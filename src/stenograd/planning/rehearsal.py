@@ -295,6 +295,8 @@ def _shape(how: Method, world_size: int) -> tuple[Method, dict[str, int]]:
         >>> _shape(method("diloco:every=30,fragments=2,delay=1"), 4)[1]
         {'period': 4, 'apart': 2, 'idle': 13}
     """
+    if isinstance(how.schedule, Rounds) and how.schedule.quorum:  # planned as if all were there
+        how = replace(how, schedule=replace(how.schedule, quorum=0.0))
     schedule, every = how.schedule, int(getattr(how.schedule, "every", 1))
     if not stretches(how):
         return how, {"period": every, "apart": every, "idle": 0}

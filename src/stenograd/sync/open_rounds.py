@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stenograd.compression.contract import Kind
 from stenograd.errors import ConfigError, MismatchError, PeerLost, StenogradError, first_line
 from stenograd.launch.detect import OPEN_VARIABLE
 from stenograd.launch.membership import Arrival, Broken, Member, Membership, Plan
@@ -81,11 +80,6 @@ class OpenRounds(ParameterSync):
                 f"check_every must be 0 with {self.method}, got {check_every}: a comparison needs all ranks"
             )
         super()._check_settings(0)
-        if _knows_ranks(self.method.compressor):
-            raise ConfigError(
-                f"quorum needs a method that keeps nothing of fixed ranks, got {self.method}: use "
-                "feedback=true, or leave quorum out"
-            )
         self._here: Membership | None = None
         self._plan: Plan | None = None
         self._undo = False  # whether what was sent in this round must be taken back
@@ -189,7 +183,9 @@ class OpenRounds(ParameterSync):
 
         All workers of a run may load what one has saved.
         """
-        return {**super().state_dict(), "state": self._state, "tokens": [*map(list, self._tokens.items())]}
+        since = {str(f): self._counted - self._counted_at.get(f, 0) for f in range(len(self._parts))}
+        more = {"state": self._state, "tokens": [*map(list, self._tokens.items())], "since": since}
+        return {**super().state_dict(), **more}
 
     @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,7 +193,8 @@ class OpenRounds(ParameterSync):
         super().load_state_dict(state)
         self._state = self._last_known = int(state["state"])
         self._tokens = {int(rank): float(n) for rank, n in state["tokens"]}
-        self._met_at, self._counted_at = self._counted, dict.fromkeys(range(len(self._parts)), self._counted)
+        self._met_at = self._counted
+        self._counted_at = {int(f): self._counted - since for f, since in state["since"].items()}
         self._run.move(self._state)
 
     @property
@@ -283,7 +280,8 @@ class OpenRounds(ParameterSync):
             try:
                 self._open(plan)
             except (Broken, PeerLost) as error:
-                self._give_up(plan, error)
+                self._leave(plan)
+                self._run.fail(plan, first_line(error))
             else:
                 return True
 
@@ -330,12 +328,10 @@ class OpenRounds(ParameterSync):
         return driver
 
     def _move(self, driver: Driver) -> None:
-        """Exchange by another way from now on; take back what was sent in an attempt that does not count."""
-        undo, self._undo = self._undo, False
-        sent = self._parts[self._sent_fragment] if undo else None
+        """Exchange by another way from now on; what has arrived is kept."""
         for part in self._parts:
-            if part.driver is not driver or part is sent:
-                part.move(driver, undo=part is sent)
+            if part.driver is not driver:
+                part.move(driver, undo=False)
         self.driver = self._driver = driver
 
     def _take_part(self, k: int) -> None:
@@ -388,41 +384,37 @@ class OpenRounds(ParameterSync):
                 with self._run.watching(plan):
                     brought.append(bring())
                     self.driver.run(gather(torch.zeros(1, dtype=torch.float32, device="cpu")))  # all have it
-                if not self._run.commit(plan):
-                    raise _Late
-                break
+                if self._run.commit(plan):
+                    break
             except (Broken, PeerLost) as error:
-                if self._run.counts(plan):
-                    if not brought:
-                        raise _Late from None
+                if not self._run.fail(plan, first_line(error)):  # it counts: another has heard from all
+                    self._leave(plan)
                     break
-                self._give_up(plan, error)
+            self._leave(plan)
             if not self._come(plan.round):
-                if brought and self._run.counts(plan):  # another member has found that all have everything
-                    break
                 raise _Late
             if sent is not None:
+                sent.move(self.driver, undo=True)
                 self._send(sent)
         self._undo, self._state = False, plan.round
         self._tell_changes(plan)
         return brought[0]
 
-    def _give_up(self, plan: Plan, error: Exception) -> None:
-        """Break an attempt off, and leave its connection, of which nobody knows what is under way."""
-        self._run.fail(plan, first_line(error))
+    def _leave(self, plan: Plan) -> None:
+        """Leave a connection on which something may be under way; what has arrived is kept."""
+        self._run.sever(plan)
         if plan.group in self._groups:
             _, driver = self._groups.pop(plan.group)
             if driver is self.driver:
-                undo, self._undo = self._undo, False
-                for part in self._parts:
-                    part.move(self._alone, undo=undo and part is self._parts[self._sent_fragment])
-                self.driver = self._driver = self._alone
+                self._move(self._alone)
             driver.close()
 
     def _withdraw(self) -> None:
         """Take back what was sent: the round is held without it."""
         if self._undo:
+            self._undo = False
             self._move(self._alone)
+            self._parts[self._sent_fragment].move(self._alone, undo=True)
 
     # What a worker that is behind gets.
 
@@ -437,9 +429,9 @@ class OpenRounds(ParameterSync):
         found, tensors = self._common_state(fresh) if me == donor else ({}, [])
         if me == donor:
             found |= {"digest": _digest(tensors), "sizes": [[_name(t), list(t.shape)] for t in tensors]}
-        told = json.loads(driver.gather_bytes(json.dumps(found).encode())[donor])
+        found = json.loads(driver.gather_bytes(json.dumps(found).encode())[donor])
         if me != donor:
-            tensors = [torch.empty(s, dtype=getattr(torch, kind), device="cpu") for kind, s in told["sizes"]]
+            tensors = [torch.empty(s, dtype=getattr(torch, kind), device="cpu") for kind, s in found["sizes"]]
         if me != donor and me not in behind:
             return
         for t in tensors:
@@ -450,9 +442,9 @@ class OpenRounds(ParameterSync):
                 t.copy_(received)
         if me == donor:
             return
-        if _digest(tensors) != told["digest"]:
+        if _digest(tensors) != found["digest"]:
             raise PeerLost(f"what rank {plan.ranks[donor]} sent of round {plan.round} did not arrive whole")
-        self._adopt(told, tensors, fresh, plan.states[me] < 0)
+        self._adopt(found, tensors, fresh, plan.states[me] < 0)
         self._state = max(plan.states)
 
     def _common_state(self, fresh: bool) -> tuple[dict[str, Any], list[Tensor]]:
@@ -478,19 +470,19 @@ class OpenRounds(ParameterSync):
         return list({id(t): t for t in held if id(t) not in averaged}.values())
 
     @torch.no_grad()
-    def _adopt(self, told: Mapping[str, Any], tensors: list[Tensor], fresh: bool, begins: bool) -> None:
+    def _adopt(self, found: Mapping[str, Any], tensors: list[Tensor], fresh: bool, begins: bool) -> None:
         """Take what another worker has; only this changes anything here."""
         rest = iter(tensors)
         with self._copies.follow(self._parameters.values()):
             for part in self._parts:
                 part.adopt([next(rest) for _ in part.common()], begins=begins)
-        for part, clock, names in zip(self._parts, told["clocks"], told["codec"], strict=True):
+        for part, clock, names in zip(self._parts, found["clocks"], found["codec"], strict=True):
             part.adopt_codec(clock, {tuple(name): next(rest) for name in names})
         if fresh and begins:
             for t in self._others():
                 t.copy_(next(rest))
-        self.round, self._void = int(told["round"]), {*told["void"]}
-        self._tokens = dict(told["tokens"])
+        self.round, self._void = int(found["round"]), {*found["void"]}
+        self._tokens = dict(found["tokens"])
 
     # What a person sees.
 
@@ -518,13 +510,6 @@ class OpenRounds(ParameterSync):
             said = _SAID[what].format(rank=rank, seconds=seconds)
             there, members = len(self._run.alive()), len(plan.members)
             _log.warning("round %d: %s; %d of %d workers took part", plan.round, said, members, there)
-
-
-def _knows_ranks(compressor: Any) -> bool:
-    """Return whether a compressor keeps what all know of each rank, such as EF21's mean."""
-    kinds = {*compressor.state_kinds.values()}
-    inner = getattr(compressor, "inner", None)
-    return bool(kinds - {Kind.SUM, Kind.CLEAR}) or (inner is not None and _knows_ranks(inner))
 
 
 def _name(t: Tensor) -> str:

@@ -1,0 +1,245 @@
+"""Who takes part in an open round: a property of arrivals; and what such a run refuses."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import stenograd
+from stenograd.errors import ConfigError, LaunchError, MethodError, MismatchError, PeerLost
+from stenograd.launch.detect import World
+from stenograd.launch.membership import Arrival, Member, Membership, Plan, host_store
+
+
+def alone():
+    return World(0, 1, 0, 1, "alone")
+
+
+def entered(path, count, timeout_s=5.0):
+    """Return members of one run, in threads of this process."""
+    found = [Membership(str(path), alone(), timeout_s) for _ in range(count)]
+    for one in found:
+        one.enter({"method": "local"})
+    return found
+
+
+def meet(members, arrivals, quorum=0.5, grace_s=0.2):
+    """Let members come to a round at once, and return what each gets."""
+    plans = [None] * len(members)
+
+    def come(i):
+        plans[i] = members[i].meet(arrivals[i], quorum, grace_s)
+
+    threads = [
+        threading.Thread(target=come, args=(i,)) for i in range(len(members)) if arrivals[i] is not None
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return plans
+
+
+@pytest.fixture
+def three(tmp_path):
+    members = entered(tmp_path / "store", 3)
+    for member in members:
+        member.now = 0
+    yield members
+    for member in members:
+        member.close()
+
+
+def test_ranks_are_numbered_as_they_come(three):
+    assert [member.rank for member in three] == [0, 1, 2]
+
+
+def test_all_get_one_plan_and_one_attempt_counts(three):
+    plans = meet(three, [Arrival(1, 0, float(i)) for i in range(3)])
+    assert plans[0] == plans[1] == plans[2]
+    assert plans[0].ranks == (0, 1, 2)
+    assert plans[0].weights == (0.0, 1.0, 2.0)
+    assert plans[0].behind == []
+    assert all(member.commit(plan) for member, plan in zip(three, plans, strict=True))
+    assert [member.now for member in three] == [1, 1, 1]
+
+
+def test_who_comes_after_the_grace_trains_on(three):
+    start = time.monotonic()
+    plans = meet(three, [Arrival(1, 0), Arrival(1, 0), None])
+    assert time.monotonic() - start >= 0.2  # two of three are a quorum, but the grace is for the third
+    assert plans[0].ranks == (0, 1)
+    assert three[2].meet(Arrival(1, 0), 0.5, 0.2) is None  # at once, though the round is not over
+    three[0].commit(plans[0])
+    assert three[2].meet(Arrival(1, 0), 0.5, 0.2) is None
+    assert three[2].now == 1
+
+
+def test_below_the_quorum_nobody_meets(three):
+    three[0].timeout_s = three[1].timeout_s = 1.0
+    with pytest.raises(PeerLost, match="round 1 was not held within 1 s, missing: 1, 2"):
+        three[0].meet(Arrival(1, 0), 1.0, 0.0)
+
+
+def test_a_broken_attempt_is_tried_again_and_an_old_one_does_not_count(three):
+    (plan, *_) = meet(three, [Arrival(1, 0)] * 3)
+    assert three[1].fail(plan, "a link broke")
+    three[2].close()
+    again = meet(three[:2], [Arrival(1, 0)] * 2)
+    assert again[0].attempt == 1
+    assert again[0].ranks == (0, 1)
+    assert three[0].commit(again[0])
+    assert not three[1].commit(plan)  # as one that was frozen when it had everything
+    assert not three[1].fail(again[1], "too late")  # so this one takes it, too
+    assert three[1].commit(again[1])
+
+
+def test_an_attempt_that_fails_again_and_again_leaves_out_one_after_the_other(three):
+    left_out = []
+    for _ in range(5):
+        plans = meet(three, [Arrival(1, 0)] * 3)
+        plan = next(plan for plan in plans if plan is not None)
+        left_out.append({0, 1, 2} - {*plan.ranks})
+        three[plan.ranks[0]].fail(plan, "two cannot reach each other")
+    assert left_out == [set(), set(), {2}, {1}, {0}]
+
+
+def test_who_begins_gives_nobody_anything_and_counts_for_no_quorum(three):
+    arrivals = {m.own: Arrival(1, -1 if m.rank else 0) for m in three[:2]}
+    three[0]._see()
+    assert three[0]._planned(1, arrivals, 1.0, True) is None  # the third has parameters, and is awaited
+    plan = three[0]._planned(1, arrivals, 0.5, True)
+    assert (plan.donor, plan.behind) == (0, [1])
+
+
+def test_a_run_whose_parameters_nobody_has_ends_by_a_named_error(three):
+    for member in three[1:]:
+        member.close()
+    time.sleep(0.1)
+    with pytest.raises(PeerLost, match="nobody is left that has the parameters of round 0"):
+        three[0].meet(Arrival(1, -1), 0.5, 0.0)
+
+
+def test_a_second_process_of_a_rank_takes_its_place(tmp_path):
+    world = World(1, 2, 0, 1, "torchrun")
+    one, two = (Membership(str(tmp_path / "store"), world, 5.0) for _ in range(2))
+    one.enter({})
+    two.enter({})
+    one._see()
+    assert [member.life for member in one.alive()] == [two.own.life]
+    with pytest.raises(LaunchError, match="another process has come as rank 1"):
+        one.meet(Arrival(0, -1), 0.5, 0.0)
+    one.close()
+    two.close()
+
+
+def test_another_model_is_refused(tmp_path):
+    one, two = (Membership(str(tmp_path / "store"), alone(), 5.0) for _ in range(2))
+    one.enter({"method": "local", "model": "a"})
+    with pytest.raises(MismatchError, match=r"rank 1 differs from the run at .*: model b here, a there"):
+        two.enter({"method": "local", "model": "b"})
+    one.close()
+
+
+def _move_often(member):
+    for _ in range(100):
+        member.move(1)
+        time.sleep(0.05)
+
+
+def test_a_store_that_is_gone_is_named(tmp_path):
+    store = host_store(0)
+    (member,) = entered(f"127.0.0.1:{store.port}", 1)
+    member.now = 0
+    del store
+    with pytest.raises(PeerLost, match=r"the store of the open run at 127.0.0.1:.* is gone"):
+        _move_often(member)
+    member.close()
+
+
+def test_no_store_is_named():
+    with pytest.raises(LaunchError, match=r"no store of an open run answers at 127.0.0.1:1 "):
+        Membership("127.0.0.1:1", alone(), 0.3)
+    with pytest.raises(
+        LaunchError, match="STENOGRAD_OPEN must be HOST:PORT, or a path with a slash, got 'x'"
+    ):
+        Membership("x", alone(), 0.3)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(-1, 4)), min_size=1, max_size=6),
+    st.floats(0.05, 1.0),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=200)
+def test_a_plan_has_a_quorum_and_somebody_with_the_newest(who, quorum, over):
+    """Over any arrivals: (whether it has come, which round it has), at round 5."""
+    here = Membership.__new__(Membership)
+    members = [Member(i, f"m{i}") for i in range(len(who))]
+    here._latest = dict(enumerate(members))
+    here._left, here._attempts = set(), {}
+    here._beats = {m.life: (b"", time.monotonic()) for m in members}
+    here.rank, here.address, here.size = 0, "x", 1
+    come = {m: Arrival(5, state) for m, (comes, state) in zip(members, who, strict=True) if comes}
+    trained = [m for m, arrival in come.items() if arrival.state >= 0]
+    if len(come) == len(members) and not trained:
+        with pytest.raises(PeerLost):
+            here._planned(5, come, quorum, over)
+        return
+    plan = here._planned(5, come, quorum, over)
+    all_here = len(come) == len(members)
+    awaited = len(members) - len(come) + len(trained)
+    enough = len(trained) >= max(1, quorum * awaited - 1e-9)
+    newest = max((arrival.state for arrival in come.values()), default=-1) == 4
+    assert (plan is not None) == (all_here or (over and enough and newest))
+    if plan is not None:
+        assert plan.members == tuple(sorted(come))
+        assert plan.states[plan.donor] == max(plan.states)
+        assert plan.donor not in plan.behind
+        assert Plan.read(plan.text().encode()) == plan
+        json.loads(plan.text())
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("local:quorum=2", "quorum must be a share of the ranks, 0 to 1, got 2.0: use 0.75"),
+        ("local:quorum=0.5,grace=-1", "grace must be seconds, 0 or more"),
+        ("diloco:quorum=0.5,delay=1", "quorum must be 0 with delay"),
+        ("local:quorum=0.5,after=3", "quorum must be 0 with after"),
+        ("local:quorum=0.5,states=average", "quorum must be 0 with states"),
+        ("diloco:quorum=0.5,inside=dense", "quorum must be 0 with inside"),
+        ("diloco:quorum=0.5,eager=true", "quorum must be 0 with eager rounds or pairs"),
+        ("diloco:quorum=0.5,topology=pairs", "quorum must be 0 with eager rounds or pairs"),
+        ("local:quorum=0.5,qsr=0.1", "qsr must be 0 with seconds or quorum"),
+        ("local:quorum=0.5/topk", "what a lost rank has sent of its differences cannot be taken back"),
+    ],
+)
+def test_what_does_not_fit_an_open_run_is_refused(text, what):
+    with pytest.raises(MethodError, match=what):
+        stenograd.method(text)
+
+
+def test_texts_and_objects_of_open_rounds_mean_the_same():
+    schedule = stenograd.schedules.DiLoCo(every=30, quorum=0.75, grace=5.0)
+    assert stenograd.method("diloco:every=30,quorum=0.75,grace=5s").schedule == schedule
+
+
+def _tiny():
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_quorum_without_a_store_and_a_store_without_a_quorum_are_refused(monkeypatch):
+    monkeypatch.delenv("STENOGRAD_OPEN", raising=False)
+    with pytest.raises(ConfigError, match="quorum needs a store that outlives workers, got none"):
+        stenograd.distribute(*_tiny(), "local:quorum=0.5")
+    monkeypatch.setenv("STENOGRAD_OPEN", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"STENOGRAD_OPEN is set, .* got dense"):
+        stenograd.distribute(*_tiny())
