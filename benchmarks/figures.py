@@ -29,6 +29,7 @@ from typing import Any
 import bench
 import count_bytes
 import daso
+import evidence
 import handed_over
 import reproductions
 import slow_links
@@ -201,13 +202,15 @@ _NAMES |= {"daso": cycling, "median": statistics.median}
 def tables() -> dict[str, str]:
     """Return, for every file of tables beside a record, the tables that follow from the record."""
     made = {}
-    for file in sorted(RESULTS.glob("*.md")):
-        told = record(file.stem)
-        made[file.stem] = _maker(file.stem)(told)
+    for file in sorted(RESULTS.rglob("*.md")):
+        name = file.relative_to(RESULTS).with_suffix("").as_posix()
+        made[name] = _maker(name)(record(name))
     return made
 
 
 def _maker(name: str) -> Callable[[Mapping[str, Any]], str]:
+    if name.startswith("evidence/"):
+        return evidence.body
     if name.startswith("steps"):
         return lambda told: bench.step_tables(told["results"])
     if name.startswith(("text", "time_to_accuracy")):

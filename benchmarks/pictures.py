@@ -91,12 +91,12 @@ def curves(
 # Read on white and on black: a contrast of more than 3 to either.
 _GREY, _COLOURS = (
     "#7d8590",
-    {"ddp": "#d9662b", "ddp-bf16": "#8a6fd1", "diloco": "#1f8fd6", "powersgd": "#2f9e5b"},
+    {"ddp": "#d9662b", "bf16": "#8a6fd1", "diloco": "#1f8fd6", "powersgd": "#2f9e5b"},
 )
 
 
 def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], title: str) -> str:
-    """Draw validation loss against wall seconds: DDP, its bf16 hook and DiLoCo, with the seeds' range.
+    """Draw validation loss against wall seconds: DDP, bf16 and DiLoCo, with the seeds' range.
 
     Args:
         path: the PNG file to write; its background is transparent, and it is readable at a width of 400 px.
@@ -120,11 +120,11 @@ def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]
         colour = _COLOURS[name if name in _COLOURS else name.partition(":")[0]]
         axes.plot(seconds, [statistics.median(some) for some in losses], color=colour, linewidth=2.5)
         axes.fill_between(seconds, list(map(min, losses)), list(map(max, losses)), color=colour, alpha=0.25)
-        label = {"ddp": "DDP", "ddp-bf16": "DDP, bf16"}.get(name, "DiLoCo in 4 bits")
+        label = {"ddp": "DDP", "bf16": "bf16"}.get(name, "DiLoCo in 4 bits")
         axes.annotate(
             label,
             (seconds[-1], statistics.median(losses[-1])),
-            (0, 9),
+            (0, -20),
             textcoords="offset points",
             color=colour,
             fontsize=15,
@@ -136,7 +136,7 @@ def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]
     axes.set_ylabel("validation loss")
     axes.set_xlim(right=2 * right)
     axes.set_title(title, fontsize=15)
-    axes.margins(y=0.12)
+    axes.margins(y=0.16)
     _plain_ticks(axes.xaxis)
     axes.grid(alpha=0.25, which="both")
     axes.tick_params(labelsize=13)
