@@ -26,6 +26,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
 import bench
 import count_bytes
 import daso
@@ -314,7 +316,7 @@ def check(root: Path, rewrite: bool) -> list[str]:
                     faults += _compare(path, root, partial(derived, words=words), rewrite)
             missing = unbacked(path.read_text(encoding="utf-8"), own)
             faults += [
-                f"{path.relative_to(root)}: {one}: no record, see benchmarks/figures.py" for one in missing
+                f"{path.relative_to(root)}: {one}: no record, see scripts/figures.py" for one in missing
             ]
         except ValueError as error:
             faults.append(f"{path.relative_to(root)}: {error}")
