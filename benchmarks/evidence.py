@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from harness import MEASURED_LINKS, RESULTS, Place, command_line, document, main, number, table, write
-from rivals import FLOOR, Trainee
+from older import reached
+from rivals import FLOOR, Trainee, in_parts
 from scenarios import EVIDENCE
-from time_to_accuracy import in_parts, reached
 from torch import nn
 
 from stenograd.emulate.hosts import parse_rate

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["bands", "curves", "step_times"]
+__all__ = ["bands", "step_times"]
 
 _MARKERS = "osD^vPX*"
 _NO_MATPLOTLIB = "pictures need matplotlib, install it with `pip install stenograd[plots]`"
@@ -47,52 +47,8 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
     return f"wrote {path}"
 
 
-def curves(
-    path: Path, points: Mapping[str, Sequence[Mapping[str, float]]], target: float, losses: bool = False
-) -> str:
-    """Draw accuracy, or validation loss, against seconds and against megabytes, one curve a rival.
-
-    Args:
-        path: the PNG file to write.
-        points: by rival, each point with seconds, host_bytes and accuracy (0 to 1) or eval_loss.
-        target: accuracy or loss at which a line is drawn.
-        losses: whether losses are drawn.
-
-    Returns:
-        One line that says what was written, or why nothing was.
-    """
-    try:
-        figure = _figure(11, 4.2)
-    except ImportError:
-        return f"no {path}: {_NO_MATPLOTLIB}"
-    by_time, by_bytes = figure.subplots(1, 2, sharey=True)
-    for place, (rival, mine) in enumerate(points.items()):
-        score = [point["eval_loss"] if losses else 100 * point["accuracy"] for point in mine]
-        style = {"marker": _MARKERS[place % len(_MARKERS)], "markersize": 3, "linewidth": 1.2, "label": rival}
-        by_time.plot([point["seconds"] for point in mine], score, **style)
-        by_bytes.plot([point["host_bytes"] / 1e6 for point in mine], score, **style)
-    label = "validation loss" if losses else "accuracy, %"
-    by_time.set(xlabel="seconds of training", xscale="log", ylabel=label)
-    by_bytes.set(xlabel="MB sent by a host", xscale="log")
-    best = max((100 * point["accuracy"] for mine in points.values() for point in mine), default=0.0)
-    if losses:
-        by_time.set_ylim(target - 0.1, target + 0.9)
-    elif best > 100 * target:  # then the first evaluations are of no interest
-        by_time.set_ylim(100 * target - 2.5, best + 0.2)
-    for axes in (by_time, by_bytes):
-        _plain_ticks(axes.xaxis)
-        axes.axhline(target if losses else 100 * target, color="black", linewidth=0.8, linestyle=":")
-        axes.grid(alpha=0.3, which="both")
-    figure.legend(*by_time.get_legend_handles_labels(), loc="outside right center")
-    figure.savefig(path, dpi=130)
-    return f"wrote {path}"
-
-
 # Read on white and on black: a contrast of more than 3 to either.
-_GREY, _COLOURS = (
-    "#7d8590",
-    {"ddp": "#d9662b", "bf16": "#8a6fd1", "diloco": "#1f8fd6", "powersgd": "#2f9e5b"},
-)
+_GREY, _COLOURS = "#7d8590", {"ddp": "#d9662b", "bf16": "#8a6fd1", "diloco": "#1f8fd6"}
 
 
 def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], title: str) -> str:

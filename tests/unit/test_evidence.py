@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,12 @@ def results():
     }
 
 
-def test_the_table_tells_the_worst_seed(results):
+def test_the_table_tells_the_worst_seed(monkeypatch, results):
     """DDP is at 2.2 after 40 and 48 s, DiLoCo after 7.5 and 10 s: 5.33 and 4.8 times as fast.
 
     Computing alone takes 8 of its 10 s. Two hosts have learnt from 2 x 40 x 12 x 64 characters.
     """
+    monkeypatch.setitem(evidence.EVIDENCE, "try", replace(evidence.EVIDENCE["try"], steps=40))
     lines = evidence.summary(results, "try", 2).splitlines()
     assert lines[0] == "2 seeds, 40 steps."
     assert lines[5].startswith("| `ddp` | 2 | 2.150 (2.100 to 2.200) | 44.0 (40.0 to 48.0) | 1.00 |")
