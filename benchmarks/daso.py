@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from harness import main, number, publish, ratio, table
-from rivals import FLOOR, Trainee
-from time_to_accuracy import Points, in_parts, measure, options
+from harness import Place, command_line, main, number, publish, ratio, table
+from rivals import FLOOR, Points, Trainee, in_parts
 
 from stenograd import tasks
 
@@ -88,15 +87,25 @@ def summary(told: Mapping[str, Points]) -> str:
 
 def daso() -> None:
     """Train everywhere, then print and write."""
-    parser = options(__doc__, "daso", ["ddp", "dense", DASO])
+    parser = command_line(__doc__, "daso")
+    parser.add_argument("--data", required=True, metavar="DIR", help="folder with MNIST's files")
+    parser.add_argument("--rivals", nargs="+", metavar="RIVAL", default=["ddp", "dense", DASO])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--rate", default="100mbit", help="of the link between hosts")
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--warmup-epochs", type=int, default=1)
     parser.add_argument("--cooldown-epochs", type=int, default=1)
     parser.add_argument("--max-global-skips", type=int, default=8)
-    parser.set_defaults(hosts=2, ranks_per_host=2, parts=1)
+    parser.add_argument("--steps", type=int, help="of an epoch; by default all samples once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout-s", type=float, default=7200.0)
+    parser.set_defaults(parts=1)
     args = parser.parse_args()
-    if args.epochs <= args.warmup_epochs + args.cooldown_epochs or args.parts != 1:
-        parser.error("--epochs must leave some between --warmup-epochs and --cooldown-epochs, in one part")
-    told = measure(args, train)
+    if args.epochs <= args.warmup_epochs + args.cooldown_epochs:
+        parser.error("--epochs must leave some between --warmup-epochs and --cooldown-epochs")
+    place = Place(args.hosts, args.ranks_per_host, args.rate)
+    told = place.run(train, args, timeout_s=args.timeout_s)[0]
     publish(args, "DASO against averaging every gradient, MNIST", told, summary(told))
 
 

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from harness import MEASURED_LINKS, RESULTS, Place, command_line, document, main, number, table, write
-from rivals import FLOOR, Trainee
+from older import reached
+from rivals import FLOOR, Trainee, in_parts
 from scenarios import EVIDENCE
-from time_to_accuracy import in_parts, reached
 from torch import nn
 
 from stenograd.emulate.hosts import parse_rate
@@ -38,7 +38,6 @@ from stenograd.tasks.text import Text
 
 FOLDER = RESULTS / "evidence"
 _LINKS, _HOSTS, _SEEDS, _TUNING_SEED = ("20mbit", "100mbit", "1gbit", "none"), (2, 4, 8), (0, 1, 2), 1000
-_PARTS = 12  # evaluations
 _RANK, _FIRST_STEPS = 8, 600  # of the adapters, and of the training before they are put in
 _ROW = ("steps", "seconds", "host_bytes", "eval_loss", "accuracy")
 
@@ -126,7 +125,7 @@ def _first_trained(text: Path, folder: Path) -> Path:
     return swapped
 
 
-_TASKS = {"gpt": _Gpt, "mnist": Mnist, "resnet": _Resnet, "lora": _Lora, "try": Text}
+_TASKS = {"gpt": _Gpt, "gpt-small": Text, "mnist": Mnist, "resnet": _Resnet, "lora": _Lora, "try": Text}
 
 
 def train(rank: int, work: str, data: str, rates: Mapping[str, float], seed: int, parts: int) -> Any:
@@ -136,6 +135,7 @@ def train(rank: int, work: str, data: str, rates: Mapping[str, float], seed: int
         own, recipe = copy.copy(task), task.recipe
         low = recipe.min_lr if recipe.min_lr is None else factor * recipe.min_lr
         own.recipe = replace(recipe, lr=factor * recipe.lr, min_lr=low)
+        own.eval_size = min(task.eval_size, plan.judged or task.eval_size)
         trainees.append(Trainee(name, own, seed, plan.steps, 1))
     return in_parts(trainees, argparse.Namespace(epochs=1, parts=parts))
 
@@ -143,6 +143,7 @@ def train(rank: int, work: str, data: str, rates: Mapping[str, float], seed: int
 def run(cell: str, data: str, seeds: Sequence[int], date: str) -> None:
     """Do what is missing of a cell, and write its record after each seed."""
     work, hosts, rate = _parsed(cell)
+    plan = EVIDENCE[work]
     tuned = _tuned(work, hosts, data)
     path = _path(cell)
     told = json.loads(path.read_text()) if path.exists() else {}
@@ -152,10 +153,10 @@ def run(cell: str, data: str, seeds: Sequence[int], date: str) -> None:
         raise ValueError(f"{path} has other learning rates than were tuned: remove it")
     for seed in (seed for seed in seeds if str(seed) not in results["seeds"]):
         place = Place(hosts, rate=rate, cores_per_host=_own_cores(hosts))
-        points = place.run(train, work, data, tuned, seed, _PARTS, timeout_s=86_400)[0]
+        points = place.run(train, work, data, tuned, seed, plan.parts, timeout_s=86_400)[0]
         results["seeds"][str(seed)] = {name: _rows(mine, work) for name, mine in points.items()}
         MEASURED_LINKS[:] = gates = [*gates, MEASURED_LINKS[-1]]
-        settings = {"cell": cell, "steps": EVIDENCE[work].steps, "grid": EVIDENCE[work].grid}
+        settings = {"cell": cell, "steps": plan.steps, "grid": plan.grid}
         settings |= {"cores_per_host": _own_cores(hosts)}
         page = document(cell, date, ["evidence.py", cell], summary(results, work, hosts))
         write(path.with_suffix(""), date, settings, results, page)
@@ -250,6 +251,12 @@ def body(told: Mapping[str, Any]) -> str:
     return summary(told["results"], work, hosts)
 
 
+def _where(cell: str) -> str:
+    _, hosts, rate = _parsed(cell)
+    link = "no limit" if rate == "none" else rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+    return f"{hosts} emulated hosts, {link}"
+
+
 def hours(cell: str) -> tuple[float, float]:
     """Estimate hours of three seeds, and of tuning: computing, and the exchanges of DDP and its casts."""
     work, hosts, rate = _parsed(cell)
@@ -283,11 +290,7 @@ def evidence() -> None:
             from pictures import bands
 
             told = json.loads(_path(cell).read_text())["results"]
-            print(
-                bands(
-                    args.picture, told["seeds"], f"{cell.split(':')[1]} emulated hosts, {cell.split(':')[2]}"
-                )
-            )
+            print(bands(args.picture, told["seeds"], _where(cell)))
             continue
         if data is None:
             raise ValueError(f"{cell} needs --{'mnist DIR' if EVIDENCE[work].target else 'text FILE'}")

@@ -32,7 +32,7 @@ MOST_LOST = 0.05  # of a core
 # A message takes so long without any delay, through two stacks and until a process wakes up.
 _WAY_S = 0.2e-3
 _TRIES = 4  # other programs of the machine may have been in the way of one
-_IDLE_S, _FLOW_S = 1.0, 2.0
+_IDLE_S, _FLOW_S, _BINS = 1.0, 2.4, 10
 _BEGINNING_S = 0.4  # of a flow: what the bucket lets pass at once, and TCP finding its window
 _PINGS = 30
 _PORT = 29400
@@ -50,6 +50,9 @@ def gate(hosts: Hosts) -> dict[str, Any]:
     Returns:
         What was asked and what was found, for the record of the run: bits per second of the slowest host,
         seconds one way, and the share lost of the core that lost most; `refused_before` has failed tries.
+        `lost_by_core` is what each core lost while data flowed, `lost_to_packets` what it loses to as many
+        bytes without the buckets, as on any host (None if the first is in bounds anyway); the emulation's is
+        the difference.
 
     Raises:
         HostsError: rate, latency or lost processor time is out of bounds, by every try.
@@ -58,7 +61,7 @@ def gate(hosts: Hosts) -> dict[str, Any]:
         return {}
     tries: list[dict[str, Any]] = []
     while len(tries) < _TRIES:
-        found = _measure(hosts)
+        found = _measured(hosts)
         faults = wrong(found)
         if not faults:
             return found | {"refused_before": tries}
@@ -92,9 +95,36 @@ def wrong(found: dict[str, Any]) -> list[str]:
     return faults
 
 
-def _measure(hosts: Hosts) -> dict[str, Any]:
+def _measured(hosts: Hosts) -> dict[str, Any]:
     up, _, down = hosts.rate.partition("/")
     rates = [bps for bps in (parse_rate(up), parse_rate(down or up)) if bps is not None]
+    bps, latency_s, lost, held = _measure(hosts, 0.0)
+    packets: list[float | None] | None = None
+    if not rates:  # there are no buckets: all of it is what packets take
+        packets = lost
+    elif max(filter(None, lost), default=0.0) + held > MOST_LOST:
+        with Hosts(hosts.count, "none", cores_per_host=hosts.cores_per_host) as plain:
+            packets = _measure(plain, bps)[2]
+    pairs = zip(lost, packets or [0.0] * len(lost), strict=True)
+    shares = [a - max(b, 0.0) for a, b in pairs if a is not None and b is not None]
+    return {
+        "hosts": hosts.count,
+        "rate": hosts.rate,
+        "asked_bps": min(rates) if rates else None,
+        "bps": round(bps),
+        "asked_s": parse_delay(hosts.delay),
+        "latency_s": round(latency_s, 7),
+        "lost_of_a_core": None if len(shares) < len(lost) else round(max(*shares, 0.0) + held, 4),
+        "lost_by_core": lost,
+        "lost_to_packets": packets,
+    }
+
+
+def _measure(hosts: Hosts, pace_bps: float) -> tuple[float, float, list[float | None], float]:
+    """Return bits per second, seconds one way, the share that each core lost, and that of the relay.
+
+    Hosts send as much as the link takes, or at a pace.
+    """
     with tempfile.TemporaryDirectory() as name:
         cores = sorted(os.sched_getaffinity(0))
         logs = [Path(name) / str(core) for core in cores]
@@ -102,28 +132,19 @@ def _measure(hosts: Hosts) -> dict[str, Any]:
             subprocess.Popen([sys.executable, __file__, "spin", str(core), str(log)])
             for core, log in zip(cores, logs, strict=True)
         ]
+        relay = _Relay(hosts)
         try:
-            relay = _Relay(hosts)
-            told = [json.loads(text) for text in hosts.run([sys.executable, __file__, "flow"], timeout_s=60)]
-            relay.stop()
+            command = [sys.executable, __file__, "flow", str(pace_bps)]
+            told = [json.loads(text) for text in hosts.run(command, timeout_s=60)]
         finally:
+            relay.stop()
             for spinner in spinners:
                 spinner.kill()
                 spinner.wait()
         began = told[0]["began"]
         lines = [log.read_text().splitlines()[:-1] for log in logs]
     lost = [_lost([tuple(map(float, line.split())) for line in core], began) for core in lines]
-    shares, held = [share for share in lost if share is not None], relay.share(began)
-    return {
-        "hosts": hosts.count,
-        "rate": hosts.rate,
-        "asked_bps": min(rates) if rates else None,
-        "bps": round(min(rank["bps"] for rank in told)),
-        "asked_s": parse_delay(hosts.delay),
-        "latency_s": round(told[0]["latency_s"], 7),
-        "lost_of_a_core": None if len(shares) < len(lost) else round(max(*shares, 0.0) + held, 4),
-        "lost_by_core": [round(share, 4) for share in shares],
-    }
+    return min(rank["bps"] for rank in told), told[0]["latency_s"], lost, relay.share(began)
 
 
 def _lost(slices: Sequence[Sequence[float]], began: float) -> float | None:
@@ -144,7 +165,7 @@ def _lost(slices: Sequence[Sequence[float]], began: float) -> float | None:
     )
     if min(len(quiet), len(busy)) < _FEWEST:
         return None
-    return 1 - statistics.mean(quiet) / statistics.mean(busy)
+    return round(1 - statistics.mean(quiet) / statistics.mean(busy), 4)
 
 
 class _Relay:
@@ -188,7 +209,7 @@ def _waited_s() -> float:
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
-def _flow() -> None:
+def _flow(pace_bps: float) -> None:
     """Be a host: send to the next one and receive from the one before, and print what that took."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     server = socket.create_server((f"10.77.0.{rank + 1}", _PORT))
@@ -205,7 +226,7 @@ def _flow() -> None:
         began = float(text)
         ahead.sendall(text)
     time.sleep(max(0.0, began - time.monotonic()))
-    sender = threading.Thread(target=_send, args=(ahead, began + _FLOW_S))
+    sender = threading.Thread(target=_send, args=(ahead, began + _FLOW_S, pace_bps))
     sender.start()
     bps = _receive(behind, began)
     sender.join()
@@ -242,23 +263,28 @@ def _ping(rank: int, ahead: socket.socket, behind: socket.socket) -> float:
     return min(taken) / 2
 
 
-def _send(ahead: socket.socket, until: float) -> None:
-    piece = bytes(1 << 16)
+def _send(ahead: socket.socket, until: float, pace_bps: float) -> None:
+    piece, sent, start = bytes(10 * _SEGMENT_BYTES), 0, time.monotonic()
     while time.monotonic() < until:
         ahead.sendall(piece)
+        sent += 8 * len(piece)
+        if pace_bps:
+            time.sleep(max(0.0, start + sent / pace_bps - time.monotonic()))
     ahead.shutdown(socket.SHUT_WR)
 
 
 def _receive(behind: socket.socket, began: float) -> float:
-    """Return the bits per second of whole packets that came after the beginning."""
-    room, counted, first, last = bytearray(1 << 20), 0, 0.0, 0.0
+    """Return the bits per second of whole packets, the median over bins of what came after the beginning.
+
+    In some bins nothing comes: TCP recovers from a full queue, or this process waited for a core.
+    """
+    room, bins = bytearray(1 << 20), [0] * _BINS
+    each_s = (_FLOW_S - _BEGINNING_S) / _BINS
     while count := behind.recv_into(room):
-        at = time.monotonic()
-        if first and at < began + _FLOW_S:
-            counted, last = counted + count, at
-        elif at > began + _BEGINNING_S and not first:
-            first = at
-    return 8 * counted * _PACKET_BYTES / _SEGMENT_BYTES / max(last - first, 1e-6)
+        at = int((time.monotonic() - began - _BEGINNING_S) // each_s)
+        if 0 <= at < _BINS:
+            bins[at] += count
+    return 8 * statistics.median(bins) * _PACKET_BYTES / _SEGMENT_BYTES / each_s
 
 
 def _command_line() -> None:
@@ -277,7 +303,7 @@ def _command_line() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["spin"]:
         _spin(int(sys.argv[2]), Path(sys.argv[3]))
-    elif sys.argv[1:] == ["flow"]:
-        _flow()
+    elif sys.argv[1:2] == ["flow"]:
+        _flow(float(sys.argv[2]))
     else:
         _command_line()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["bands", "curves", "step_times", "timeline"]
+__all__ = ["bands", "step_times", "timeline"]
 
 _MARKERS = "osD^vPX*"
 _NO_MATPLOTLIB = "pictures need matplotlib, install it with `pip install stenograd[plots]`"
@@ -78,56 +78,12 @@ def timeline(path: Path, when: Sequence[Sequence[Any]], faults: Sequence[Mapping
     return f"wrote {path}"
 
 
-def curves(
-    path: Path, points: Mapping[str, Sequence[Mapping[str, float]]], target: float, losses: bool = False
-) -> str:
-    """Draw accuracy, or validation loss, against seconds and against megabytes, one curve a rival.
-
-    Args:
-        path: the PNG file to write.
-        points: by rival, each point with seconds, host_bytes and accuracy (0 to 1) or eval_loss.
-        target: accuracy or loss at which a line is drawn.
-        losses: whether losses are drawn.
-
-    Returns:
-        One line that says what was written, or why nothing was.
-    """
-    try:
-        figure = _figure(11, 4.2)
-    except ImportError:
-        return f"no {path}: {_NO_MATPLOTLIB}"
-    by_time, by_bytes = figure.subplots(1, 2, sharey=True)
-    for place, (rival, mine) in enumerate(points.items()):
-        score = [point["eval_loss"] if losses else 100 * point["accuracy"] for point in mine]
-        style = {"marker": _MARKERS[place % len(_MARKERS)], "markersize": 3, "linewidth": 1.2, "label": rival}
-        by_time.plot([point["seconds"] for point in mine], score, **style)
-        by_bytes.plot([point["host_bytes"] / 1e6 for point in mine], score, **style)
-    label = "validation loss" if losses else "accuracy, %"
-    by_time.set(xlabel="seconds of training", xscale="log", ylabel=label)
-    by_bytes.set(xlabel="MB sent by a host", xscale="log")
-    best = max((100 * point["accuracy"] for mine in points.values() for point in mine), default=0.0)
-    if losses:
-        by_time.set_ylim(target - 0.1, target + 0.9)
-    elif best > 100 * target:  # then the first evaluations are of no interest
-        by_time.set_ylim(100 * target - 2.5, best + 0.2)
-    for axes in (by_time, by_bytes):
-        _plain_ticks(axes.xaxis)
-        axes.axhline(target if losses else 100 * target, color="black", linewidth=0.8, linestyle=":")
-        axes.grid(alpha=0.3, which="both")
-    figure.legend(*by_time.get_legend_handles_labels(), loc="outside right center")
-    figure.savefig(path, dpi=130)
-    return f"wrote {path}"
-
-
 # Read on white and on black: a contrast of more than 3 to either.
-_GREY, _COLOURS = (
-    "#7d8590",
-    {"ddp": "#d9662b", "ddp-bf16": "#8a6fd1", "diloco": "#1f8fd6", "powersgd": "#2f9e5b"},
-)
+_GREY, _COLOURS = "#7d8590", {"ddp": "#d9662b", "bf16": "#8a6fd1", "diloco": "#1f8fd6"}
 
 
 def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], title: str) -> str:
-    """Draw validation loss against wall seconds: DDP, its bf16 hook and DiLoCo, with the seeds' range.
+    """Draw validation loss against wall seconds: DDP, bf16 and DiLoCo, with the seeds' range.
 
     Args:
         path: the PNG file to write; its background is transparent, and it is readable at a width of 400 px.
@@ -151,11 +107,11 @@ def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]
         colour = _COLOURS[name if name in _COLOURS else name.partition(":")[0]]
         axes.plot(seconds, [statistics.median(some) for some in losses], color=colour, linewidth=2.5)
         axes.fill_between(seconds, list(map(min, losses)), list(map(max, losses)), color=colour, alpha=0.25)
-        label = {"ddp": "DDP", "ddp-bf16": "DDP, bf16"}.get(name, "DiLoCo in 4 bits")
+        label = {"ddp": "DDP", "bf16": "bf16"}.get(name, "DiLoCo in 4 bits")
         axes.annotate(
             label,
             (seconds[-1], statistics.median(losses[-1])),
-            (0, 9),
+            (0, -20),
             textcoords="offset points",
             color=colour,
             fontsize=15,
@@ -167,7 +123,7 @@ def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]
     axes.set_ylabel("validation loss")
     axes.set_xlim(right=2 * right)
     axes.set_title(title, fontsize=15)
-    axes.margins(y=0.12)
+    axes.margins(y=0.16)
     _plain_ticks(axes.xaxis)
     axes.grid(alpha=0.25, which="both")
     axes.tick_params(labelsize=13)

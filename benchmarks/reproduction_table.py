@@ -17,7 +17,7 @@ _EF21 = f"{_TOPK},feedback=ef21-sgdm"
 
 
 def earlier(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return runs of `time_to_accuracy.py` with the settings of R2, by the keys of the same runs here.
+    """Return earlier trainings on hosts with the settings of R2, by the keys of the same runs here.
 
     Both train 1,000 steps of two ranks with the task's recipe; the samples come in another order.
     """

@@ -5,12 +5,13 @@ And the one training loop of the benchmarks, for random batches (`Rival`) and fo
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import asdict, dataclass
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -24,7 +25,21 @@ import stenograd
 from stenograd import simulate, tasks
 from stenograd.catalog.method import for_any_optimizer
 
-__all__ = ["DDP_HOOKS", "EPFML", "FLOOR", "RIVALS", "Attached", "Rival", "Spent", "Trainee", "check_names"]
+__all__ = [
+    "DDP_HOOKS",
+    "EPFML",
+    "FLOOR",
+    "RIVALS",
+    "Attached",
+    "Points",
+    "Rival",
+    "Spent",
+    "Trainee",
+    "check_names",
+    "in_parts",
+]
+
+Points = Sequence[Mapping[str, Any]]  # one rival's epoch, seconds, host_bytes, counted_bytes, loss, accuracy
 
 FLOOR = "none"  # every rank trains for itself
 RIVALS = [FLOOR, "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", *for_any_optimizer()]
@@ -221,6 +236,43 @@ class Trainee(Rival):
         theirs = mine.clone()
         dist.broadcast(theirs, 0)
         return slowest(float(not torch.equal(mine, theirs))) == 0
+
+
+def in_parts(
+    trainees: Sequence[Trainee],
+    args: argparse.Namespace,
+    after: Callable[[Trainee, int], dict[str, Any]] = lambda trainee, epoch: {},
+) -> dict[str, list[dict[str, Any]]]:
+    """Let trainees take turns; what `after` returns for a trainee and an epoch goes into its point."""
+    points: dict[str, list[dict[str, Any]]] = {trainee.name: [] for trainee in trainees}
+    for epoch in range(args.epochs):
+        batches = [_parts(list(trainee.batches(epoch)), args.parts) for trainee in trainees]
+        for part in range(args.parts):
+            for trainee, mine in zip(trainees, batches, strict=True):
+                trainee.learn(mine[part])
+                more = after(trainee, epoch)
+                loss, accuracy = trainee.scores()
+                where = {"epoch": epoch + (part + 1) / args.parts, "accuracy": accuracy, "eval_loss": loss}
+                points[trainee.name].append(where | asdict(trainee.spent) | more)
+            if dist.get_rank() == 0:
+                print(_progress(points), flush=True)
+    for trainee in trainees:
+        trainee.attached.close()
+    return points
+
+
+def _parts(batches: list[Any], count: int) -> list[list[Any]]:
+    """Cut an epoch's batches in nearly equal parts."""
+    cuts = [len(batches) * part // count for part in range(count + 1)]
+    return [batches[start:end] for start, end in pairwise(cuts)]
+
+
+def _progress(points: Mapping[str, Points]) -> str:
+    told = [
+        f"{n} {100 * p[-1]['accuracy']:.2f} %, {p[-1]['eval_loss']:.4f} after {p[-1]['seconds']:.1f} s"
+        for n, p in points.items()
+    ]
+    return f"epoch {next(iter(points.values()))[-1]['epoch']:.2f}: {', '.join(told)}"
 
 
 def _compile(name: str) -> None:

@@ -111,6 +111,10 @@ class Evidence:
         target: accuracy to reach; None for the loss at which the worst seed of DDP ends.
         parameters: that travel; with `step_s`, the seconds of a step on a core of its own, for estimates.
         grid: learning rates that are tried alike for each rival, as multiples of the recipe's.
+        batch: samples of a rank's step.
+        context: characters of a sample.
+        judged: held-out samples that are looked at; None for all.
+        parts: of the steps, after each of which they are.
     """
 
     steps: int
@@ -121,25 +125,31 @@ class Evidence:
     grid: tuple[float, ...] = (0.5, 1.0, 2.0)
     batch: int = 64
     context: int = 1
+    judged: int | None = None
+    parts: int = 12
 
     @property
     def rivals(self) -> list[str]:
-        """No exchange, which tells what computing takes, DDP, its hooks, and ours."""
-        return ["none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", *self.ours]
+        """No exchange, which tells what computing takes, DDP, its hooks that run on CPUs, bf16, and ours."""
+        return ["none", "ddp", "ddp-fp16", "ddp-powersgd", "bf16", *self.ours]
 
 
 _ROUNDS = ("diloco:every=10/lowbit:format=e3m0", "powersgd:rank=4,alternate=true")
 EVIDENCE = {
     # nanoGPT's character model for GPUs on tiny Shakespeare, with a batch that one core can do
-    "gpt": Evidence(600, _ROUNDS, 10_700_000, 0.55, batch=2, context=256),
+    "gpt": Evidence(400, _ROUNDS, 10_745_088, 0.35, batch=2, context=256, judged=128),
+    # nanoGPT's for CPUs, with its batch
+    "gpt-small": Evidence(1000, _ROUNDS, 804_096, 0.05, batch=12, context=64, judged=500),
     # SINGA's example and recipe
-    "mnist": Evidence(2400, ("local:every=16/qsgd:bits=4", "topk:ratio=0.01"), 431_080, 0.016, target=0.985),
+    "mnist": Evidence(2400, ("local:every=16/qsgd:bits=4", "topk:ratio=0.01"), 431_080, 0.02, target=0.985),
     # residual blocks with BatchNorm on MNIST, at a tenth of what ImageNet's networks have
-    "resnet": Evidence(1200, ("local:every=16/qsgd:bits=4", *_ROUNDS[1:]), 175_258, 0.12, target=0.99),
+    "resnet": Evidence(1200, ("local:every=16/qsgd:bits=4", *_ROUNDS[1:]), 151_546, 0.08, target=0.985),
     # adapters of rank 8 in a small GPT that was trained first: now the text has its case swapped
-    "lora": Evidence(600, ("diloco:every=10/lowbit:format=e3m0", "bf16"), 65_536, 0.06, batch=12, context=64),
+    "lora": Evidence(600, _ROUNDS[:1], 65_536, 0.06, batch=12, context=64, judged=500),
     # what a machine does in minutes, to see that all of it works
-    "try": Evidence(120, _ROUNDS[:1], 804_096, 0.05, grid=(1.0, 2.0), batch=12, context=64),
+    "try": Evidence(
+        40, _ROUNDS[:1], 804_096, 0.05, grid=(1.0, 2.0), batch=12, context=64, judged=100, parts=4
+    ),
 }
 
 # One method of each kind, for what need not be known of all.

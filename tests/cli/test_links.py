@@ -65,4 +65,4 @@ def test_what_was_measured_is_told(monkeypatch):
     assert (found["asked_bps"], found["asked_s"], found["refused_before"]) == (2e7, 0.0, [])
     assert 0 <= found["bps"] < 2.1e7
     assert 0 < found["latency_s"] < 1
-    assert {"lost_of_a_core", "lost_by_core"} <= set(found)
+    assert {"lost_of_a_core", "lost_by_core", "lost_to_packets"} <= set(found)

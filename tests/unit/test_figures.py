@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests' own folders
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # behind the tests' own folders
 
 import figures
 

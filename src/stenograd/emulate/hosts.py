@@ -138,7 +138,7 @@ class Hosts:
         if not 1 <= count <= MAX_HOSTS:
             raise ValueError(f"count must be in 1..{MAX_HOSTS}, got {count}")
         self._cores = _shared_out(count, cores_per_host) if cores_per_host else [[] for _ in range(count)]
-        self.count, self.rate, self.delay = count, rate, delay
+        self.count, self.rate, self.delay, self.cores_per_host = count, rate, delay, cores_per_host
         up, _, down = rate.partition("/")
         self._up_bps, self._down_bps = parse_rate(up), parse_rate(down or up)
         self._delay_s = parse_delay(delay)

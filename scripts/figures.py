@@ -26,15 +26,17 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
 import bench
 import count_bytes
 import daso
+import evidence
 import handed_over
+import older
 import reproductions
-import slow_links
 import storm
 import streaming
-import time_to_accuracy
 import unequal
 from harness import RESULTS
 
@@ -69,9 +71,9 @@ def cells(rival: str) -> str:
 
 
 def reached(name: str, rival: str, key: str = "seconds") -> float:
-    """Return what a rival had spent when it first stood at the target of `time_to_accuracy.py`."""
+    """Return what a rival had spent when it first stood at the target of a training of `older.py`."""
     told = record(name)
-    hit = time_to_accuracy.reached(told["results"][rival], told["settings"]["target"])
+    hit = older.reached(told["results"][rival], told["settings"]["target"])
     assert hit is not None, f"{rival} of {name} did not reach its target"
     return float(hit[key])
 
@@ -82,19 +84,19 @@ def ended(name: str, rival: str, key: str = "seconds", per: float = 1.0) -> floa
 
 
 def slow(rate: str, rival: str, key: str = "seconds", loss: float = 1.9) -> float:
-    """Return seconds or bytes of four hosts until a loss, put together by `slow_links.py`."""
+    """Return seconds or bytes of four hosts until a loss, put together."""
     told = record("slow_links")["results"]
-    points = slow_links.points(told["curves"][rival], told["steps"][rate][rival])
+    points = older.points(told["curves"][rival], told["steps"][rate][rival])
     return next(point[key] for point in points if point["eval_loss"] <= loss)
 
 
 def per_step(rate: str, rival: str) -> float:
-    """Return a rival's seconds per step on four hosts, as `slow_links.py` took them."""
+    """Return a rival's seconds per step on four hosts, where seconds are put together."""
     return float(record("slow_links")["results"]["steps"][rate][rival]["seconds"])
 
 
 def others() -> list[float]:
-    """Return the last losses of those of `slow_links.py` that are neither DDP nor DiLoCo in 4 bits."""
+    """Return the last losses of those on four hosts that are neither DDP nor DiLoCo in 4 bits."""
     curves = record("slow_links")["results"]["curves"]
     return [curve[-1][1] for rival, curve in curves.items() if rival not in ("ddp", FEW_BITS)]
 
@@ -202,23 +204,25 @@ _NAMES |= {"daso": cycling, "median": statistics.median}
 def tables() -> dict[str, str]:
     """Return, for every file of tables beside a record, the tables that follow from the record."""
     made = {}
-    for file in sorted(RESULTS.glob("*.md")):
-        told = record(file.stem)
-        made[file.stem] = _maker(file.stem)(told)
+    for file in sorted(RESULTS.rglob("*.md")):
+        name = file.relative_to(RESULTS).with_suffix("").as_posix()
+        made[name] = _maker(name)(record(name))
     return made
 
 
 def _maker(name: str) -> Callable[[Mapping[str, Any]], str]:
+    if name.startswith("evidence/"):
+        return evidence.body
     if name.startswith("steps"):
         return lambda told: bench.step_tables(told["results"])
     if name.startswith(("text", "time_to_accuracy")):
-        return time_to_accuracy.body
+        return older.time_to_accuracy
     makers: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "count_bytes": lambda told: count_bytes.summary(told["results"]),
         "daso": lambda told: daso.summary(told["results"]),
         "handed_over": lambda told: handed_over.summary(told["results"]),
         "reproductions": lambda told: reproductions.told(told["results"]),
-        "slow_links": slow_links.body,
+        "slow_links": older.put_together,
         "streaming": lambda told: streaming.summary(told["results"], told["settings"]["rate"]),
         "storm": lambda told: storm.tell(told["results"]),
         "unequal": lambda told: unequal.summary(told["results"]),
@@ -314,7 +318,7 @@ def check(root: Path, rewrite: bool) -> list[str]:
                     faults += _compare(path, root, partial(derived, words=words), rewrite)
             missing = unbacked(path.read_text(encoding="utf-8"), own)
             faults += [
-                f"{path.relative_to(root)}: {one}: no record, see benchmarks/figures.py" for one in missing
+                f"{path.relative_to(root)}: {one}: no record, see scripts/figures.py" for one in missing
             ]
         except ValueError as error:
             faults.append(f"{path.relative_to(root)}: {error}")
