@@ -265,7 +265,10 @@ def hours(cell: str) -> tuple[float, float]:
     bps = min(parse_rate(rate) or 5e9, 5e9)
     dense_s = 2 * (hosts - 1) / hosts * 32 * 1.05 * plan.parameters / bps
     compute_s = plan.step_s * share * len(plan.rivals)
-    once = plan.steps * (compute_s + 2.1 * dense_s) * 1.1 / 3600
+    batches = plan.parts * (plan.judged or 10_000) / plan.batch / hosts  # looked at by a rank, for each rival
+    judged_s = batches * compute_s / 3  # a forward pass alone
+    # DDP, two casts to 16 bits, and a tenth for all that sends little
+    once = (plan.steps * (compute_s + 2.1 * dense_s) * 1.1 + judged_s) / 3600
     return len(_SEEDS) * once, len(plan.grid) * plan.steps * compute_s * 1.1 / 3600
 
 
