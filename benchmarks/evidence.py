@@ -237,7 +237,7 @@ def summary(results: Mapping[str, Any], work: str, hosts: int) -> str:
     unit = "samples" if plan.context == 1 else "characters"
     head = ["rival", "lr, x recipe's", f"final {'accuracy' if plan.target else 'loss'}", f"s to {target:.4g}"]
     head += ["x faster than ddp, worst seed", "utilisation, %", f"{unit} per s", "MB sent by a host"]
-    return f"{len(seeds)} seeds, {plan.steps} steps.\n\n{table(head, lines)}"
+    return f"{len(seeds)} seed{'s' * (len(seeds) > 1)}, {plan.steps} steps.\n\n{table(head, lines)}"
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
