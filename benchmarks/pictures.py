@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["bands", "step_times"]
+__all__ = ["bands", "step_times", "timeline"]
 
 _MARKERS = "osD^vPX*"
 _NO_MATPLOTLIB = "pictures need matplotlib, install it with `pip install stenograd[plots]`"
@@ -43,6 +43,37 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
         axes.grid(alpha=0.3, which="both")
     panels[0].invert_yaxis()
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", title="link")
+    figure.savefig(path, dpi=130)
+    return f"wrote {path}"
+
+
+def timeline(path: Path, when: Sequence[Sequence[Any]], faults: Sequence[Mapping[str, Any]]) -> str:
+    """Draw who took part in rounds, a line a worker, with its faults.
+
+    Args:
+        path: the PNG file to write.
+        when: of each round the seconds since the first, and its members.
+        faults: each with at, kind, rank and seconds, see `storm.py`.
+
+    Returns:
+        One line that says what was written, or why nothing was.
+    """
+    ranks = sorted({rank for _, members in when for rank in members})
+    try:
+        figure = _figure(9.0, 0.34 * len(ranks) + 1.5)
+    except ImportError:
+        return f"no {path}: {_NO_MATPLOTLIB}"
+    axes = figure.subplots()
+    for rank in ranks:
+        took = [at / 60 for at, members in when if rank in members]
+        axes.plot(took, [rank] * len(took), "|", color="#2a7f62", markersize=7)
+    for kind, marker in (("kill", "X"), ("freeze", "s"), ("cut", "o")):
+        own = [fault for fault in faults if fault["kind"] == kind]
+        at, rank = [fault["at"] / 60 for fault in own], [fault["rank"] - 0.36 for fault in own]
+        axes.plot(at, rank, marker, color="#c0392b", markersize=5, label=kind)
+    axes.set(xlabel="minutes", ylabel="worker", yticks=ranks)
+    axes.invert_yaxis()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", title="fault")
     figure.savefig(path, dpi=130)
     return f"wrote {path}"
 

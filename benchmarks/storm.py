@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from harness import command_line, main, number, publish, table
+from pictures import timeline
 
 import stenograd
 from stenograd.emulate.hosts import Hosts
@@ -241,6 +242,8 @@ def storm() -> None:
             results[name] = summary(found, run.faults)
             results[name]["joined_s"] = sorted(waits(Path(place), found))
     publish(args, "A storm of faults", results, tell(results))
+    if args.out is not None:
+        print(timeline(args.out / f"{args.name}.png", results["storm"]["when"], results["storm"]["what"]))
 
 
 def tell(results: Mapping[str, Any]) -> str:

@@ -35,6 +35,7 @@ import evidence
 import handed_over
 import older
 import reproductions
+import storm
 import streaming
 import unequal
 from harness import RESULTS
@@ -223,6 +224,7 @@ def _maker(name: str) -> Callable[[Mapping[str, Any]], str]:
         "reproductions": lambda told: reproductions.told(told["results"]),
         "slow_links": older.put_together,
         "streaming": lambda told: streaming.summary(told["results"], told["settings"]["rate"]),
+        "storm": lambda told: storm.tell(told["results"]),
         "unequal": lambda told: unequal.summary(told["results"]),
     }
     return makers[name]

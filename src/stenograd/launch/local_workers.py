@@ -112,6 +112,10 @@ def run_local(
         raise bad_value("workers", "must be at least 1", workers, "use the number of cores or GPUs")
     if not timeout_s > 0:
         raise bad_value("timeout_s", "must be above 0 seconds", timeout_s, "leave it at 300")
+    if keep and not open_run:
+        raise bad_value(
+            "keep", "must be False without open_run", keep, "others cannot go on without a worker"
+        )
     base = dict(os.environ if env is None else env)
     if shutil.which(argv[0], path=base.get("PATH")) is None:
         raise LaunchError(f"there is no command {argv[0]!r}: give a program on the PATH or a path to one")

@@ -66,7 +66,10 @@ class Local(Rounds):
         super().check(codec)
         if self.survives and not codec.lossless:
             why = "what a lost rank has sent of its differences cannot be taken back"
-            raise refused(self, codec, why, "use lost=raise without quorum, diloco, or leave the codec out")
+            instead = "use diloco, or leave the codec out"
+            if self.lost == "drop":
+                instead = "use lost=raise, diloco, or leave the codec out"
+            raise refused(self, codec, why, instead)
         if codec.divides_by_senders:
             why = "ranks would not know what the others hold of their differences"
             raise refused(self, codec, why, "leave out divide=senders, or use diloco")
