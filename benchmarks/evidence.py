@@ -237,7 +237,7 @@ def summary(results: Mapping[str, Any], work: str, hosts: int) -> str:
     unit = "samples" if plan.context == 1 else "characters"
     head = ["rival", "lr, x recipe's", f"final {'accuracy' if plan.target else 'loss'}", f"s to {target:.4g}"]
     head += ["x faster than ddp, worst seed", "utilisation, %", f"{unit} per s", "MB sent by a host"]
-    return f"{len(seeds)} seeds, {plan.steps} steps.\n\n{table(head, lines)}"
+    return f"{len(seeds)} seed{'s' * (len(seeds) > 1)}, {plan.steps} steps.\n\n{table(head, lines)}"
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
@@ -265,7 +265,10 @@ def hours(cell: str) -> tuple[float, float]:
     bps = min(parse_rate(rate) or 5e9, 5e9)
     dense_s = 2 * (hosts - 1) / hosts * 32 * 1.05 * plan.parameters / bps
     compute_s = plan.step_s * share * len(plan.rivals)
-    once = plan.steps * (compute_s + 2.1 * dense_s) * 1.1 / 3600
+    batches = plan.parts * (plan.judged or 10_000) / plan.batch / hosts  # looked at by a rank, for each rival
+    judged_s = batches * compute_s / 3  # a forward pass alone
+    # DDP, two casts to 16 bits, and a tenth for all that sends little
+    once = (plan.steps * (compute_s + 2.1 * dense_s) * 1.1 + judged_s) / 3600
     return len(_SEEDS) * once, len(plan.grid) * plan.steps * compute_s * 1.1 / 3600
 
 

@@ -148,7 +148,7 @@ EVIDENCE = {
     "lora": Evidence(600, _ROUNDS[:1], 65_536, 0.06, batch=12, context=64, judged=500),
     # what a machine does in minutes, to see that all of it works
     "try": Evidence(
-        40, _ROUNDS[:1], 804_096, 0.05, grid=(1.0, 2.0), batch=12, context=64, judged=100, parts=4
+        16, _ROUNDS[:1], 804_096, 0.05, grid=(1.0, 2.0), batch=12, context=64, judged=100, parts=2
     ),
 }
 
