@@ -487,7 +487,7 @@ class OpenRounds(ParameterSync):
     # What a person sees.
 
     def _tell_changes(self, plan: Plan) -> None:
-        """Note who is new, back, late, or gone since the last round; the member of lowest rank says so."""
+        """Note who is new, back, late, or gone since the last round; the lowest rank that was there says so."""
         now, there = time.monotonic(), {member.rank for member in self._run.alive()}
         present, first = {member.rank: member for member in plan.members}, not self._knows
         for rank, member in present.items():
@@ -506,7 +506,7 @@ class OpenRounds(ParameterSync):
 
     def _note(self, plan: Plan, rank: int, what: str, seconds: float) -> None:
         self._events.append({"round": plan.round, "rank": rank, "what": what, "seconds": seconds})
-        if plan.members[0] == self._run.own:
+        if plan.members[plan.donor] == self._run.own:  # who has missed a round sees no change
             said = _SAID[what].format(rank=rank, seconds=seconds)
             there, members = len(self._run.alive()), len(plan.members)
             _log.warning("round %d: %s; %d of %d workers took part", plan.round, said, members, there)
