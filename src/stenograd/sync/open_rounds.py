@@ -487,7 +487,7 @@ class OpenRounds(ParameterSync):
     # What a person sees.
 
     def _tell_changes(self, plan: Plan) -> None:
-        """Note who is new, back, late, or gone since the last round; the lowest rank that was there says so."""
+        """Note who is new, back, late, or gone since the last round; the lowest that was there says so."""
         now, there = time.monotonic(), {member.rank for member in self._run.alive()}
         present, first = {member.rank: member for member in plan.members}, not self._knows
         for rank, member in present.items():
