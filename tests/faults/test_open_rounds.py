@@ -280,7 +280,7 @@ def test_train_starts_workers_again_stops_and_goes_on(tmp_path):
     """A worker is killed and comes back, then all are asked to stop, then --resume ends the run."""
     out = tmp_path / "run"
     command = [sys.executable, "-m", "stenograd", "train", "--task", "digits", "--workers", "2", "--keep"]
-    command += ["--method", "diloco:every=5,quorum=0.5,grace=0.5", "--epochs", "500", "--out", str(out)]
+    command += ["--method", "diloco:every=5,quorum=0.5,grace=0.5", "--epochs", "5000", "--out", str(out)]
     env = clean_env(OMP_NUM_THREADS="1")
     with (
         (tmp_path / "errors").open("w") as errors,
