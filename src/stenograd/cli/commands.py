@@ -158,7 +158,7 @@ def methods(
 def rendezvous(
     port: Annotated[int, opt.option("N", "Where to listen; 0 for a free port.")] = 29400,
 ) -> int:
-    """Hold the store in which the workers of an open run meet, until Ctrl-C.
+    """Hold the store in which the workers of an open run meet, until Ctrl-C or SIGTERM.
 
     It prints what to export to them. Workers of a method with a quorum may then come, leave and return; the
     store must outlive them, and takes no part in training. Anybody who reaches the port can disturb the run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
@@ -176,7 +177,8 @@ class _Work:
 
 
 def host(port: int) -> int:
-    """Hold the store of an open run until Ctrl-C."""
+    """Hold the store of an open run until Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     store, name = host_store(port), own_address()
     print(f"export STENOGRAD_OPEN={name}:{store.port}", flush=True)
     print(
