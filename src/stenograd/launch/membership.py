@@ -73,6 +73,7 @@ class Arrival:
         weight: what it has trained since it last took part.
         given: whether that was given (`Sync.weight`), and not counted in passes.
         host: its machine's, in a word.
+        opens: whether the others shall come, too; else it waits until one of them does this.
         groups: connections that it has, by the lives of their members.
     """
 
@@ -81,6 +82,7 @@ class Arrival:
     weight: float = 0.0
     given: bool = False
     host: str = ""
+    opens: bool = True
     groups: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -433,11 +435,14 @@ class Membership:
         if at not in come:
             come.add(at)
             store.set(f"come/{at}/{self.own.life}", json.dumps(asdict(own)))
-            store.set(f"open/{at}", "1")
-        opened = self._opened.setdefault(at, time.monotonic())
+            if own.opens:
+                store.set(f"open/{at}", "1")
+        over = False
+        if store.check([f"open/{at}"]):
+            over = time.monotonic() - self._opened.setdefault(at, time.monotonic()) >= grace_s
         if not store.check([f"plan/{at}"]):
             self._see()
-            plan = self._planned(k, self._arrived(at), quorum, time.monotonic() - opened >= grace_s)
+            plan = self._planned(k, self._arrived(at), quorum, over)
             if plan is None:
                 return None
             store.compare_set(f"plan/{at}", "", plan.text())

@@ -42,6 +42,8 @@ _SAID = {
     "lost": "rank {rank} is lost",
     "left": "rank {rank} has left",
 }
+# After so many a worker comes to the next round and waits for it, or what it has trained would never count.
+_MOST_MISSED = 3
 _CONNECTED = 4  # sets of members whose connection is kept, for when they meet again
 _START = (
     "start it by `stenograd train --keep`, or start `stenograd rendezvous` and export what it prints to all "
@@ -87,6 +89,7 @@ class OpenRounds(ParameterSync):
         self._last_known = -1  # the last that it has heard of
         self._met_at = 0  # passes when this worker last met others, or missed them
         self._met_s = time.monotonic()
+        self._missed = 0  # rounds running that were held without this worker
         self._counted_at: dict[int, int] = {}  # passes when each fragment last took part
         self._groups: OrderedDict[str, tuple[str, Driver]] = OrderedDict()
         self._events: list[dict[str, Any]] = []
@@ -227,8 +230,11 @@ class OpenRounds(ParameterSync):
     def _is_due(self, t: int) -> bool:
         now = self._run.now
         if now > self._last_known:  # a round was held meanwhile, so the others begin anew
+            self._missed += 1
             self._last_known = now
             self._count_from_here()
+        if self._missed >= _MOST_MISSED:
+            return True
         steps = self._counted - self._met_at
         waited_s = self._run.gathers_s(now + 1)
         if self._schedule.seconds:
@@ -257,10 +263,18 @@ class OpenRounds(ParameterSync):
         self._last_known = self._run.now
 
     def _meet(self, t: int) -> None:
-        k = self._run.now + 1
+        now, k = self._run.now, self._run.now + 1
+        if now > self._last_known and self._missed < _MOST_MISSED:
+            # The round that this worker would have come to is over: coming to the next would call the others.
+            self._missed += 1
+            self._last_known = now
+            self._count_from_here()
+            return
+        self._missed += 1
         try:
             if self._come(k):
                 self._take_part(k)
+                self._missed = 0
         except _Late:
             self._withdraw()
         self._last_known = self._run.now
@@ -292,7 +306,9 @@ class OpenRounds(ParameterSync):
         else:
             weight = float(self._counted - self._counted_at.get(fragment, 0))
         groups = {lives: name for name, (lives, _) in self._groups.items()}
-        return Arrival(k, self._state, 0.0 if self._state < 0 else weight, given, self._host, groups)
+        opens = self._state >= 0 and self._missed <= _MOST_MISSED
+        weight = 0.0 if self._state < 0 else weight
+        return Arrival(k, self._state, weight, given, self._host, opens, groups)
 
     def _open(self, plan: Plan) -> None:
         """Connect with the members, and let who is behind catch up."""
