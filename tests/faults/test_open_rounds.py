@@ -221,7 +221,8 @@ def run(tmp_path):
 )
 def test_with_all_in_time_it_is_a_fixed_world_bit_for_bit(run, method, size, weigh):
     schedule, slash, codec = method.partition("/")
-    opened, fixed = (run(size, text, 0.0) for text in (f"{schedule},quorum=0.5,grace=60{slash}{codec}", method))
+    text = f"{schedule},quorum=0.5,grace=60{slash}{codec}"
+    opened, fixed = (run(size, how, 0.0) for how in (text, method))
     opened.last(8)
     for rank in range(size):
         opened.start(rank, **weigh)
