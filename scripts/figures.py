@@ -118,6 +118,11 @@ def memory(rival: str) -> float:
     return float((told["peak_bytes"][rival] - own) / told["parameters"])
 
 
+def weather(key: str, run: str = "storm") -> float:
+    """Return a number of a run of `storm.py`."""
+    return float(record("storm")["results"][run][key])
+
+
 def loss(key: str, what: str = "loss") -> float:
     """Return the last loss, or another value, of a run of `reproductions.py`."""
     return float(record("reproductions")["results"][key][what])
