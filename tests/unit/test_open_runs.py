@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -108,6 +109,22 @@ def test_an_attempt_that_fails_again_and_again_leaves_out_one_after_the_other(th
         left_out.append({0, 1, 2} - {*plan.ranks})
         three[plan.ranks[0]].fail(plan, "two cannot reach each other")
     assert left_out == [set(), set(), {2}, {1}, {0}]
+
+
+def test_one_that_was_frozen_does_not_take_the_others_for_lost(three):
+    one = three[0]
+
+    def wake_up():
+        one._looked -= 10
+        one._beats = {life: (beat, at - 10) for life, (beat, at) in one._beats.items()}
+        before = one.alive()
+        one._see()
+        return before, one.alive()
+
+    one._ask(one._see)
+    before, after = one._ask(wake_up)
+    assert before == []
+    assert [member.rank for member in after] == [0, 1, 2]
 
 
 def test_who_begins_gives_nobody_anything_and_counts_for_no_quorum(three):
@@ -243,3 +260,9 @@ def test_a_quorum_without_a_store_and_a_store_without_a_quorum_are_refused(monke
     monkeypatch.setenv("STENOGRAD_OPEN", "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"STENOGRAD_OPEN is set, .* got dense"):
         stenograd.distribute(*_tiny())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="was initialised by other means"):
+            stenograd.distribute(*_tiny(), "local:quorum=0.5")
+    finally:
+        dist.destroy_process_group()

@@ -212,7 +212,7 @@ class Hosts:
                 ranks.stop(term_s=0.0)
 
     def start(self, index: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start a command on a host, for whoever watches it by himself; the host's end does not end it.
+        """Start a command on a host, and return its process, which the caller has to watch and to end.
 
         Args:
             index: of the host.

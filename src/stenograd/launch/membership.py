@@ -8,8 +8,7 @@ The store outlives every worker: `stenograd rendezvous` holds it, or a file does
   The next attempt begins only after that. So a worker that was frozen when it had everything, while others
   went on without it, finds out and never keeps what nobody else has.
 
-Reference: Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm", ATC 2014, for what a
-store must give; torchft's quorum is the same idea with a server of its own.
+torchft agrees on a quorum in the same way, by a server of its own.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ T = TypeVar("T")
 
 _TICK_S = 0.1  # a worker notices by this much later that others have begun to meet
 _BEAT_S = 0.5
-# Without a heartbeat for this long a worker counts as lost. Ten beats: with eight workers on two cores a
-# thread was kept from running for up to 2 s.
+# Without a heartbeat for this long a worker counts as lost. Ten beats, because the thread that sends them
+# waits for Python's lock and for a core.
 LOST_S = 5.0
 CONNECT_S = 10.0  # for members that have all said that they are about to connect
 _POLL_S = 0.01  # while waiting for a round, where nothing else is to be done
@@ -191,7 +190,7 @@ class Membership:
         self._gathering: tuple[int, float] | None = None
         self._watched: tuple[Plan, Sockets] | None = None
         self._sockets: dict[str, Sockets] = {}
-        self._beat, self._beaten = 0, 0.0
+        self._beat, self._beaten, self._looked = 0, 0.0, time.monotonic()
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -308,9 +307,9 @@ class Membership:
         if why := self._ask(lambda: self._broken(plan)):
             raise Broken(why)
 
-    def sever(self, plan: Plan) -> None:
-        """End the connections of a plan's group."""
-        sever(self._sockets.pop(plan.group, frozenset()))
+    def sever(self, group: str) -> None:
+        """End the connections of a group."""
+        sever(self._sockets.pop(group, frozenset()))
 
     def fail(self, plan: Plan, why: str) -> bool:
         """Break an attempt off, for everybody, and say so; False where it counts already."""
@@ -380,8 +379,11 @@ class Membership:
         while self._entries < count and self._store.check([f"entry/{self._entries + 1}"]):
             self._entries += 1
             member = Member(*json.loads(self._store.get(f"entry/{self._entries}")))
-            self._latest[member.rank] = member
             self._beats[member.life] = b"", time.monotonic()
+            self._latest[member.rank] = member  # last: the program reads both, in another thread
+        now, before, self._looked = time.monotonic(), self._looked, time.monotonic()
+        if now - before > LOST_S / 2:  # this process was frozen, and cannot tell who else was
+            self._beats = {life: (beat, now) for life, (beat, _) in self._beats.items()}
         for member in self._latest.values():
             if member.life in self._left:
                 continue
@@ -389,7 +391,7 @@ class Membership:
             if beat == b"left":
                 self._left.add(member.life)
             elif beat != self._beats[member.life][0]:
-                self._beats[member.life] = beat, time.monotonic()
+                self._beats[member.life] = beat, now
 
     def _judge(self, at: str, verdict: str) -> str:
         """Say that an attempt counts, or why it does not; return what was said first, which holds."""
@@ -510,16 +512,15 @@ class Membership:
         self._store.set(f"held/{k}", str(plan.attempt))
         self._store.set("now", str(k))
         self.now = max(self.now, k)
-        if self.own == plan.members[0]:
-            self._forget(k - _KEPT)
+        self._forget(k - _KEPT, shared=self.own == plan.members[0])
 
-    def _forget(self, k: int) -> None:
-        """Delete what the store knows of an old round, but for its result."""
-        if k < 0:
-            return
+    def _forget(self, k: int, *, shared: bool) -> None:
+        """Forget an old round, but that it was held; if `shared`, in the store, too."""
         for number in range(self._attempts.pop(k, 0) + 1):
             at = f"{k}.{number}"
             self._opened.pop(at, None)
+            if not shared or k < 0:
+                continue
             if self._store.check([f"plan/{at}"]):
                 plan = Plan.read(self._store.get(f"plan/{at}"))
                 for member in plan.members:

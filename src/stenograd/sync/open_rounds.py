@@ -103,7 +103,11 @@ class OpenRounds(ParameterSync):
         super().__init__(model, optimizer, how, **settings)
         with self._wholly():
             here = membership()
-            assert here is not None  # `join` has seen to that
+            if here is None:  # `join` took the group that it found
+                raise ConfigError(
+                    f"{OPEN_VARIABLE} is set, but torch.distributed was initialised by other means: leave "
+                    "that out, or call stenograd.init() in its place"
+                )
             if here.entered:
                 raise ConfigError("an open run takes one model for each process, got another: use one")
             self._here, self.driver = here, self._driver  # type: ignore[assignment]
@@ -127,8 +131,8 @@ class OpenRounds(ParameterSync):
     def events(self) -> list[dict[str, Any]]:
         """What changed between rounds, as this worker saw it; newest last.
 
-        Each with `round`, `rank`, `what` ("joined", "back", "late", "lost" or "left") and `seconds`: since it
-        last took part, or for one that joined how long the round waited.
+        Each with `round`, `rank`, `what` ("joined", "back", "late", "lost" or "left") and `seconds` since it
+        was first missed.
         """
         return self._events
 
@@ -182,9 +186,9 @@ class OpenRounds(ParameterSync):
 
     @as_in_training
     def state_dict(self) -> dict[str, Any]:
-        """Return what this worker needs to go on, besides the model and its optimizer; asks nobody.
+        """Return what this worker needs to go on, besides the model and its optimizer.
 
-        All workers of a run may load what one has saved.
+        A round that is due is held first. All workers of a run may load what one has saved.
         """
         since = {str(f): self._counted - self._counted_at.get(f, 0) for f in range(len(self._parts))}
         more = {"state": self._state, "tokens": [*map(list, self._tokens.items())], "since": since}
@@ -337,9 +341,10 @@ class OpenRounds(ParameterSync):
         driver = Driver.of_members(group, plan.ranks, self._alone)
         self._groups[plan.group] = plan.lives, driver
         if len(self._groups) > _CONNECTED:
-            _, (_, oldest) = self._groups.popitem(last=False)
+            name, (_, oldest) = self._groups.popitem(last=False)
             if oldest is self.driver:
                 self._move(driver)
+            self._run.sever(name)
             oldest.close()
         return driver
 
@@ -418,7 +423,7 @@ class OpenRounds(ParameterSync):
 
     def _leave(self, plan: Plan) -> None:
         """Leave a connection on which something may be under way; what has arrived is kept."""
-        self._run.sever(plan)
+        self._run.sever(plan.group)
         if plan.group in self._groups:
             _, driver = self._groups.pop(plan.group)
             if driver is self.driver:
