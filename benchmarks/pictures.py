@@ -47,25 +47,26 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
     return f"wrote {path}"
 
 
-def timeline(path: Path, when: Sequence[Sequence[Any]], faults: Sequence[Mapping[str, Any]]) -> str:
+def timeline(path: Path, when: Sequence[str], faults: Sequence[Mapping[str, Any]]) -> str:
     """Draw who took part in rounds, a line a worker, with its faults.
 
     Args:
         path: the PNG file to write.
-        when: of each round the seconds since the first, and its members.
+        when: of each round the seconds since the first, and its members, in words.
         faults: each with at, kind, rank and seconds, see `storm.py`.
 
     Returns:
         One line that says what was written, or why nothing was.
     """
-    ranks = sorted({rank for _, members in when for rank in members})
+    rounds = [(float(at), [*map(int, members)]) for at, *members in map(str.split, when)]
+    ranks = sorted({rank for _, members in rounds for rank in members})
     try:
         figure = _figure(9.0, 0.34 * len(ranks) + 1.5)
     except ImportError:
         return f"no {path}: {_NO_MATPLOTLIB}"
     axes = figure.subplots()
     for rank in ranks:
-        took = [at / 60 for at, members in when if rank in members]
+        took = [at / 60 for at, members in rounds if rank in members]
         axes.plot(took, [rank] * len(took), "|", color="#2a7f62", markersize=7)
     for kind, marker in (("kill", "X"), ("freeze", "s"), ("cut", "o")):
         own = [fault for fault in faults if fault["kind"] == kind]

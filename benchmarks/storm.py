@@ -203,7 +203,8 @@ def summary(found: Any, faults: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     back = sorted(returns(faults, found))
     began = rounds[0]["at"]
     return {
-        "when": [[round(one["at"] - began, 2), one["members"]] for one in rounds],
+        # A line for each round: seconds since the first, and the members.
+        "when": [" ".join([f"{one['at'] - began:.2f}", *map(str, one["members"])]) for one in rounds],
         "what": [{**fault, "at": round(fault["at"] - began, 2)} for fault in faults],
         "seconds": seconds,
         "rounds": held,
