@@ -58,7 +58,8 @@ def timeline(path: Path, when: Sequence[str], faults: Sequence[Mapping[str, Any]
     Returns:
         One line that says what was written, or why nothing was.
     """
-    rounds = [(float(at), [*map(int, members)]) for at, *members in map(str.split, when)]
+    words = [line.split() for line in when]
+    rounds = [(float(at), [int(rank) for rank in members]) for at, *members in words]
     ranks = sorted({rank for _, members in rounds for rank in members})
     try:
         figure = _figure(9.0, 0.34 * len(ranks) + 1.5)
