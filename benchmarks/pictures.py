@@ -71,8 +71,8 @@ def timeline(path: Path, when: Sequence[str], faults: Sequence[Mapping[str, Any]
         axes.plot(took, [rank] * len(took), "|", color="#2a7f62", markersize=7)
     for kind, marker in (("kill", "X"), ("freeze", "s"), ("cut", "o")):
         own = [fault for fault in faults if fault["kind"] == kind]
-        at, rank = [fault["at"] / 60 for fault in own], [fault["rank"] - 0.36 for fault in own]
-        axes.plot(at, rank, marker, color="#c0392b", markersize=5, label=kind)
+        x, y = [fault["at"] / 60 for fault in own], [fault["rank"] - 0.36 for fault in own]
+        axes.plot(x, y, marker, color="#c0392b", markersize=5, label=kind)
     axes.set(xlabel="minutes", ylabel="worker", yticks=ranks)
     axes.invert_yaxis()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", title="fault")
