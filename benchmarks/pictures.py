@@ -10,6 +10,9 @@ from typing import Any
 __all__ = ["bands", "step_times", "timeline"]
 
 _MARKERS = "osD^vPX*"
+# Read on white and on black: a contrast of more than 3 to either.
+_GREY, _COLOURS = "#7d8590", {"ddp": "#d9662b", "bf16": "#8a6fd1", "diloco": "#1f8fd6"}
+_LINKS = ("#2f9e77", "#1f8fd6", "#d9662b", "#8a6fd1")
 _NO_MATPLOTLIB = "pictures need matplotlib, install it with `pip install stenograd[plots]`"
 
 
@@ -25,10 +28,10 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
     """
     models = list(dict.fromkeys(run["model"] for run in runs))
     try:
-        figure = _figure(4.6 * len(models), 0.32 * len(runs[0]["rows"]) + 1.6)
+        figure = _figure(6.0, len(models) * (0.27 * len(runs[0]["rows"]) + 1.1) + 0.5)
     except ImportError:
         return f"no {path}: {_NO_MATPLOTLIB}"
-    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(len(models), 1, squeeze=False)[:, 0]
     for axes, model in zip(panels, models, strict=True):
         for place, run in enumerate(run for run in runs if run["model"] == model):
             rows = [row for row in run["rows"] if not row.get("refused")]
@@ -36,15 +39,15 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
                 [row["ms"] for row in rows],
                 [row["rival"] for row in rows],
                 _MARKERS[place % len(_MARKERS)],
-                label="unshaped" if run["rate"] == "none" else run["rate"],
+                color=_LINKS[place % len(_LINKS)],
+                markersize=8,
+                label="no limit" if run["rate"] == "none" else run["rate"],
             )
-        axes.set(xscale="log", xlabel="ms per step", title=model)
+        axes.set(xscale="log", title=f"{model}: ms per step")
+        axes.invert_yaxis()
         _plain_ticks(axes.xaxis)
-        axes.grid(alpha=0.3, which="both")
-    panels[0].invert_yaxis()
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", title="link")
-    figure.savefig(path, dpi=130)
-    return f"wrote {path}"
+        _for_any_page(axes, labels=11)
+    return _written(figure, panels[0], path)
 
 
 def timeline(path: Path, when: Sequence[str], faults: Sequence[Mapping[str, Any]]) -> str:
@@ -62,26 +65,25 @@ def timeline(path: Path, when: Sequence[str], faults: Sequence[Mapping[str, Any]
     rounds = [(float(at), [int(rank) for rank in members]) for at, *members in words]
     ranks = sorted({rank for _, members in rounds for rank in members})
     try:
-        figure = _figure(9.0, 0.34 * len(ranks) + 1.5)
+        figure = _figure(6.0, 0.36 * len(ranks) + 1.7)
     except ImportError:
         return f"no {path}: {_NO_MATPLOTLIB}"
     axes = figure.subplots()
     for rank in ranks:
         took = [at / 60 for at, members in rounds if rank in members]
-        axes.plot(took, [rank] * len(took), "|", color="#2a7f62", markersize=7)
-    for kind, marker in (("kill", "X"), ("freeze", "s"), ("cut", "o")):
+        axes.plot(took, [rank] * len(took), "|", color="#2f9e77", markersize=7)
+    for kind, marker, colour in (
+        ("kill", "X", "#d9662b"),
+        ("freeze", "s", "#8a6fd1"),
+        ("cut", "o", "#1f8fd6"),
+    ):
         own = [fault for fault in faults if fault["kind"] == kind]
         x, y = [fault["at"] / 60 for fault in own], [fault["rank"] - 0.36 for fault in own]
-        axes.plot(x, y, marker, color="#c0392b", markersize=5, label=kind)
+        axes.plot(x, y, marker, color=colour, markersize=9, label=kind)
     axes.set(xlabel="minutes", ylabel="worker", yticks=ranks)
     axes.invert_yaxis()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", title="fault")
-    figure.savefig(path, dpi=130)
-    return f"wrote {path}"
-
-
-# Read on white and on black: a contrast of more than 3 to either.
-_GREY, _COLOURS = "#7d8590", {"ddp": "#d9662b", "bf16": "#8a6fd1", "diloco": "#1f8fd6"}
+    _for_any_page(axes)
+    return _written(figure, axes, path)
 
 
 def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], title: str) -> str:
@@ -124,17 +126,39 @@ def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]
     axes.set(xscale="log", xlabel="wall seconds of training")
     axes.set_ylabel("validation loss")
     axes.set_xlim(right=2 * right)
-    axes.set_title(title, fontsize=15)
+    axes.set_title(title)
     axes.margins(y=0.16)
     _plain_ticks(axes.xaxis)
+    _for_any_page(axes)
+    figure.savefig(path, dpi=160, transparent=True)
+    return f"wrote {path}"
+
+
+def _for_any_page(axes: Any, labels: int = 13) -> None:
+    """Colour and size everything but the lines so that it can be read on white, on black, and at 400 px."""
     axes.grid(alpha=0.25, which="both")
-    axes.tick_params(labelsize=13)
+    axes.tick_params(labelsize=labels, colors=_GREY, which="both")
     for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
         text.set_fontsize(15)
         text.set_color(_GREY)
-    axes.tick_params(colors=_GREY, which="both")
     for spine in axes.spines.values():
         spine.set_color(_GREY)
+
+
+def _written(figure: Any, axes: Any, path: Path) -> str:
+    """Write a figure with a legend above it, and say so."""
+    marks, names = axes.get_legend_handles_labels()
+    figure.legend(
+        marks,
+        names,
+        loc="outside upper center",
+        ncols=len(names),
+        fontsize=13,
+        labelcolor=_GREY,
+        frameon=False,
+        columnspacing=1.0,
+        handletextpad=0.2,
+    )
     figure.savefig(path, dpi=160, transparent=True)
     return f"wrote {path}"
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from launched import clean_env
 
+from stenograd.emulate.hosts import Hosts, command, ip, why_not
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="severs connections of frozen workers")
 WORKER = str(Path(__file__).with_name("open_worker.py"))
 METHODS = [
@@ -24,10 +26,11 @@ METHODS = [
 
 
 class Run:
-    """Workers of an open run on this host, whose store is a file."""
+    """Workers of an open run on this host, whose store is a file; or one on each of emulated hosts."""
 
-    def __init__(self, folder, size, method, step_s=0.02, store=None):
+    def __init__(self, folder, size, method, step_s=0.02, store=None, hosts=None):
         folder.mkdir(exist_ok=True)
+        self.hosts = hosts
         self.folder, self.size = folder, size
         self.command = [sys.executable, WORKER, str(folder), method, str(step_s)]
         self.env = {"STENOGRAD_OPEN": store or str(folder / "store"), "OMP_NUM_THREADS": "1"}
@@ -53,8 +56,9 @@ class Run:
         env = clean_env(**(self.env | ranks | own | more))
         if rank in self.processes:
             self.ended.append(self.processes[rank])
+        there = ["ip", "netns", "exec", self.hosts._host(rank)] if self.hosts else []
         with (self.folder / f"out-{rank}-{len(self.ended)}").open("wb") as out:
-            self.processes[rank] = subprocess.Popen(self.command, env=env, stdout=out, stderr=out)
+            self.processes[rank] = subprocess.Popen([*there, *self.command], env=env, stdout=out, stderr=out)
 
     def logs(self):
         """Return what each process has noted, by rank and process."""
@@ -195,6 +199,67 @@ def test_those_that_are_there_stay_equal(tmp_path, number):
 @pytest.mark.parametrize("number", range(200))
 def test_any_fault_at_any_moment(tmp_path, number):
     _drill(tmp_path / "run", number)
+
+
+def _slow_down(hosts, index, kbit):
+    shape = ["tbf", "rate", f"{kbit}kbit", "burst", "4000", "latency", "400ms"]
+    for where, interface in ((hosts._host(index), "eth0"), (f"{hosts._prefix}switch", f"port{index}")):
+        command("tc", "-n", where, "qdisc", "replace", "dev", interface, "root", *shape)
+
+
+def _part(hosts, pair, action):
+    """Let two hosts reach all but each other ("add"), or each other, too ("del")."""
+    for one, other in (pair, pair[::-1]):
+        ip("-n", hosts._host(one), "route", action, "blackhole", f"10.77.0.{other + 1}/32")
+
+
+def _network_drill(folder, number):
+    """A worker is cut off from all or from one other, for a while or for good, or its link gets slow."""
+    draw = random.Random(1000 + number)
+    kind, size = ["cut", "pair", "slow"][number % 3], draw.choice([3, 4])
+    victim, other = draw.sample(range(size), 2)
+    seconds = draw.choice([draw.uniform(0.5, 12.0), None])
+    with Hosts(size + 1, "100mbit") as hosts:
+        store = f"10.77.0.{size + 1}:29400"
+        run = Run(folder, size, METHODS[number // 3 % len(METHODS)], store=store, hosts=hosts)
+        # Nobody is lost for others when two do not reach each other: the timeout ends an attempt.
+        run.env |= {"GLOO_SOCKET_IFNAME": "eth0", "TIMEOUT": "10"}
+        served = [sys.executable, "-m", "stenograd", "rendezvous", "--port", "29400"]
+        keeper = hosts.start(size, served, clean_env())
+        try:
+            for rank in range(size):
+                run.start(rank)
+            run.await_round(draw.randint(1, 4))
+            time.sleep(draw.uniform(0, 0.3))
+            if kind == "cut":
+                hosts.cut(victim)
+            elif kind == "pair":
+                _part(hosts, (victim, other), "add")
+            else:
+                _slow_down(hosts, victim, draw.choice([100, 400, 2000]))
+            if kind != "slow" and seconds is not None:
+                time.sleep(seconds)
+                hosts.cut(victim, mend=True) if kind == "cut" else _part(hosts, (victim, other), "del")
+            lost = {victim} if kind == "cut" and seconds is None else set()
+            survivors = {*range(size)} - lost
+            # For good: rounds must go on with one of the two at least, whichever it is.
+            run.finish(survivors - {victim, other} if kind == "pair" and seconds is None else survivors)
+            run.check({rank for rank in survivors if run.processes[rank].wait(60) == 0})
+            assert all(run.processes[rank].returncode == 0 for rank in survivors), run.output()
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{kind} {victim} {other} {seconds} hangs:\n{run.output()}") from None
+        finally:
+            run.stop()
+            keeper.kill()
+            keeper.wait()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(why_not() is not None, reason=f"no emulated hosts: {why_not()}")
+@pytest.mark.parametrize("number", range(60))
+def test_any_fault_of_the_network(tmp_path, number):
+    _network_drill(tmp_path / "run", number)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Who takes part in an open round: a property of arrivals; and what such a run refuses."""
 
 import json
+import os
+import socket
 import threading
 import time
 
@@ -14,7 +16,8 @@ from torch import nn
 import stenograd
 from stenograd.errors import ConfigError, LaunchError, MethodError, MismatchError, PeerLost
 from stenograd.launch.detect import World
-from stenograd.launch.membership import Arrival, Member, Membership, Plan, host_store
+from stenograd.launch.membership import Arrival, Member, Membership, Plan, _in_reach, host_store
+from stenograd.launch.network import Knocks, Sockets, silent
 
 
 def alone():
@@ -109,6 +112,70 @@ def test_an_attempt_that_fails_again_and_again_leaves_out_one_after_the_other(th
         left_out.append({0, 1, 2} - {*plan.ranks})
         three[plan.ranks[0]].fail(plan, "two cannot reach each other")
     assert left_out == [set(), set(), {2}, {1}, {0}]
+
+
+@pytest.mark.parametrize(
+    ("apart", "newest", "left"),
+    [
+        ({}, {0, 1, 2}, [{0, 1, 2}, {0, 1, 2}]),
+        ({0: {1}}, {0, 1, 2}, [{1, 2}, {0, 2}]),  # they take turns
+        ({0: {1}, 1: {0}}, {0}, [{0, 2}, {0, 2}]),  # but somebody has what the others need
+        ({1: {0, 2}}, {0, 1, 2}, [{0, 2}, {0, 2}]),  # the most that reach each other
+    ],
+)
+def test_members_that_do_not_reach_each_other_are_not_in_one_plan(apart, newest, left):
+    members = [Member(rank, f"life{rank}") for rank in range(3)]
+    come = {
+        member: Arrival(
+            6, 5 if member.rank in newest else 4, apart=[f"life{rank}" for rank in apart.get(member.rank, ())]
+        )
+        for member in members
+    }
+    assert [{m.rank for m in _in_reach([*members], come, k)} for k in (6, 7)] == left
+
+
+@pytest.fixture
+def shut():
+    """A port at which nobody answers, because its queue is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        fill = [Knocks({"door": server.getsockname()}) for _ in range(4)]
+        yield server.getsockname()
+        for knocks in fill:
+            knocks.close()
+
+
+def test_who_is_out_of_reach_is_found_after_a_failure_and_comes_back_when_it_answers(three, shut):
+    deadline = time.monotonic() + 20
+    lives = [member.own.life for member in three]
+    while not all(three[0]._ask(lambda life=life: three[0]._store.check([f"rung/{life}"])) for life in lives):
+        assert time.monotonic() < deadline  # each has been reached by somebody
+        time.sleep(0.05)
+    right, three[0]._doors[lives[2]] = three[0]._doors[lives[2]], shut
+    seen = []
+    for k in (1, 2, 3):
+        plan = next(plan for plan in meet(three, [Arrival(k, 0)] * 3, 1.0, 0.0) if plan is not None)
+        if k == 1:
+            assert plan.ranks == (0, 1, 2)
+            three[0].fail(plan, "rank 2 did not answer")
+            plan = next(plan for plan in meet(three, [Arrival(k, 0)] * 3, 1.0, 0.0) if plan is not None)
+        seen.append(plan.ranks)
+    assert seen == [(0, 1), (1, 2), (0, 1)]
+    three[0]._doors[lives[2]] = right
+    while three[0]._apart:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert next(filter(None, meet(three, [Arrival(4, 0)] * 3, 1.0, 0.0))).ranks == (0, 1, 2)
+
+
+def test_a_peer_that_only_says_nothing_is_not_silent():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+    ):
+        one.sendall(b"x" * 1000)
+        found: Sockets = frozenset({(one.fileno(), os.fstat(one.fileno()).st_ino)})
+        time.sleep(0.05)
+        assert not silent(found, 0.001)
 
 
 def test_one_that_was_frozen_does_not_take_the_others_for_lost(three):

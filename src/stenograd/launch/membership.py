@@ -33,7 +33,18 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from stenograd.errors import LaunchError, MismatchError, PeerLost, first_line
 from stenograd.launch.detect import OPEN_VARIABLE, World, bad_variable
-from stenograd.launch.network import Sockets, await_port, sever, unshared
+from stenograd.launch.network import (
+    GLOO_INTERFACE,
+    Door,
+    Knocks,
+    Sockets,
+    address_towards,
+    await_port,
+    own_address,
+    sever,
+    silent,
+    unshared,
+)
 
 __all__ = ["CONNECT_S", "Arrival", "Broken", "Member", "Membership", "Plan", "host_store"]
 
@@ -45,6 +56,8 @@ _BEAT_S = 0.5
 # waits for Python's lock and for a core.
 LOST_S = 5.0
 CONNECT_S = 10.0  # for members that have all said that they are about to connect
+_KNOCK_S = 5.0  # from one knock to the next at the door of a worker that was out of reach
+_ANSWER_S = 2.0  # in which a door answers: the first packet of TCP is sent again after one
 _POLL_S = 0.01  # while waiting for a round, where nothing else is to be done
 _BLAMELESS = 2  # attempts of a round that may fail before somebody is left out of the next, whoever it is
 _COUNTS = "counts"  # the verdict on an attempt that all its members take
@@ -74,6 +87,7 @@ class Arrival:
         host: its machine's, in a word.
         opens: whether the others shall come, too; else it waits until one of them does this.
         groups: connections that it has, by the lives of their members.
+        apart: lives of those that it cannot reach.
     """
 
     round: int
@@ -83,6 +97,7 @@ class Arrival:
     host: str = ""
     opens: bool = True
     groups: Mapping[str, str] = field(default_factory=dict)
+    apart: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -190,6 +205,11 @@ class Membership:
         self._gathering: tuple[int, float] | None = None
         self._watched: tuple[Plan, Sockets] | None = None
         self._sockets: dict[str, Sockets] = {}
+        self._door: Door | None = None
+        self._doors: dict[str, tuple[str, int]] = {}  # of each life, its address and port
+        self._apart = set[str]()  # lives that this worker does not reach
+        self._strange = set[str]()  # those at whose doors it has not knocked yet
+        self._knocks, self._knocked = Knocks({}), 0.0
         self._beat, self._beaten, self._looked = 0, 0.0, time.monotonic()
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
@@ -212,6 +232,9 @@ class Membership:
             what = "; ".join(f"{name} {about[name]} here, {others.get(name)} there" for name in unlike)
             raise MismatchError(f"rank {self.rank} differs from the run at {self.address}: {what}")
         self._store.set(f"beat/{self.own.life}", "0")
+        with contextlib.suppress(OSError):
+            self._door = Door(self._own_address())
+            self._store.set(f"door/{self.own.life}", json.dumps(self._door.address))
         number = int(self._store.add("entries", 1))
         self._store.set(f"entry/{number}", json.dumps(self.own))
         self._tick()
@@ -224,6 +247,9 @@ class Membership:
         if thread is not None and self.pid == os.getpid():
             self._tasks.put(None)
             thread.join(2.0)
+            self._knocks.close()
+            if self._door is not None:
+                self._door.close()
 
     def alive(self) -> list[Member]:
         """Return who is there, in the order of ranks."""
@@ -312,8 +338,20 @@ class Membership:
         sever(self._sockets.pop(group, frozenset()))
 
     def fail(self, plan: Plan, why: str) -> bool:
-        """Break an attempt off, for everybody, and say so; False where it counts already."""
-        return self._ask(lambda: self._judge(plan.at, why or "broken")) != _COUNTS
+        """Break an attempt off, for everybody, and say so; False where it counts already.
+
+        Where no member is lost, see whether all are in reach: the next plan needs to know who is not.
+        """
+        if self._ask(lambda: self._judge(plan.at, why or "broken")) == _COUNTS:
+            return False
+        if {*plan.members} <= {*self.alive()}:
+            doors = self._ask(lambda: self._answering(plan))
+            knocks, deadline = Knocks(doors), time.monotonic() + _ANSWER_S
+            while knocks.answered() != {*doors} and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            self._apart |= {*doors} - knocks.answered()
+            knocks.close()
+        return True
 
     def commit(self, plan: Plan) -> bool:
         """Let an attempt count, all of whose members have everything; False where it was broken off."""
@@ -361,6 +399,10 @@ class Membership:
             self._beaten, self._beat = now, self._beat + 1
             store.set(f"beat/{self.own.life}", str(self._beat))
             self._see()
+            if self._door is not None and self._door.clear():
+                store.set(f"rung/{self.own.life}", "1")
+            if self._strange or now - self._knocked >= _KNOCK_S:
+                self._knock()
         if store.check(["now"]):
             self.now = max(self.now, int(store.get("now")))
         while store.check([f"held/{self.now + 1}"]):
@@ -370,8 +412,31 @@ class Membership:
         self._gathering = None
         if store.check([f"open/{at}"]) and not store.check([f"plan/{at}"]):
             self._gathering = k, self._opened.setdefault(at, now)
-        if self._watched is not None and self._broken(self._watched[0]):
-            self._sever()
+        if self._watched is not None:
+            plan, sockets = self._watched
+            if silent(sockets, LOST_S):
+                self._judge(plan.at, f"a member has not answered rank {self.rank} for {LOST_S:g} s")
+            if self._broken(plan):
+                self._sever()
+
+    def _knock(self) -> None:
+        """Knock, in the background, at the doors of those that are new, or were out of reach."""
+        self._apart -= self._knocks.answered()
+        self._knocks.close()
+        lives = self._strange | ({*self._apart} & {member.life for member in self.alive()})
+        doors = {life: self._doors[life] for life in lives}
+        self._knocks, self._knocked, self._strange = Knocks(doors), time.monotonic(), set()
+
+    def _answering(self, plan: Plan) -> dict[str, tuple[str, int]]:
+        """Return the doors of a plan's members that somebody has reached: a firewall may keep them shut."""
+        lives = {member.life for member in plan.members} & {*self._doors}
+        return {life: self._doors[life] for life in lives if self._store.check([f"rung/{life}"])}
+
+    def _own_address(self) -> str:
+        host, _, port = self.address.rpartition(":")
+        if os.environ.get(GLOO_INTERFACE, "").startswith("lo"):
+            return "127.0.0.1"
+        return address_towards(host.strip("[]"), int(port)) if os.sep not in self.address else own_address()
 
     def _see(self) -> None:
         """Read who has come, and everybody's last heartbeat."""
@@ -380,6 +445,9 @@ class Membership:
             self._entries += 1
             member = Member(*json.loads(self._store.get(f"entry/{self._entries}")))
             self._beats[member.life] = b"", time.monotonic()
+            if member != self.own and self._store.check([key := f"door/{member.life}"]):
+                self._doors[member.life] = tuple(json.loads(self._store.get(key)))
+                self._strange.add(member.life)
             self._latest[member.rank] = member  # last: the program reads both, in another thread
         now, before, self._looked = time.monotonic(), self._looked, time.monotonic()
         if now - before > LOST_S / 2:  # this process was frozen, and cannot tell who else was
@@ -436,7 +504,8 @@ class Membership:
             return False
         if at not in come:
             come.add(at)
-            store.set(f"come/{at}/{self.own.life}", json.dumps(asdict(own)))
+            arrival = asdict(own) | {"apart": sorted(self._apart)}
+            store.set(f"come/{at}/{self.own.life}", json.dumps(arrival))
             if own.opens:
                 store.set(f"open/{at}", "1")
         over = False
@@ -479,7 +548,7 @@ class Membership:
                 )
         if not whole:
             return None
-        members = sorted(come)
+        members = _in_reach(sorted(come), come, k)
         members = self._without_one(members, come, self._attempts.get(k, 0) - _BLAMELESS)
         names = {come[member].groups.get(lives_of(members)) for member in members}
         group = names.pop() if len(names) == 1 else None
@@ -581,6 +650,28 @@ def host_store(port: int) -> TCPStore:
         raise LaunchError(
             f"port must be free here, got {port}: {first_line(error)}; choose another"
         ) from error
+
+
+def _in_reach(members: list[Member], come: Mapping[Member, Arrival], turn: int) -> list[Member]:
+    """Return members that reach each other: leave out who is apart from most, and in turns where many are.
+
+    Somebody with the newest state stays, whoever that is.
+    """
+    newest = max((arrival.state for arrival in come.values()), default=-1)
+    while True:
+        apart = {
+            member: sum(
+                other.life in come[member].apart or member.life in come[other].apart for other in members
+            )
+            for member in members
+        }
+        most = max(apart.values(), default=0)
+        if not most:
+            return members
+        keep = [member for member in members if come[member].state == newest]
+        out = [member for member in members if apart[member] and keep != [member]]
+        worst = [member for member in out if apart[member] == max(apart[one] for one in out)]
+        members = [member for member in members if member != worst[turn % len(worst)]]
 
 
 def lives_of(members: Sequence[Member]) -> str:

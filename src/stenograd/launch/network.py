@@ -6,14 +6,18 @@ import contextlib
 import os
 import socket
 import stat
+import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
 __all__ = [
     "GLOO_INTERFACE",
+    "Door",
+    "Knocks",
     "Sockets",
     "address_towards",
     "await_port",
@@ -21,6 +25,7 @@ __all__ = [
     "opened",
     "own_address",
     "sever",
+    "silent",
     "unshared",
     "use_loopback",
 ]
@@ -31,6 +36,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _POLL_S = 0.1
 _DESCRIPTORS = "/dev/fd"
+_BACKLOG = 128
+_TCP_INFO_BYTES, _U32, _ESTABLISHED = 64, struct.Struct("=I"), 1  # struct tcp_info of linux/tcp.h
 
 Sockets = frozenset[tuple[int, int]]  # descriptor and inode of each
 _ours: set[tuple[int, int]] = set()  # descriptor and inode of the sockets that `unshared` saw
@@ -191,6 +198,85 @@ def sever(sockets: Sockets) -> None:
             if os.fstat(number).st_ino == inode:  # else the number is another file's by now
                 with socket.socket(fileno=os.dup(number)) as copy:
                     copy.shutdown(socket.SHUT_RDWR)
+
+
+def silent(sockets: Sockets, limit_s: float) -> bool:
+    """Return whether a peer has acknowledged nothing for so long, though it was sent something.
+
+    TCP itself goes on for a quarter of an hour. A peer that is slow or frozen acknowledges: its kernel does.
+    """
+    if sys.platform != "linux":
+        return False  # no such information, and the timeout decides
+    for number, inode in sockets:
+        with contextlib.suppress(OSError):  # closed since
+            if os.fstat(number).st_ino == inode:
+                with socket.socket(fileno=os.dup(number)) as copy:
+                    info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                state, repeats = info[0], info[2]
+                (timeout_us,), (heard_ms,) = (_U32.unpack_from(info, at) for at in (8, 56))
+                # The timeout doubles with each repetition, so this is the time since the first one was due.
+                waited_s = timeout_us * (1 - 0.5**repeats) / 1e6
+                if state == _ESTABLISHED and waited_s >= limit_s and heard_ms >= 1e3 * limit_s:
+                    return True
+    return False
+
+
+class Door:
+    """A port of this process at which others knock, to learn whether they reach it; nothing is said there.
+
+    Args:
+        address: of this host, at which others reach it.
+
+    Raises:
+        OSError: the address is none of this host's.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_server((address, 0), backlog=_BACKLOG)
+        self._socket.setblocking(False)
+        self.address = address, int(self._socket.getsockname()[1])
+
+    def clear(self) -> bool:
+        """Send those away that have knocked; return whether somebody has."""
+        for count in range(_BACKLOG):
+            try:
+                self._socket.accept()[0].close()
+            except OSError:
+                return count > 0
+        return True
+
+    def close(self) -> None:
+        """Let nobody knock any more."""
+        self._socket.close()
+
+
+class Knocks:
+    """Attempts to reach doors, all at once; `close` ends those that have not answered.
+
+    Args:
+        doors: their addresses and ports, by name.
+    """
+
+    def __init__(self, doors: Mapping[str, tuple[str, int]]) -> None:
+        self._tried = {name: socket.socket() for name in doors}
+        self._answered = set[str]()
+        for name, address in doors.items():
+            self._tried[name].setblocking(False)
+            self._tried[name].connect_ex(address)
+
+    def answered(self) -> set[str]:
+        """Return the names of the doors that have answered by now."""
+        for name, tried in [*self._tried.items()]:
+            with contextlib.suppress(OSError):  # not yet
+                tried.getpeername()
+                self._answered.add(name)
+                self._tried.pop(name).close()
+        return {*self._answered}
+
+    def close(self) -> None:
+        """Wait for no more."""
+        while self._tried:
+            self._tried.popitem()[1].close()
 
 
 def _sockets() -> set[tuple[int, int]]:
