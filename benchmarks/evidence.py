@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from harness import MEASURED_LINKS, RESULTS, Place, command_line, document, main, number, table, write
 from older import reached
-from rivals import FLOOR, Trainee, in_parts
+from rivals import FLOOR, Trainee, in_parts, is_here
 from scenarios import EVIDENCE
 from torch import nn
 
@@ -197,14 +197,16 @@ def _tuned(work: str, hosts: int, data: str) -> dict[str, float]:
     """Return the best multiple of the learning rate for each rival, from one training with each."""
     plan, file = EVIDENCE[work], FOLDER / f"tuned_{work}_{hosts}.json"
     found = json.loads(file.read_text()) if file.exists() else {}
-    for factor in (factor for factor in plan.grid if str(factor) not in found):
-        rates = dict.fromkeys(plan.rivals[1:], factor)
-        args = (work, data, rates, _TUNING_SEED, 1)
-        points = Place(ranks=hosts).run(train, *args, timeout_s=86_400)[0]
-        found[str(factor)] = {name: round(mine[-1]["eval_loss"], 5) for name, mine in points.items()}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found, indent=1) + "\n")
-    best = {n: min(plan.grid, key=lambda factor: found[str(factor)][n]) for n in plan.rivals[1:]}
+    rivals = [name for name in plan.rivals[1:] if is_here(name)]
+    for factor in plan.grid:
+        known = found.setdefault(str(factor), {})
+        if missing := [name for name in rivals if name not in known]:
+            args = (work, data, dict.fromkeys(missing, factor), _TUNING_SEED, 1)
+            points = Place(ranks=hosts).run(train, *args, timeout_s=86_400)[0]
+            known |= {name: round(mine[-1]["eval_loss"], 5) for name, mine in points.items()}
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found, indent=1) + "\n")
+    best = {n: min(plan.grid, key=lambda factor: found[str(factor)][n]) for n in rivals}
     return {FLOOR: 1.0} | best
 
 

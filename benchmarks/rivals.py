@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from itertools import pairwise, repeat
 from typing import Any
 
@@ -24,12 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 import stenograd
 from stenograd import simulate, tasks
 from stenograd.catalog.method import for_any_optimizer
+from stenograd.launch.network import address_towards
 
 __all__ = [
     "DDP_HOOKS",
     "EPFML",
     "FLOOR",
     "RIVALS",
+    "TORCHFT",
     "Attached",
     "Points",
     "Rival",
@@ -37,6 +41,7 @@ __all__ = [
     "Trainee",
     "check_names",
     "in_parts",
+    "is_here",
 ]
 
 Points = Sequence[Mapping[str, Any]]  # one rival's epoch, seconds, host_bytes, counted_bytes, loss, accuracy
@@ -55,10 +60,18 @@ def check_names(names: list[str]) -> None:
         ValueError: its package is not here.
     """
     for name in names:
-        if name in EPFML and importlib.util.find_spec("powersgd") is None:
+        if name in EPFML and not is_here(name):
             raise ValueError(f"{name} needs github.com/epfml/powersgd: put its folder into PYTHONPATH")
-        if name != FLOOR and name not in DDP_HOOKS and name not in EPFML:
+        if name == TORCHFT and not is_here(name):
+            raise ValueError(f"{name} needs torchft: pip install torchft")
+        if name not in (FLOOR, TORCHFT) and name not in DDP_HOOKS and name not in EPFML:
             stenograd.method(name)
+
+
+def is_here(name: str) -> bool:
+    """Return whether the package of a rival is installed; Stenograd's and torch's own are."""
+    package = "powersgd" if name in EPFML else "torchft" if name == TORCHFT else "torch"
+    return importlib.util.find_spec(package) is not None
 
 
 class Attached:
@@ -66,8 +79,8 @@ class Attached:
 
     Args:
         name: "none", "ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "epfml-powersgd" (which sends both
-            factors of rank 4 each step), "epfml-powersgd-1" (one in turns), or a Stenograd method such as
-            "topk:ratio=0.01".
+            factors of rank 4 each step), "epfml-powersgd-1" (one in turns), "torchft-diloco" (a round in ten
+            steps), or a Stenograd method such as "topk:ratio=0.01".
         model: the model; `module` is what to call in its place.
         optimizer: over the model's parameters.
 
@@ -82,6 +95,8 @@ class Attached:
             self.module = DDP_HOOKS[name](model)
         elif name in EPFML:
             _epfml_powersgd(model, optimizer, EPFML[name])
+        elif name == TORCHFT:
+            self._held = _torchft_diloco(model, optimizer)
         elif name != FLOOR:
             _compile(name)
             self._sync = stenograd.distribute(model, optimizer, name)
@@ -350,3 +365,46 @@ def _epfml_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer, factors:
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+
+
+TORCHFT, _TORCHFT_EVERY = "torchft-diloco", 10
+_HOUR = timedelta(hours=1)  # in which the other rivals take their turns
+
+
+def _torchft_diloco(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Let every tenth step hold a round of torchft's DiLoCo; each rank is a replica of one process.
+
+    Rank 0's process has the lighthouse, where replicas meet before each round.
+    """
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    address = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"), 1)
+    lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=size) if rank == 0 else None
+    found = [lighthouse and f"http://{address}:{lighthouse.address().rpartition(':')[2]}"]
+    dist.broadcast_object_list(found, 0)
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    state: dict[str, Any] = {}
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=_HOUR),
+        load_state_dict=state.update,
+        state_dict=lambda: state,
+        min_replica_size=size,
+        use_async_quorum=False,
+        timeout=_HOUR,
+        quorum_timeout=_HOUR,
+        rank=0,
+        world_size=1,
+        store_addr=address,
+        store_port=store.port,
+        lighthouse_addr=found[0],
+        replica_id=f"replica{rank}",
+        hostname=address,
+        init_sync=False,
+    )
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    rounds = DiLoCo(manager, [model], optimizer, outer, _TORCHFT_EVERY, pin_memory=False)
+    rounds.__enter__()
+    return lighthouse, store, manager, rounds

@@ -130,8 +130,10 @@ class Evidence:
 
     @property
     def rivals(self) -> list[str]:
-        """No exchange, which tells what computing takes, DDP, its hooks that run on CPUs, bf16, and ours."""
-        return ["none", "ddp", "ddp-fp16", "ddp-powersgd", "bf16", *self.ours]
+        """No exchange, which tells what computing takes, DDP with its hooks, other libraries, and ours."""
+        others = ["epfml-powersgd-1"] if self.ours[-1].startswith("powersgd") else []
+        others += ["torchft-diloco"] if self.ours[0].startswith("diloco") else []
+        return ["none", "ddp", "ddp-fp16", "ddp-powersgd", *others, "bf16", *self.ours]
 
 
 _ROUNDS = ("diloco:every=10/lowbit:format=e3m0", "powersgd:rank=4,alternate=true")
