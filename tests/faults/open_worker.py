@@ -61,13 +61,12 @@ def main(folder, method, step_s):
     if "FALTER" in os.environ:
         _falter(json.loads(os.environ["FALTER"]))
     faulthandler.dump_traceback_later(95)  # before the test gives up
-    timeout_s = float(os.environ.get("TIMEOUT", "60"))
-    world = stenograd.init(timeout_s=timeout_s)
+    world = stenograd.init(timeout_s=60)
     torch.manual_seed(world.rank)
     layers = [nn.Linear(16, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 4)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=1000, timeout_s=timeout_s)
+    sync = stenograd.distribute(model, optimizer, method, bucket_bytes=1000, timeout_s=60)
     log = Path(f"{folder}/log-{world.rank}-{os.getpid()}").open("w")  # noqa: SIM115 (ends with the process)
     data = torch.Generator().manual_seed(100 + world.rank)
     slower = float(os.environ.get("SLOWER", "1"))
