@@ -210,36 +210,60 @@ def _tuned(work: str, hosts: int, data: str) -> dict[str, float]:
     return {FLOOR: 1.0} | best
 
 
-def summary(results: Mapping[str, Any], work: str, hosts: int) -> str:
-    """Format a line a rival: medians over the seeds, with their range; speeds of the worst seed.
+def standings(results: Mapping[str, Any], work: str, hosts: int) -> dict[str, dict[str, Any]]:
+    """Return for each rival what the seeds say of it, in their order.
 
-    Utilisation is what computing alone takes of a rival's seconds, in the same run. Goodput counts the
-    samples, or characters, that all ranks have learnt from.
+    `scores` at the end, seconds `to` the target (None where a seed did not reach it), how many times
+    `faster` than DDP by each seed, `used`, the share of its seconds that computing alone takes in the same
+    run, samples or characters that all ranks have learnt from `per_s`, and `megabytes` sent by a host.
     """
     plan, seeds = EVIDENCE[work], list(results["seeds"].values())
     curves = [
         {n: [dict(zip(_ROW, p, strict=True)) for p in mine] for n, mine in run.items()} for run in seeds
     ]
-    target = plan.target or max(run["ddp"][-1]["eval_loss"] for run in curves)
+    goal = target(results, work)
     task, score = ("mnist", "accuracy") if plan.target else ("text", "eval_loss")
-    per_step = hosts * plan.batch * plan.context
-    lines = []
-    for name, factor in results["rates"].items():
+    samples = hosts * plan.batch * plan.context * plan.steps
+    found: dict[str, dict[str, Any]] = {}
+    for name in results["rates"]:
         ends = [run[name][-1] for run in curves]
-        hits = [(reached(run[name], target, task), reached(run["ddp"], target, task)) for run in curves]
-        both = [(mine["seconds"], ddp["seconds"]) for mine, ddp in hits if mine and ddp]
-        whole = len(both) == len(curves)
-        used = [run[FLOOR][-1]["seconds"] / end["seconds"] for run, end in zip(curves, ends, strict=True)]
-        good = [per_step * plan.steps / end["seconds"] for end in ends]
-        line = [f"`{name}`", f"{factor:g}", _spread([end[score] for end in ends], 3)]
-        line += [_spread([mine for mine, _ in both], 1) if whole else ""]
-        line += [number(min(ddp / mine for mine, ddp in both), 2) if whole else ""]
-        line += [_spread([100 * share for share in used], 0), number(statistics.median(good), 0)]
-        lines.append([*line, number(statistics.median(end["host_bytes"] for end in ends) / 1e6)])
+        hits = [reached(run[name], goal, task) for run in curves]
+        to = [hit and hit["seconds"] for hit in hits]
+        ddp = [hit and hit["seconds"] for hit in (reached(run["ddp"], goal, task) for run in curves)]
+        found[name] = {
+            "scores": [end[score] for end in ends],
+            "to": to,
+            "faster": [b / a if a and b else None for a, b in zip(to, ddp, strict=True)],
+            "used": [
+                run[FLOOR][-1]["seconds"] / end["seconds"] for run, end in zip(curves, ends, strict=True)
+            ],
+            "per_s": [samples / end["seconds"] for end in ends],
+            "megabytes": [end["host_bytes"] / 1e6 for end in ends],
+        }
+    return found
+
+
+def target(results: Mapping[str, Any], work: str) -> float:
+    """Return the accuracy or the loss that rivals run for."""
+    named = EVIDENCE[work].target
+    return named or max(run["ddp"][-1][_ROW.index("eval_loss")] for run in results["seeds"].values())
+
+
+def summary(results: Mapping[str, Any], work: str, hosts: int) -> str:
+    """Format a line a rival: medians over the seeds, with their range; speeds of the worst seed."""
+    plan, lines = EVIDENCE[work], []
+    for name, of in standings(results, work, hosts).items():
+        whole = None not in of["faster"]
+        line = [f"`{name}`", f"{results['rates'][name]:g}", _spread(of["scores"], 3)]
+        line += [_spread(of["to"], 1) if whole else "", number(min(of["faster"]), 2) if whole else ""]
+        line += [_spread([100 * share for share in of["used"]], 0), number(statistics.median(of["per_s"]), 0)]
+        lines.append([*line, number(statistics.median(of["megabytes"]))])
     unit = "samples" if plan.context == 1 else "characters"
-    head = ["rival", "lr, x recipe's", f"final {'accuracy' if plan.target else 'loss'}", f"s to {target:.4g}"]
-    head += ["x faster than ddp, worst seed", "utilisation, %", f"{unit} per s", "MB sent by a host"]
-    return f"{len(seeds)} seed{'s' * (len(seeds) > 1)}, {plan.steps} steps.\n\n{table(head, lines)}"
+    head = ["rival", "lr, x recipe's", f"final {'accuracy' if plan.target else 'loss'}"]
+    head += [f"s to {target(results, work):.4g}", "x faster than ddp, worst seed", "utilisation, %"]
+    seeds = len(results["seeds"])
+    rest = table([*head, f"{unit} per s", "MB sent by a host"], lines)
+    return f"{seeds} seed{'s' * (seeds > 1)}, {plan.steps} steps.\n\n{rest}"
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

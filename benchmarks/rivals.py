@@ -385,7 +385,8 @@ def _torchft_diloco(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=size) if rank == 0 else None
     found = [lighthouse and f"http://{address}:{lighthouse.address().rpartition(':')[2]}"]
     dist.broadcast_object_list(found, 0)
-    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    c10d: Any = dist
+    store = c10d.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     state: dict[str, Any] = {}
     manager = Manager(
         pg=ProcessGroupGloo(timeout=_HOUR),

@@ -32,19 +32,9 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from stenograd.errors import LaunchError, MismatchError, PeerLost, first_line
+from stenograd.launch import network
 from stenograd.launch.detect import OPEN_VARIABLE, World, bad_variable
-from stenograd.launch.network import (
-    GLOO_INTERFACE,
-    Door,
-    Knocks,
-    Sockets,
-    address_towards,
-    await_port,
-    own_address,
-    sever,
-    silent,
-    unshared,
-)
+from stenograd.launch.network import Door, Knocks, Sockets, await_port, sever, silent, unshared
 
 __all__ = ["CONNECT_S", "Arrival", "Broken", "Member", "Membership", "Plan", "host_store"]
 
@@ -345,11 +335,10 @@ class Membership:
         if self._ask(lambda: self._judge(plan.at, why or "broken")) == _COUNTS:
             return False
         if {*plan.members} <= {*self.alive()}:
-            doors = self._ask(lambda: self._answering(plan))
-            knocks, deadline = Knocks(doors), time.monotonic() + _ANSWER_S
-            while knocks.answered() != {*doors} and time.monotonic() < deadline:
+            knocks, deadline = Knocks(self._ask(lambda: self._answering(plan))), time.monotonic() + _ANSWER_S
+            while knocks.unanswered() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-            self._apart |= {*doors} - knocks.answered()
+            self._apart |= knocks.unanswered()
             knocks.close()
         return True
 
@@ -421,22 +410,27 @@ class Membership:
 
     def _knock(self) -> None:
         """Knock, in the background, at the doors of those that are new, or were out of reach."""
-        self._apart -= self._knocks.answered()
+        self._knocks.unanswered()
         self._knocks.close()
+        self._apart -= self._knocks.answered
         lives = self._strange | ({*self._apart} & {member.life for member in self.alive()})
         doors = {life: self._doors[life] for life in lives}
         self._knocks, self._knocked, self._strange = Knocks(doors), time.monotonic(), set()
 
     def _answering(self, plan: Plan) -> dict[str, tuple[str, int]]:
         """Return the doors of a plan's members that somebody has reached: a firewall may keep them shut."""
+        self._knocks.close()
+        self._knocks = Knocks({})  # an answer from before the failure says nothing
         lives = {member.life for member in plan.members} & {*self._doors}
         return {life: self._doors[life] for life in lives if self._store.check([f"rung/{life}"])}
 
     def _own_address(self) -> str:
         host, _, port = self.address.rpartition(":")
-        if os.environ.get(GLOO_INTERFACE, "").startswith("lo"):
+        if os.environ.get(network.GLOO_INTERFACE, "").startswith("lo"):
             return "127.0.0.1"
-        return address_towards(host.strip("[]"), int(port)) if os.sep not in self.address else own_address()
+        if os.sep in self.address:
+            return network.own_address()
+        return network.address_towards(host.strip("[]"), int(port))
 
     def _see(self) -> None:
         """Read who has come, and everybody's last heartbeat."""

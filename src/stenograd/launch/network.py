@@ -258,20 +258,22 @@ class Knocks:
     """
 
     def __init__(self, doors: Mapping[str, tuple[str, int]]) -> None:
-        self._tried = {name: socket.socket() for name in doors}
-        self._answered = set[str]()
+        self._tried: dict[str, socket.socket] = {}
+        self.answered = set[str]()
         for name, address in doors.items():
-            self._tried[name].setblocking(False)
-            self._tried[name].connect_ex(address)
+            with contextlib.suppress(OSError):  # no descriptor is left: nothing is known of this one
+                self._tried[name] = socket.socket()
+                self._tried[name].setblocking(False)
+                self._tried[name].connect_ex(address)
 
-    def answered(self) -> set[str]:
-        """Return the names of the doors that have answered by now."""
+    def unanswered(self) -> set[str]:
+        """Return the names of the doors that have not answered yet; the others are in `answered`."""
         for name, tried in [*self._tried.items()]:
             with contextlib.suppress(OSError):  # not yet
                 tried.getpeername()
-                self._answered.add(name)
+                self.answered.add(name)
                 self._tried.pop(name).close()
-        return {*self._answered}
+        return {*self._tried}
 
     def close(self) -> None:
         """Wait for no more."""
