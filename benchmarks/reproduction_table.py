@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from reproduction_rules import Claim, Family, Figures, Group
 from reproduction_runs import Run
 
-__all__ = ["GROUPS", "earlier"]
+__all__ = ["GROUPS"]
 
 _TOPK = "topk:ratio=0.01,values=float32"
 _EF21 = f"{_TOPK},feedback=ef21-sgdm"
-
-
-def earlier(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return earlier trainings on hosts with the settings of R2, by the keys of the same runs here.
-
-    Both train 1,000 steps of two ranks with the task's recipe; the samples come in another order.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name, rivals in _EARLIER.items():
-        told = json.loads((folder / f"{name}.json").read_text())["results"]
-        for rival, text in rivals.items():
-            run, points = replace(_TEXT, method=text), told[rival]
-            counted = points[-1]["counted_bytes"]  # None for DDP, which does not count
-            found[run.key] = {
-                "loss": points[-1]["eval_loss"],
-                "accuracy": points[-1]["accuracy"],
-                "steps": 1000,
-                **({} if counted is None else {"moved_bytes": counted}),
-                "curve": [[1000 * p["epoch"] / 5, p["eval_loss"], p["accuracy"]] for p in points],
-                "from": f"{name}.json",
-            }
-    return found
 
 
 def _accuracy(base: str, label: str, points: float) -> Claim:
@@ -140,14 +115,6 @@ _PLAIN = "diloco:every=30,outer_lr=1,momentum=0"
 # The preset sparseloco, written out, and the same with the mean over all ranks.
 _SENDERS = f"{_PLAIN}/topk:ratio=0.015625,chunk=4096,values=int2,feedback_decay=0.95,divide=senders"
 _RANKS = _SENDERS.replace("divide=senders", "divide=ranks")
-_EARLIER = {
-    "text_ddp_unshaped": {"ddp": "dense"},
-    "text_20mbit": {
-        "topk:ratio=0.01": _TOPK,  # values travelled so then
-        "diloco:every=30": _R4,
-        "sparseloco:every=30": _SENDERS,
-    },
-}
 _OFTEN = "diloco:every=10/lowbit:format=e3m0"
 _CURVES = ["dense", _R4, _OFTEN, "local:every=8", "powersgd:rank=4", _TOPK, _SENDERS]
 _ETAS = [f"diloco:every={every},outer_lr={eta}" for every in (30, 10) for eta in (0.7, 0.4, 1)]

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, command_line, document, write
+from harness import command_line, document, write
 from reproduction_runs import Run, measure
-from reproduction_table import GROUPS, earlier
+from reproduction_table import GROUPS
 
 from stenograd.testing.pool import RankPool
 
@@ -64,7 +64,6 @@ def main() -> None:
     stem = args.out / args.name
     file = stem.with_suffix(".json")
     results = json.loads(file.read_text())["results"] if file.exists() else {}
-    results |= earlier(RESULTS)
     data = {task: path for task, path in (("mnist", args.mnist), ("text", args.text)) if path is not None}
     missing = [run for run in wanted(args.only, args.match) if run.key not in results]
     settings = {"runs": len(results), "threads per rank": 1}

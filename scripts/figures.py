@@ -83,24 +83,6 @@ def ended(name: str, rival: str, key: str = "seconds", per: float = 1.0) -> floa
     return float(record(name)["results"][rival][-1][key]) / per
 
 
-def slow(rate: str, rival: str, key: str = "seconds", loss: float = 1.9) -> float:
-    """Return seconds or bytes of four hosts until a loss, put together."""
-    told = record("slow_links")["results"]
-    points = older.points(told["curves"][rival], told["steps"][rate][rival])
-    return next(point[key] for point in points if point["eval_loss"] <= loss)
-
-
-def per_step(rate: str, rival: str) -> float:
-    """Return a rival's seconds per step on four hosts, where seconds are put together."""
-    return float(record("slow_links")["results"]["steps"][rate][rival]["seconds"])
-
-
-def others() -> list[float]:
-    """Return the last losses of those on four hosts that are neither DDP nor DiLoCo in 4 bits."""
-    curves = record("slow_links")["results"]["curves"]
-    return [curve[-1][1] for rival, curve in curves.items() if rival not in ("ddp", FEW_BITS)]
-
-
 def ratio(model: int, rival: int) -> str:
     """Return a row of `streaming.py`: its mean against no exchange."""
     return streaming.rows(record("streaming")["results"][model]["ranks"])[rival][2]
@@ -155,6 +137,19 @@ def ef21(lr: str) -> float:
 def handed(method: str) -> float:
     """Return the bytes per step that a rank sent in `handed_over.py`."""
     return float(record("handed_over")["results"][method][1])
+
+
+def of_cell(cell: str, rival: str, key: str) -> list[float]:
+    """Return what the seeds say of a rival in a cell of `evidence.py`, see its `standings`."""
+    work, hosts, _ = cell.split(":")
+    found: list[float] = standings(f"evidence/{cell.replace(':', '_')}", work, int(hosts))[rival][key]
+    return found
+
+
+@cache
+def standings(name: str, work: str, hosts: int) -> dict[str, dict[str, Any]]:
+    """Return the standings of a cell."""
+    return evidence.standings(record(name)["results"], work, hosts)
 
 
 def cycling(rival: str, phase: str = "cycling") -> tuple[list[float], list[float]]:
@@ -220,14 +215,13 @@ def _maker(name: str) -> Callable[[Mapping[str, Any]], str]:
         return evidence.body
     if name.startswith("steps"):
         return lambda told: bench.step_tables(told["results"])
-    if name.startswith(("text", "time_to_accuracy")):
+    if name.startswith("time_to_accuracy"):
         return older.time_to_accuracy
     makers: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "count_bytes": lambda told: count_bytes.summary(told["results"]),
         "daso": lambda told: daso.summary(told["results"]),
         "handed_over": lambda told: handed_over.summary(told["results"]),
         "reproductions": lambda told: reproductions.told(told["results"]),
-        "slow_links": older.put_together,
         "streaming": lambda told: streaming.summary(told["results"], told["settings"]["rate"]),
         "storm": lambda told: storm.tell(told["results"]),
         "unequal": lambda told: unequal.summary(told["results"]),

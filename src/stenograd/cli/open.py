@@ -61,7 +61,7 @@ class _Work:
         self._sync: Any = self.trainer.sync
         self._rows: list[Row] = []
         self._start, self._sums = time.perf_counter(), [0.0, 0.0, 0.0]
-        self._sent = (0, 0)
+        self._sent, self._skipped = (0, 0), 0
 
     @property
     def _speaks(self) -> bool:
@@ -124,6 +124,7 @@ class _Work:
         dense = self.trainer.dense_bytes_per_step(self._setup.world_size) * self._setup.steps
         self._start, self._sums = time.perf_counter(), [0.0, 0.0, 0.0]
         self._sent = traffic.payload_bytes, traffic.moved_bytes
+        skipped, self._skipped = self._sync.skipped - self._skipped, self._sync.skipped
         return Row(
             epoch=epoch,
             train_loss=loss / max(count, 1),
@@ -136,7 +137,7 @@ class _Work:
             dense_bytes=dense,
             compression=dense / max(moved, 1),
             steps=self._setup.steps,
-            skipped=self._sync.skipped,
+            skipped=skipped,
         )
 
     def _finish(self) -> int:

@@ -24,7 +24,15 @@ from stenograd.errors import ConfigError, DataError, bad_value, check_count, fir
 from stenograd.launch.local_workers import usable_cores
 from stenograd.launch.process_group import detect
 from stenograd.planning.advice import DENSE
-from stenograd.planning.link import Link, load_link, measure_link, parse_link, rate_text, time_text
+from stenograd.planning.link import (
+    Link,
+    load_link,
+    measure_link,
+    number_text,
+    parse_link,
+    rate_text,
+    time_text,
+)
 from stenograd.planning.plan import (
     VALIDATED,
     Plan,
@@ -338,7 +346,7 @@ def _show_sizes(sizes: Sequence[dict[str, Any]]) -> None:
     common = [text for text in last if all(text in one["seconds"] for one in sizes)]
     columns = [DENSE, *sorted((t for t in common if t != DENSE), key=lambda t: last[t])[:_COLUMNS]]
     rows = [
-        (one["workers"], *(f"{1e3 * one['seconds'][text]:.3g}" for text in columns), one["method"])
+        (one["workers"], *(number_text(1e3 * one["seconds"][text]) for text in columns), one["method"])
         for one in sizes
     ]
     title = "ms per step by number of workers"
@@ -362,10 +370,10 @@ def _show_plan(found: Plan) -> None:
     rows = [
         (
             p.method,
-            f"{1e3 * p.seconds[1]:.3g}",
-            f"{1e3 * p.seconds[0]:.3g} to {1e3 * p.seconds[2]:.3g}",
-            f"{p.moved_bytes / 1e6:.3g}",
-            f"{p.collectives:.3g}",
+            number_text(1e3 * p.seconds[1]),
+            f"{number_text(1e3 * p.seconds[0])} to {number_text(1e3 * p.seconds[2])}",
+            number_text(p.moved_bytes / 1e6),
+            number_text(p.collectives),
             p.limit,
             "-" if p.method == DENSE else p.pays_text,
             "recommended" if p.method == found.method else "",
@@ -428,4 +436,4 @@ def _check_run(plan: Plan, run: Run, tolerance: float, quiet: bool) -> dict[str,
 
 def _compared(predicted: float, measured: float, unit: float, name: str) -> tuple[str, str, str]:
     share = f"{measured / predicted - 1:+.0%}" if predicted else ""
-    return f"{unit * predicted:.3g} {name}", f"{unit * measured:.3g} {name}", share
+    return f"{number_text(unit * predicted)} {name}", f"{number_text(unit * measured)} {name}", share

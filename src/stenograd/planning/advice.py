@@ -12,7 +12,7 @@ import numpy as np
 from stenograd.catalog.method import Method, method
 from stenograd.compressors.cast import Cast
 from stenograd.planning.formula import Network, step_s
-from stenograd.planning.link import rate_text, time_text
+from stenograd.planning.link import number_text, rate_text, time_text
 from stenograd.planning.program import Program, with_ratio
 from stenograd.planning.rehearsal import stretches
 from stenograd.schedules.every_step import EveryStep
@@ -247,11 +247,11 @@ def advised(found: Sequence[Prediction], accuracy: str) -> tuple[str, str]:
         )
     return best.method, (
         f"{best.method}: {1 / (1 - share):.1f} times as fast as dense, which is limited by {dense.limit}; it "
-        f"is limited by {best.limit} and sends {best.moved_bytes / 1e6:.3g} MB per step instead of "
-        f"{dense.moved_bytes / 1e6:.3g} MB"
+        f"is limited by {best.limit} and sends {number_text(best.moved_bytes / 1e6)} MB per step instead of "
+        f"{number_text(dense.moved_bytes / 1e6)} MB"
     )
 
 
 def _range(of: Prediction) -> str:
     low, _, high = of.seconds
-    return f"{1e3 * low:.3g} to {1e3 * high:.3g} ms"
+    return f"{number_text(1e3 * low)} to {number_text(1e3 * high)} ms"

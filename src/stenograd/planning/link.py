@@ -31,6 +31,7 @@ __all__ = [
     "from_json",
     "load_link",
     "measure_link",
+    "number_text",
     "parse_link",
     "parse_rate",
     "parse_seconds",
@@ -109,18 +110,28 @@ def rate_text(bits_per_s: float) -> str:
     """
     for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if bits_per_s >= unit:
-            return f"{bits_per_s / unit:.3g} {name}"
-    return f"{bits_per_s:.3g} bit/s"
+            return f"{number_text(bits_per_s / unit)} {name}"
+    return f"{number_text(bits_per_s)} bit/s"
 
 
 def time_text(seconds: float) -> str:
     """Write a duration for people, with three digits.
 
     Example:
-        >>> time_text(0.000213), time_text(0.0415), time_text(2.5)
-        ('0.213 ms', '41.5 ms', '2.5 s')
+        >>> time_text(0.000213), time_text(0.0415), time_text(2.5), time_text(1234)
+        ('0.213 ms', '41.5 ms', '2.5 s', '1,234 s')
     """
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return f"{number_text(seconds)} s" if seconds >= 1 else f"{number_text(1e3 * seconds)} ms"
+
+
+def number_text(value: float) -> str:
+    """Write a number for people, with three digits, or all of those before the point.
+
+    Example:
+        >>> number_text(0.04151), number_text(2.5), number_text(999.6), number_text(123456.7)
+        ('0.0415', '2.5', '1,000', '123,457')
+    """
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 _FORMAT = 5  # of as_json(); a reader refuses others
