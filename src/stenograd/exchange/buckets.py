@@ -81,6 +81,7 @@ def assign(
     if bucket_bytes < 1:
         raise bad_value("bucket_bytes", "must be at least 1", bucket_bytes, "4194304 is the default")
     full: list[list[str]] = []
+    # Tensors that travel densely are few bytes: they neither close the first bucket nor make a last one.
     large = {name: t for name, t in tensors.items() if t.numel() >= dense_below}
     last = _tail(large, bucket_bytes // 4) if tail else set()
     open_groups: dict[tuple[torch.dtype, torch.device, bool], tuple[list[str], int]] = {}
