@@ -76,6 +76,7 @@ def qsgd_encode_feedback(
         scales.append(scale.view(-1))
         if residual is not None:
             rows -= ((y - levels) * (scale / levels)).to(rows.dtype)  # r' = v - m / s (code - s)
+    # Each y is a view of u, in which the codes have taken the draws' place.
     return pack_bits(u.to(torch.uint8), bits), torch.cat(scales)
 
 
