@@ -110,6 +110,7 @@ def split_state(state: Mapping[str, Tensor], bucket: Bucket) -> dict[str, dict[s
 
     A state tensor is either flat like the bucket, or belongs to tensor i and is called "key/i".
     """
+    # Copies: an old residual's memory becomes the bucket's own, which the next step fills.
     out: dict[str, dict[str, Tensor]] = {name: {} for name in bucket.names}
     for key, value in state.items():
         base, slash, number = key.partition("/")

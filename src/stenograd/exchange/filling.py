@@ -118,6 +118,7 @@ class _Hold:
 
     def place(self, parameter: Tensor) -> int:
         """Return a parameter's place in the bucket."""
+        # By identity: `list.index` would compare tensors element by element.
         return next(i for i, p in enumerate(self.params) if p is parameter)
 
     def caches(self, grad: Tensor) -> bool:

@@ -645,6 +645,7 @@ class TensorExchange:
             self._failure = error
             raise
         finally:
+            # After a failure as well: gradients that were lent must be let go.
             self._begin()
 
     def _concluded(self, pipeline: Pipeline[Any], end: _End) -> Outcome:

@@ -146,6 +146,7 @@ def hash_keys(seed: int) -> tuple[int, int]:
         >>> hash_keys(0) != hash_keys(1)
         True
     """
+    # One more than the seed: a zero would stay zero through all that follows.
     z = (seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)
