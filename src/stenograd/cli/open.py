@@ -87,6 +87,7 @@ class _Work:
             if self._sync.round == round_:
                 continue
             round_, before, done = self._sync.round, done, self._done()
+            # All members have equal tokens and members, so one of them speaks without any message.
             if int(done // share) > int(before // share) and self._speaks:
                 self._end_epoch(min(int(done // share), self._setup.epochs))
         return self._finish()
@@ -96,6 +97,7 @@ class _Work:
         return float(sum(self._sync.tokens.values()))
 
     def _begin(self) -> None:
+        # Where another worker, or this one before a restart, has begun the files, begin() would empty them.
         if self._folder is not None and not (self._folder.path / "metrics.jsonl").exists():
             self._folder.begin([asdict(row) for row in self._rows], self._ready.about)
 
@@ -179,6 +181,7 @@ class _Work:
 
 def host(port: int) -> int:
     """Hold the store of an open run until Ctrl-C or SIGTERM."""
+    # SIGTERM then raises KeyboardInterrupt and ends the loop below, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     store, name = host_store(port), own_address()
     print(f"export STENOGRAD_OPEN={name}:{store.port}", flush=True)

@@ -180,12 +180,12 @@ class Membership:
         self._store, self._connecting = _open(address, timeout_s)
         self.rank, self.size = world.rank, world.world_size
         if world.world_size > 1:
-            self._store.compare_set("size", "", str(world.world_size))
+            self._store.compare_set("size", "", str(world.world_size))  # the first decides for all
         if self._store.check(["size"]):
             self.size = int(self._store.get("size"))
         if world.world_size == 1:  # after those that a launcher has numbered
             self.rank = int(self._store.add("ranks", 1)) - 1 + (self.size if self.size > 1 else 0)
-        self.own = Member(self.rank, secrets.token_hex(6))
+        self.own = Member(self.rank, secrets.token_hex(6))  # a rank is used again, a life never
         self._entries = 0  # of the store's that were read
         self._latest: dict[int, Member] = {}  # by rank: the last that has come
         self._beats: dict[str, tuple[bytes, float]] = {}  # of a life its last beat, and when it came
@@ -221,13 +221,13 @@ class Membership:
         if unlike := [name for name in about if others.get(name) != about[name]]:
             what = "; ".join(f"{name} {about[name]} here, {others.get(name)} there" for name in unlike)
             raise MismatchError(f"rank {self.rank} differs from the run at {self.address}: {what}")
-        self._store.set(f"beat/{self.own.life}", "0")
-        with contextlib.suppress(OSError):
+        self._store.set(f"beat/{self.own.life}", "0")  # before the entry, whose readers get() it
+        with contextlib.suppress(OSError):  # without a door it is never found out of reach
             self._door = Door(self._own_address())
             self._store.set(f"door/{self.own.life}", json.dumps(self._door.address))
         number = int(self._store.add("entries", 1))
         self._store.set(f"entry/{number}", json.dumps(self.own))
-        self._tick()
+        self._tick()  # so that `now` is known when this returns
         self._thread = threading.Thread(target=self._serve, name="stenograd membership", daemon=True)
         self._thread.start()
 
@@ -332,13 +332,13 @@ class Membership:
 
         Where no member is lost, see whether all are in reach: the next plan needs to know who is not.
         """
-        if self._ask(lambda: self._judge(plan.at, why or "broken")) == _COUNTS:
+        if self._ask(lambda: self._judge(plan.at, why or "broken")) == _COUNTS:  # "" is no verdict
             return False
         if {*plan.members} <= {*self.alive()}:
             knocks, deadline = Knocks(self._ask(lambda: self._answering(plan))), time.monotonic() + _ANSWER_S
             while knocks.unanswered() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-            self._apart |= knocks.unanswered()
+            self._apart |= knocks.unanswered()  # the next arrival says so
             knocks.close()
         return True
 
@@ -369,9 +369,9 @@ class Membership:
             call, future = task
             try:
                 future.set_result(call())
-            except Exception as error:
+            except Exception as error:  # for the caller; the store itself may be well
                 future.set_exception(error)
-            if time.monotonic() - self._beaten > _BEAT_S:
+            if time.monotonic() - self._beaten > _BEAT_S:  # while the program polls, get() never times out
                 self._try(self._tick)
 
     def _try(self, call: Callable[[], Any]) -> None:
@@ -390,11 +390,11 @@ class Membership:
             self._see()
             if self._door is not None and self._door.clear():
                 store.set(f"rung/{self.own.life}", "1")
-            if self._strange or now - self._knocked >= _KNOCK_S:
+            if self._strange or now - self._knocked >= _KNOCK_S:  # new doors: a knock sets `rung`
                 self._knock()
         if store.check(["now"]):
             self.now = max(self.now, int(store.get("now")))
-        while store.check([f"held/{self.now + 1}"]):
+        while store.check([f"held/{self.now + 1}"]):  # members write `now` in any order
             self.now += 1
         self.stop = self.stop or store.check(["stop"])
         at = self._attempt(k := self.now + 1)
@@ -493,7 +493,7 @@ class Membership:
                 "out: give each worker a RANK of its own, or none"
             )
         at = self._attempt(k)
-        if store.check([f"held/{k}"]) or self._verdict(at) == _COUNTS:
+        if store.check([f"held/{k}"]) or self._verdict(at) == _COUNTS:  # old rounds have no verdicts
             self.now = max(self.now, k)
             return False
         if at not in come:
@@ -531,7 +531,7 @@ class Membership:
             whole = len(come) >= self.size and len(come) == len(there)
         else:
             trained = {member for member, arrival in come.items() if arrival.state >= 0}
-            awaited = len(there) - len(come) + len(trained)
+            awaited = len(there) - len(come) + len(trained)  # who begins counts for no quorum
             enough = len(trained) >= max(1, math.ceil(quorum * awaited))
             newest = max((arrival.state for arrival in come.values()), default=-1)
             whole = len(come) == len(there) or (enough and over and newest == k - 1)
@@ -542,9 +542,9 @@ class Membership:
                 )
         if not whole:
             return None
-        members = _in_reach(sorted(come), come, k)
+        members = _in_reach(sorted(come), come, k)  # by k: those that are apart take turns
         members = self._without_one(members, come, self._attempts.get(k, 0) - _BLAMELESS)
-        names = {come[member].groups.get(lives_of(members)) for member in members}
+        names = {come[member].groups.get(lives_of(members)) for member in members}  # one if all have it
         group = names.pop() if len(names) == 1 else None
         attempt = self._attempts.get(k, 0)
         return Plan(
@@ -566,16 +566,16 @@ class Membership:
             return [*members]
         out = members[-1 - turn % len(members)]
         left = [member for member in members if member != out]
-        newest = max(arrival.state for arrival in come.values())
+        newest = max(arrival.state for arrival in come.values())  # somebody must give it to the others
         return left if any(come[member].state == newest for member in left) else [*members]
 
     def _conclude(self, plan: Plan) -> None:
         """Let those that took no part hear that a round was held."""
         k = plan.round
-        self._store.set(f"held/{k}", str(plan.attempt))
+        self._store.set(f"held/{k}", str(plan.attempt))  # never deleted: who was away asks for it
         self._store.set("now", str(k))
         self.now = max(self.now, k)
-        self._forget(k - _KEPT, shared=self.own == plan.members[0])
+        self._forget(k - _KEPT, shared=self.own == plan.members[0])  # one deletes for all
 
     def _forget(self, k: int, *, shared: bool) -> None:
         """Forget an old round, but that it was held; if `shared`, in the store, too."""
@@ -607,7 +607,7 @@ class Membership:
             return future.result(self.timeout_s)
         except FutureTimeout:
             raise self._gone(f"did not answer within {self.timeout_s:g} s") from None
-        except RuntimeError as error:
+        except RuntimeError as error:  # raised by torch's store; Stenograd's own pass
             raise self._gone(error) from error
 
     def _gone(self, why: object) -> PeerLost:
@@ -676,7 +676,7 @@ def lives_of(members: Sequence[Member]) -> str:
 def _open(address: str, timeout_s: float) -> tuple[TorchStore, TorchStore]:
     """Return two ways to the store: a wait in one must not keep heartbeats from the other."""
     if os.sep in address:
-        return FileStore(address, -1), FileStore(address, -1)
+        return FileStore(address, -1), FileStore(address, -1)  # -1: no store removes the file
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
         advice = "export what `stenograd rendezvous` printed"
@@ -684,7 +684,7 @@ def _open(address: str, timeout_s: float) -> tuple[TorchStore, TorchStore]:
     host = host.strip("[]")
     limit = timedelta(seconds=timeout_s)
     try:
-        await_port(host, int(port), time.monotonic() + timeout_s)
+        await_port(host, int(port), time.monotonic() + timeout_s)  # torch's own wait prints C++ frames
         with unshared():
             one, two = (
                 TCPStore(host, int(port), None, False, limit, wait_for_workers=False, multi_tenant=False)

@@ -233,6 +233,7 @@ def shutdown() -> None:
         session.detector.close()  # first: this rank joins no further collectives, so it must not look alive
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A group that is made later, perhaps over several hosts, would otherwise be bound to loopback, too.
     if session.chose_interface:
         os.environ.pop(GLOO_INTERFACE, None)
 
@@ -352,8 +353,10 @@ def connect_members(store: Store, name: str, number: int, size: int, timeout_s: 
                 size, number, [*numbers], "gloo", store, f"stenograd/open/{name}", timeout=limit
             )
         c10d._world.pg_group_ranks[group] = numbers
+        # The shorter limit was for connecting alone; collectives have the caller's.
         group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
     except RuntimeError as error:
+        # A round catches PeerLost and begins another attempt; a RuntimeError would end the training.
         raise PeerLost(f"the members of {name} did not connect: {first_line(error)}") from error
     return group, connections[0]
 
@@ -420,6 +423,7 @@ def _init_open(limit_s: float) -> World:
     importlib.import_module("torch.distributed.nn.functional")  # as in `_make_group`
     found = Membership(address, world, limit_s)
     with unshared():
+        # torch makes no group without a default one; the members of a round get a group of their own.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     if devices.count():
         devices.use(devices.local_device(world.local_rank))
@@ -429,6 +433,7 @@ def _init_open(limit_s: float) -> World:
 
 
 def _world_of(found: Membership) -> World:
+    # A worker that comes later may have a rank beyond the starting size; `World` has rank < world_size.
     size, local = max(found.size, found.rank + 1), detect(os.environ)
     return World(found.rank, size, local.local_rank, local.local_world_size, "open")
 
@@ -443,6 +448,7 @@ def _start_detector(store: Store, world: World, where: Meeting) -> FailureDetect
     if world.world_size == 1:
         return None
 
+    # It is a function because `attend` handles the OSError of a host that has no address.
     def host() -> str:
         if world.one_host:
             return "127.0.0.1"
@@ -450,6 +456,7 @@ def _start_detector(store: Store, world: World, where: Meeting) -> FailureDetect
 
     detector = attend(world.rank, host)
     with store_errors():
+        # Without a card the key is set as well: the others' get() in `_introduce` waits for it.
         store.set(f"detector/{world.rank}", detector.card if detector is not None else "")
     return detector
 
@@ -510,6 +517,7 @@ def _open(limit_s: float, deadline: float) -> tuple[_Place, Store]:
 def _open_store(where: Meeting, world: World, deadline: float) -> _Place:
     """Open the store at the rendezvous, or return the one that an earlier `init` opened there."""
     global _place
+    # The pid counts, because a forked child has given up its parent's connections (`network._let_go`).
     if _place is not None and (_place.rendezvous, _place.world, _place.pid) == (where, world, os.getpid()):
         return _place
     store = open_store(where, world, deadline)
@@ -586,7 +594,7 @@ def _shared_port() -> Iterator[None]:
     finally:
         with _makers_lock:
             first = _makers[0]
-            _makers.pop()
+            _makers.pop()  # the last: the first, with torch's class, goes when all are done
             if not _makers and first is not None:
                 c10d.ProcessGroupGloo = first
 
@@ -595,6 +603,7 @@ def _sharing(gloo: Any) -> Any:
     class Sharing(gloo):  # type: ignore[misc]
         """What torch makes, at the port of those made before."""
 
+        # torch's `_new_process_group_helper` calls ProcessGroupGloo with these arguments.
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
             options._timeout, options._devices = timeout, _gloo_devices(gloo)
@@ -625,6 +634,7 @@ def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
         group, _ = c10d._new_process_group_helper(
             len(ranks), number, ranks, backend, store, name, timeout=timeout
         )
+        # torch looks a group's ranks up here; `new_group` would have noted them.
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
         # A rank that left the group at once would break the connections that others are still making.
         connected, everyone = f"{name}/connected", f"{name}/everyone"
