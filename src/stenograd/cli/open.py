@@ -17,6 +17,7 @@ from stenograd.cli.setup import Setup
 from stenograd.cli.table import counted, megabytes, percent
 from stenograd.launch.membership import host_store
 from stenograd.launch.network import own_address
+from stenograd.launch.process_group import membership
 from stenograd.stopping import STOPPED
 from stenograd.wire.driver import Driver
 
@@ -44,7 +45,13 @@ def work(ready: OpenJob, driver: Driver) -> int:
 
     The member of lowest rank evaluates after each epoch's worth of steps of all workers, prints and saves.
     Workers that come later go on from there.
+
+    Raises:
+        ConfigError: this run is new, and the folder holds another one.
     """
+    here = membership()
+    if ready.folder is not None and here is not None and here.now < 0:
+        ready.folder.check(ready.resume)  # later the folder holds what others of this run have written
     run = _Work(ready, driver)
     try:
         return run.train()

@@ -267,10 +267,11 @@ class Knocks:
         self._tried: dict[str, socket.socket] = {}
         self.answered = set[str]()
         for name, address in doors.items():
-            with contextlib.suppress(OSError):  # no descriptor is left: nothing is known of this one
-                self._tried[name] = socket.socket()
-                self._tried[name].setblocking(False)
-                self._tried[name].connect_ex(address)
+            with contextlib.suppress(OSError):  # no descriptor is left, or no such name: nothing is known
+                tried = socket.socket()
+                tried.setblocking(False)
+                tried.connect_ex(address)
+                self._tried[name] = tried
 
     def unanswered(self) -> set[str]:
         """Return the names of the doors that have not answered yet; the others are in `answered`."""

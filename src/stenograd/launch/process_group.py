@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import importlib
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -118,6 +119,7 @@ class _Session:
 _place: _Place | None = None
 _session: _Session | None = None
 _membership: Membership | None = None  # in an open run, in place of both
+_open_chose_interface = False
 
 
 def init(
@@ -225,6 +227,8 @@ def shutdown() -> None:
         open_run.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if _open_chose_interface:  # as below
+            os.environ.pop(GLOO_INTERFACE, None)
         return
     session, _session = _own_session(), None
     if session is None:
@@ -416,10 +420,11 @@ def waiting_loops() -> Iterator[None]:
 
 def _init_open(limit_s: float) -> World:
     """Join an open run: make a default group of this process alone, and open the run's store."""
-    global _membership
+    global _membership, _open_chose_interface
     address, world = os.environ[OPEN_VARIABLE], detect(os.environ)
-    if world.one_host and os.sep in address:
-        use_loopback()
+    # Who has no number may be one of several machines that share a folder.
+    here = world.one_host and (world.world_size > 1 or own_address() == socket.gethostname())
+    chose_interface = here and os.sep in address and use_loopback()
     importlib.import_module("torch.distributed.nn.functional")  # as in `_make_group`
     found = Membership(address, world, limit_s)
     with unshared():
@@ -428,7 +433,7 @@ def _init_open(limit_s: float) -> World:
     if devices.count():
         devices.use(devices.local_device(world.local_rank))
     atexit.register(_leave_open)
-    _membership = found
+    _membership, _open_chose_interface = found, chose_interface
     return _world_of(found)
 
 

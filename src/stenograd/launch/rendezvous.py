@@ -221,15 +221,17 @@ def agree_on_start(store: Store, world: World, limit_s: float, deadline: float) 
     """
     if not _agent_has_store():
         return "0"
-    prefix, drawn, answered = "stenograd/start", secrets.token_hex(8), 0
+    prefix, drawn, counted, unanswered = "stenograd/start", secrets.token_hex(8), 0, list[int]()
 
     def answer() -> None:
-        nonlocal answered
+        nonlocal counted
         requests = store.add(f"{prefix}/requests", 0)
-        # A rank counts its request before it sets it, so the newest may not be there yet.
-        while answered < requests and store.check([f"{prefix}/request/{answered + 1}"]):
-            answered += 1
-            token = store.get(f"{prefix}/request/{answered}").decode()
+        unanswered.extend(range(counted + 1, requests + 1))
+        counted = requests
+        # A rank counts its request before it sets it, so one may not be there yet, or never, if it is killed.
+        for number in [n for n in unanswered if store.check([f"{prefix}/request/{n}"])]:
+            unanswered.remove(number)
+            token = store.get(f"{prefix}/request/{number}").decode()
             store.set(f"{prefix}/answer/{token}", drawn)
 
     with store_errors():

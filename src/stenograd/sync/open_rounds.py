@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from stenograd.errors import ConfigError, MismatchError, PeerLost, StenogradError, first_line
 from stenograd.launch.detect import OPEN_VARIABLE
-from stenograd.launch.membership import Arrival, Broken, Member, Membership, Plan
+from stenograd.launch.membership import Broken, Membership
+from stenograd.launch.plans import Arrival, Member, Plan
 from stenograd.launch.process_group import connect_members, membership
 from stenograd.sync.attached import as_in_training
 from stenograd.sync.handshake import own_host
