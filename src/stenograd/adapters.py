@@ -29,10 +29,12 @@ def stops(sync: Any, step: int) -> bool:
 
     Where no exchange tells, they ask each other now and then, if `stop_on` was called before attaching.
     """
+    # By the step's number, which is equal on all ranks, because a poll is a collective.
     polls = sync.needs_poll and sync.listens and step % _POLL_STEPS == 0
     return bool(sync.poll() if polls else sync.stopping)
 
 
+# Compared by identity, as `one in others` needs: its fields hold tensors, whose == has many answers.
 @dataclass(eq=False)
 class Attached:
     """A model and what runs its exchanges.
@@ -139,6 +141,7 @@ class Attached:
         self.sync.close()
 
     def _parts(self) -> dict[str, Any]:
+        # In rounds each rank has a model of its own; else the framework's checkpoint holds that of all.
         held = {"model": self.module, "optimizer": self.optimizers} if self.in_rounds else {}
         return {**held, "timeout_s": self.timeout_s}
 

@@ -18,6 +18,7 @@ Doubt: TypeAlias = tuple[Tensor, str]
 
 
 class _Thread(threading.local):
+    # On the class, so that a thread which keeps no doubts finds None, and reads at once.
     kept: list[Doubt] | None = None
 
 

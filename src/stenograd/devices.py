@@ -159,6 +159,7 @@ def bring(t: Tensor, device: torch.device) -> Tensor:
     """
     if device.type == "cuda":
         # From memory that is not pinned, the host would wait until the copy, and all before it, is done.
+        # The pinned copy may go out of scope: torch's allocator keeps it until the transfer is done.
         t = t.pin_memory()
     return t.to(device, non_blocking=True)
 
@@ -238,6 +239,7 @@ def cuda_devices(tensors: Iterable[Tensor]) -> list[int]:
 
 def random_state() -> dict[str, Any]:
     """Return the states of PyTorch's random generators: the CPU's, and all of CUDA if it is in use."""
+    # Asking would start CUDA in a process that does not use it.
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 

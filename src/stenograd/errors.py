@@ -138,6 +138,7 @@ def check_count(
         Traceback (most recent call last):
         stenograd.errors.ConfigError: block must be at most 2147483647, got 1099511627776: use 1024
     """
+    # Not `got < 1`, which lets NaN pass.
     if not got >= 1:
         raise bad_value(name, "must be at least 1", got, advice, error)
     if got > most:

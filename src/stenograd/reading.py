@@ -35,6 +35,7 @@ def open_regular(path: Path, *, own: bool = False) -> BinaryIO:
 
     def opener(name: str, flags: int) -> int:
         number = os.open(name, flags | _FLAGS)
+        # Of the open file: by its name, another one might be looked at than is read.
         status = os.fstat(number)
         why = "no regular file" if not stat.S_ISREG(status.st_mode) else _foreign(status) if own else ""
         if why:
@@ -63,7 +64,7 @@ def read_regular(path: Path, most_bytes: int = _JSON_BYTES, *, own: bool = False
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most_bytes:
             raise OSError(errno.EFBIG, f"{nbytes} bytes, at most {most_bytes} are expected", str(path))
-        return file.read(nbytes)
+        return file.read(nbytes)  # no more, should it grow meanwhile
 
 
 def private_folder(path: Path) -> None:
@@ -75,6 +76,7 @@ def private_folder(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not hasattr(os, "getuid"):
         return
+    # By descriptor, and through no link: what is looked at is what is changed.
     number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(number)

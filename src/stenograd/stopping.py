@@ -47,6 +47,7 @@ class StopOn:
         self.requested_at: float | None = None
         self._seen: dict[int, float] = {}
         _check_thread()
+        # Before `_active` has this one: loaders are changed for the first only.
         _spare_workers()
         if not _forks and hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_forget)
@@ -75,6 +76,7 @@ class StopOn:
         if self not in _active:
             return
         _check_thread()
+        # Compared by `==`, because each access to `_note` makes another bound method.
         for number, earlier in self._earlier.items():
             if signal.getsignal(number) == self._note:  # else whoever came later keeps it
                 signal.signal(number, _usable(earlier))
@@ -95,6 +97,7 @@ class StopOn:
         now, earlier = time.monotonic(), _usable(self._earlier[number])
         if now - self._seen.setdefault(number, now) > SAME_S:
             signal.signal(number, earlier)
+            # Raised again, because the default action is nothing that could be called.
             signal.raise_signal(number)
             return
         self.request()
@@ -202,6 +205,7 @@ def _usable(handler: Any) -> Any:
 def _forget() -> None:
     """Let a forked child heed signals as its parent did before."""
     global _active
+    # Newest first: of two that handle one signal, the older finds its own handler once the newer is gone.
     for one in reversed(_active):
         for number, earlier in one._earlier.items():
             if signal.getsignal(number) == one._note:
@@ -229,6 +233,7 @@ def _spare_workers() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # Python's helpers unblock SIGTERM
             loader.worker_init_fn = _Spared(own, signals)
             plain(self, loader)
+            # `terminate` sends SIGTERM, which may be one of the signals that do nothing there.
             for worker in self._workers:
                 worker._popen.terminate = partial(_end, weakref.ref(self), worker._popen)
         finally:

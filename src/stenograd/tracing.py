@@ -246,6 +246,7 @@ class Phases:
         This comes before any parameter's gradient, so the first callback runs before the engine's, which
         waits for the exchange, and what that callback queues runs after it.
         """
+        # Hooks on tensors stay: a graph that was made before `close` may be walked after it.
         if "backward" in self._began or not self._handles:
             return
         self.begin("backward")
@@ -353,7 +354,7 @@ def _placed(events: Sequence[Event]) -> list[tuple[int, Event]]:
         row = _ROWS.get(kind)
         if row is None:
             at = next((i for i, since in enumerate(free) if since <= start), len(free))
-            free[at : at + 1] = [end]
+            free[at : at + 1] = [end]  # appends where no row is free
             row = _FIRST_FREE + at
         out.append((row, event))
     return out

@@ -152,6 +152,7 @@ def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:
         attached.save(output_dir)
 
     def load_all(checkpoint: str | None) -> None:
+        # First the Trainer's part, which would overwrite what each rank has of its own.
         load(checkpoint)
         if checkpoint is not None:
             attached.load(checkpoint)

@@ -11,7 +11,8 @@ from launched import clean_env
 from stenograd.errors import ConfigError
 from stenograd.launch.detect import World
 from stenograd.launch.local_workers import run_local
-from stenograd.launch.membership import Arrival, Membership
+from stenograd.launch.membership import Membership
+from stenograd.launch.plans import Arrival
 
 
 def test_a_rendezvous_says_what_to_export_and_workers_meet_there():
@@ -61,3 +62,20 @@ def test_one_that_succeeds_is_enough(capfd):
     code = "import os, sys, time; r = int(os.environ['RANK']); time.sleep(1 - r); sys.exit(r)"
     assert run_local([sys.executable, "-c", code], 2, open_run=True) == 0
     assert "worker 1 exited with status 1; the others go on" in capfd.readouterr().err
+
+
+def test_a_new_run_does_not_go_on_in_the_folder_of_an_old_one(tmp_path):
+    command = [sys.executable, "-m", "stenograd", "train", "--task", "digits", "--epochs", "1"]
+    command += ["--method", "local:every=4,quorum=0.5", "--out", str(tmp_path / "out")]
+    done = [
+        subprocess.run(
+            command,
+            env=clean_env(STENOGRAD_OPEN=str(tmp_path / store), OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        for store in ("first", "second")
+    ]
+    assert [one.returncode for one in done] == [0, 2], done
+    assert "--out must not hold a run" in done[1].stderr

@@ -16,8 +16,9 @@ from torch import nn
 import stenograd
 from stenograd.errors import ConfigError, LaunchError, MethodError, MismatchError, PeerLost
 from stenograd.launch.detect import World
-from stenograd.launch.membership import Arrival, Member, Membership, Plan, _in_reach, host_store
+from stenograd.launch.membership import Membership, host_store
 from stenograd.launch.network import Knocks, Sockets, silent
+from stenograd.launch.plans import Arrival, Member, Plan, in_reach
 
 
 def alone():
@@ -131,7 +132,7 @@ def test_members_that_do_not_reach_each_other_are_not_in_one_plan(apart, newest,
         )
         for member in members
     }
-    assert [{m.rank for m in _in_reach([*members], come, k)} for k in (6, 7)] == left
+    assert [{m.rank for m in in_reach([*members], come, k)} for k in (6, 7)] == left
 
 
 @pytest.fixture
@@ -176,6 +177,41 @@ def test_a_peer_that_only_says_nothing_is_not_silent():
         found: Sockets = frozenset({(one.fileno(), os.fstat(one.fileno()).st_ino)})
         time.sleep(0.05)
         assert not silent(found, 0.001)
+
+
+def test_who_was_frozen_for_rounds_finds_its_attempt_judged(three):
+    """The verdicts of old rounds are forgotten, but not that they were held."""
+    (plan,) = {plan.text() for plan in meet(three, [Arrival(1, 0)] * 3)}
+    stale = Plan.read(plan.encode())
+    three[1].fail(stale, "rank 2 lost")
+    for k in (1, 2, 3, 4, 5):
+        plans = meet(three[:2], [Arrival(k, k - 1)] * 2)
+        for member, plan in zip(three, plans, strict=False):
+            assert member.commit(plan)
+    assert not three[2].commit(stale)
+    assert not three[2].fail(Plan.read(plans[0].text().encode()), "too late")
+
+
+def test_one_that_was_killed_as_it_came_hides_nobody(tmp_path):
+    first = entered(tmp_path / "store", 1)
+    first[0]._ask(lambda: first[0]._store.add("entries", 1))  # and is killed
+    second = entered(tmp_path / "store", 1)
+    first[0]._ask(first[0]._see)
+    assert [member.rank for member in first[0].alive()] == [0, 1]
+    for one in (*first, *second):
+        one.close()
+
+
+def test_launched_workers_after_others_are_refused(tmp_path):
+    Membership(str(tmp_path / "store"), alone(), 5.0)
+    with pytest.raises(LaunchError, match=r"WORLD_SIZE must be that of the run .*, 1, got 2"):
+        Membership(str(tmp_path / "store"), World(0, 2, 0, 2, "torchrun"), 5.0)
+
+
+def test_who_has_left_says_so(three):
+    three[0].close()
+    with pytest.raises(LaunchError, match="rank 0 is not in the run"):
+        three[0].move(3)
 
 
 def test_one_that_was_frozen_does_not_take_the_others_for_lost(three):

@@ -103,6 +103,7 @@ class Attachment:
         if wraps and not self.rounds:
             accelerator.ddp_handler = _handler(self, accelerator.ddp_handler)
         else:
+            # Also in a world of one, where Accelerate makes no DDP model whose hook could carry the method.
             self._replace_wrapping()
         self._join_checkpoints()
         accelerator.stenograd = self
@@ -275,6 +276,7 @@ class Attachment:
             return result
 
         def checked(loss: Any, **options: Any) -> None:
+            # A model in eval mode may be prepared alone: it is not trained.
             if any(model.training for model in self._waiting):
                 raise StenogradError(
                     f"a model was prepared without its optimizer, so nothing would be exchanged by "
@@ -298,6 +300,7 @@ class Attachment:
             held = optimizers_of(self.accelerator, model)
             runs = next((one for one in self._attached if one.module is model), None)
             before = runs.optimizers if runs is not None and runs not in self._closed else ()
+            # Every `prepare` comes here, also one of a data loader alone, which changes nothing.
             if not held or {*map(id, held)} == {*map(id, before)}:
                 continue
             if before and any(o is old for o in held for old in before):

@@ -122,6 +122,7 @@ class Method:
             if feeds and not isinstance(self.compressor, ErrorFeedback):
                 object.__setattr__(self, "compressor", ErrorFeedback(inner=self.compressor))
             object.__setattr__(self, "text", _text_of(self, feeds))
+            # Last, because `each_round` reads the text that was just made.
             self.schedule.check(self.each_round())
 
     def __str__(self) -> str:
@@ -248,6 +249,7 @@ class Method:
         if self.clip_norm is not None:
             for part in x.split(list(numels)):
                 norm = norm_of(part)
+                # Unlike clamping this hides no infinity, whose norm is infinite: 0 * inf is NaN.
                 part.mul_(torch.where(norm > self.clip_norm, self.clip_norm / norm, 1.0))
 
 
@@ -349,6 +351,7 @@ def method(text: MethodLike) -> Method:
         inner = _plain(codec_text if slash else "dense", schedule)
         schedule.check(inner)
         shown = shown if inner.text == "dense" else f"{shown}/{inner.text}"
+        # Given a text, `__post_init__` takes the compressor as it is, so feedback is not put around it again.
         return replace(inner, schedule=schedule, text=shown)
     return _plain(text, _EVERY_STEP)
 
@@ -393,6 +396,7 @@ def _text_of(made: Method, feeds: bool) -> str:
     entry = entry_of(codec)
     given = {k: v if k == "feedback" else METHOD_KEYS[k](v) for k, v in keys.items() if v is not None}
     if not made.warmup_steps:
+        # A text that says warmup_steps=0 would be refused when it is read again.
         del given["warmup_steps"]
     if entry is None or keys["feedback"] is None:
         shown = [f"{key}={value}" for key, value in given.items() if value and not key.startswith("feedback")]

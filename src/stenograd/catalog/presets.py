@@ -63,6 +63,7 @@ def spelled_out(text: str) -> str:
             raise MethodError(f"{name}: key {key!r} is given twice: keep one")
         # After a slash the preset's compressor is not used, so its keys are unknown to the schedule.
         (after if after and not slash and key not in own else before)[key] = value
+    # A key without a value stays so, and the method's parser refuses it by name.
     written = ",".join(f"{key}={value}" if value else key for key, value in before.items())
     if not slash and after:
         codec = f"{usual.partition(':')[0]}:" + ",".join(f"{key}={value}" for key, value in after.items())

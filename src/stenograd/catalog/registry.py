@@ -124,6 +124,7 @@ def _walk(package: ModuleType, base: type[T]) -> list[type[T]]:
     for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
         module = importlib.import_module(f"{package.__name__}.{module_info.name}")
         for name, member in sorted(vars(module).items()):
+            # Modules import each other's classes; each class counts where it is defined.
             own = inspect.isclass(member) and member.__module__ == module.__name__
             if own and issubclass(member, base) and not inspect.isabstract(member) and name[0] != "_":
                 found.append(member)

@@ -225,6 +225,7 @@ def load_checkpoint(
     def warn() -> None:
         if driver.rank == 0:
             lines = "; ".join(found.refused)
+            # The four: this function, `agree`, `load_checkpoint`, and the program, whose line is to be shown.
             warnings.warn(f"continuing from step {found.manifest.step}, because {lines}", stacklevel=4)
 
     if found.refused:  # the same on all ranks
@@ -521,6 +522,7 @@ def write_set(
         StenogradError: on every rank: the checkpoint is whole, but on one the folder cannot be looked through
             for older ones.
     """
+    # default=str: json would refuse another type on this rank alone, and the others would wait for it.
     own = json.dumps([step, secrets.token_hex(4)], default=str)
     received = [json.loads(text) for text in everyone(driver, own)]
     _refuse_others([other for other, _ in received], "save")
@@ -566,6 +568,7 @@ def read_set(driver: AnyDriver, folder: Path, *, step: int | None = None) -> Fou
     own = agree(driver, lambda: saved_steps(folder))  # which may fail on one rank alone
     received = [json.loads(text) for text in everyone(driver, json.dumps([step, own], default=str))]
     _refuse_others([other for other, _ in received], "load")
+    # Those of all ranks, because checking one is a collective: all must try the same, in one order.
     steps = sorted(set().union(*(found for _, found in received)), reverse=True)
     if step is not None:
         if step not in steps:
@@ -603,6 +606,7 @@ def _read_if_whole(driver: AnyDriver, folder: Path, step: int) -> tuple[Manifest
     try:
         manifest = read_manifest(folder, step)
         same = manifest.world_size == driver.world_size
+        # With as many ranks as saved it, each reads its own file whole below, which checks them all.
         for rank in range(1, 1 if same else manifest.world_size):
             check_rank(folder, manifest, rank, whole=rank % driver.world_size == driver.rank)
         content = read_rank(folder, manifest, driver.rank if same else 0)

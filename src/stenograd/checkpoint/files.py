@@ -417,6 +417,7 @@ def _is_ours(name: str, rank: int, world_size: int) -> bool:
     plain = left[1] if left is not None else name
     found = _RANK_FILE.fullmatch(plain)
     if found is None:
+        # Every rank deletes old manifests: where ranks have disks of their own, each has one.
         return _MANIFEST.fullmatch(plain) is not None
     return int(found[3]) == rank or (rank == 0 and int(found[3]) >= world_size)
 
@@ -438,6 +439,7 @@ def _malformed(manifest: Manifest, step: int) -> str:
     """Return what is wrong with the values that a manifest holds, or nothing."""
     numbers = [manifest.step, manifest.world_size, *(file.nbytes for file in manifest.files)]
     texts = [manifest.set_id, manifest.method, *(text for f in manifest.files for text in (f.name, f.sha256))]
+    # By type(), because isinstance would take JSON's true for a number.
     if not all(type(n) is int and n >= 0 for n in numbers) or not all(type(t) is str for t in texts):
         return "a number or a text in it is of another type"
     if not isinstance(manifest.versions, dict):
@@ -487,6 +489,7 @@ def _content(
     """Load what `write_rank` wrote, and check the save and the rank that the file itself names."""
     path = Path(file.name)
     try:
+        # torch maps a file by its name only, not one that is open.
         saved = torch.load(path if mmap else file, weights_only=True, map_location=where, mmap=mmap)
     except Exception as cause:  # torch.load raises a dozen types for what is not a checkpoint
         raise _unreadable(path, cause) from cause

@@ -147,6 +147,8 @@ class Joint:
             for key, tensor in tensors.items():
                 where, kind = (name, key), self._kind(key)
                 summed = kind in (Kind.SUM, Kind.MEAN)
+                # Ranks may differ in what `share` makes anew from another key, and in what is cleared: the
+                # one is left out here, the other compared as zeros.
                 if isinstance(kind, Replaced):
                     continue
                 tensor = torch.zeros_like(tensor) if kind is Kind.CLEAR else tensor
@@ -319,6 +321,7 @@ def _misfit(reason: str, advice: str = "give what was saved") -> CheckpointError
 
 def _check_order(saved: Sequence[Sequence[str]], given: Sequence[Sequence[str]]) -> None:
     """Refuse to give a parameter another one's state: torch's optimizers number what they keep."""
+    # strict=False: a checkpoint of an earlier version holds no names.
     for number, (other, own) in enumerate(zip(saved, given, strict=False)):
         if other != own and sorted(other) == sorted(own):  # of other models `load_state_dict` says more
             at = next(i for i, (a, b) in enumerate(zip(other, own, strict=True)) if a != b)
@@ -369,6 +372,6 @@ def _derived(state: Tensor, rank: int) -> Tensor:
         return state
     digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
     if state.numel() == _CUDA_STATE_BYTES:
-        return torch.tensor([*digest[:8], *bytes(8)], dtype=torch.uint8, device="cpu")
+        return torch.tensor([*digest[:8], *bytes(8)], dtype=torch.uint8, device="cpu")  # a seed, at offset 0
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return generator.get_state()

@@ -236,6 +236,7 @@ def _measure(setup: Setup, how: Method, driver: Driver, display: Display) -> Res
     finally:
         trainer.sync.close()
     steps = sum(row.steps for row in rows)
+    # From `compression`, because that counts the payload in a world of one.
     last, sent = rows[-1], sum(row.dense_bytes / row.compression for row in rows)
     after = counted(setup.epochs, "epoch")
     display.line(f"  eval accuracy {percent(last.eval_accuracy)} after {after}, {seconds:.1f} s")

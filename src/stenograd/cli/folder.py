@@ -75,6 +75,7 @@ class RunFolder:
         """Return the epochs in metrics.jsonl, which another process may have added to."""
         path = self.path / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
+        # A line without its end is one that another process is writing at this moment.
         return [Row(**json.loads(line)) for line in lines if line.endswith("}")]
 
     def append(self, row: Row) -> None:

@@ -137,6 +137,7 @@ class StepTimes:
             >>> times.means()["step"], times.quantiles()["step"]["0.5"]
             (3.0, 4.0)
         """
+        # Beyond so many steps the first has left the deque by itself.
         first = int(1 < self.steps <= _STEPS_KEPT)
         found = {part: list(kept)[first:] for part, kept in self.kept.items()}
         return {part: statistics.fmean(kept) for part, kept in found.items() if kept}
@@ -231,6 +232,7 @@ def endless(setup: Setup, rank: int, epoch: int) -> Iterator[Tensor]:
 def _pool(setup: Setup, epoch: int, legs: Sequence[Sequence[int]]) -> Tensor:
     """Return the samples that were left when the last leg began."""
     pool, before = torch.arange(setup.task.train_size, device="cpu"), 0
+    # Batches follow from seed, epoch and rank, so what ranks saw is worked out anew and not saved.
     for world_size, taken in legs[:-1]:
         steps = _steps(setup, len(pool), before, world_size)
         seen = torch.zeros(setup.task.train_size, dtype=torch.bool, device="cpu")
@@ -293,6 +295,7 @@ class Trainer:
         self.sync = distribute(
             self.model, self.optimizer, method, bucket_bytes=opt.bucket_bytes, timeout_s=opt.timeout_s
         )
+        # By the scores' driver, so that the method's ledger holds no bytes of the guard.
         self._guard = ReplicaGuard(self.model, driver)
         self.times = StepTimes()
         self._phases = Phases(self.model, [self.optimizer], self.times.note)
@@ -335,6 +338,7 @@ class Trainer:
         with self.sync.consensus():
             evaluated = self.evaluate()
             self.check_equal()
+        # A world of one moves nothing, so its compression is that of the payload.
         sent = now.moved_bytes if self.driver.world_size > 1 else now.payload_bytes
         return Row(
             epoch=epoch,
@@ -397,6 +401,7 @@ class Trainer:
     def position(self) -> dict[str, Any]:
         """Return where the training stands, for a checkpoint's `extra`; all ranks call it."""
         now = self.progress
+        # For `go_on`: with another number of ranks only rank 0's `extra` is read, and so no other's sums.
         sums = sum_over_ranks(self.driver, [now.loss, now.correct, now.count])
         return {"progress": asdict(now), "sums": sums, "total_steps": self._total_steps}
 

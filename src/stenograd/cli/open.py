@@ -17,6 +17,7 @@ from stenograd.cli.setup import Setup
 from stenograd.cli.table import counted, megabytes, percent
 from stenograd.launch.membership import host_store
 from stenograd.launch.network import own_address
+from stenograd.launch.process_group import membership
 from stenograd.stopping import STOPPED
 from stenograd.wire.driver import Driver
 
@@ -44,7 +45,13 @@ def work(ready: OpenJob, driver: Driver) -> int:
 
     The member of lowest rank evaluates after each epoch's worth of steps of all workers, prints and saves.
     Workers that come later go on from there.
+
+    Raises:
+        ConfigError: this run is new, and the folder holds another one.
     """
+    here = membership()
+    if ready.folder is not None and here is not None and here.now < 0:
+        ready.folder.check(ready.resume)  # later the folder holds what others of this run have written
     run = _Work(ready, driver)
     try:
         return run.train()
@@ -87,6 +94,7 @@ class _Work:
             if self._sync.round == round_:
                 continue
             round_, before, done = self._sync.round, done, self._done()
+            # All members have equal tokens and members, so one of them speaks without any message.
             if int(done // share) > int(before // share) and self._speaks:
                 self._end_epoch(min(int(done // share), self._setup.epochs))
         return self._finish()
@@ -96,6 +104,7 @@ class _Work:
         return float(sum(self._sync.tokens.values()))
 
     def _begin(self) -> None:
+        # Where another worker, or this one before a restart, has begun the files, begin() would empty them.
         if self._folder is not None and not (self._folder.path / "metrics.jsonl").exists():
             self._folder.begin([asdict(row) for row in self._rows], self._ready.about)
 
@@ -179,6 +188,7 @@ class _Work:
 
 def host(port: int) -> int:
     """Hold the store of an open run until Ctrl-C or SIGTERM."""
+    # SIGTERM then raises KeyboardInterrupt and ends the loop below, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     store, name = host_store(port), own_address()
     print(f"export STENOGRAD_OPEN={name}:{store.port}", flush=True)

@@ -269,6 +269,7 @@ def _link(asked: PlanOptions) -> str | Link | None:
     if asked.link is None:
         return None
     path = Path(asked.link)
+    # Also by its suffix, so that a missing file is named as one, and not as a rate that is malformed.
     if path.suffix == ".json" or path.is_file():
         return load_link(path)
     parse_link(asked.link)
@@ -277,6 +278,7 @@ def _link(asked: PlanOptions) -> str | Link | None:
 
 def _made(asked: PlanOptions, job: _Job, link: str | Link, driver: Driver | None, shares: int = 1) -> Plan:
     workers, per_host = job.workers, _per_host(asked, link, job.workers)
+    # Under a launcher all its ranks on this host rehearse at once, and share the cores.
     here = detect(os.environ).local_world_size if driver is not None else per_host
     return plan(
         job.trial,

@@ -145,6 +145,7 @@ def _shown(head: Sequence[str], texts: Sequence[Sequence[str]], screen: Console)
     """Print a table, in a frame if there is room, and return whether there is room for its columns."""
     columns = [[row[index] for row in texts if row[index]] for index in range(len(head))]
     numbers = [bool(cells) and all(cell.startswith(_NUMBERS) for cell in cells) for cells in columns]
+    # A frame takes a line and two spaces for each column, and one line more.
     for box, taken in ((HEAVY_HEAD, 3 * len(head) + 1), (None, _GAP * (len(head) - 1))):
         widths = _widths(head, columns, numbers, screen.width - taken)
         if widths is None:
@@ -173,6 +174,7 @@ def _widths(
     if spare < 0:
         return None
     widths = list(least)
+    # Columns that lack least come first, so that most of them get all that they need.
     for index in sorted(range(len(head)), key=lambda index: most[index] - least[index]):
         more = min(most[index] - least[index], spare)
         widths[index] += more

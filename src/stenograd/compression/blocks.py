@@ -197,6 +197,7 @@ class BlockCodec(Codec):
         self, chunks: Chunks, x: Tensor, residual: Tensor | None, state: State, site: Site
     ) -> Rounds[Exchange]:
         world, local = site.world_size, chunks.span(site.rank)
+        # Another key: with the draws of the first encoding again, the second would not be unbiased.
         whole, part = chunks.site(site), replace(chunks.site(site, site.rank), key=~site.key, buffer=None)
         # a copy: encoding writes over x
         own = x[local].to(torch.promote_types(x.dtype, torch.float32), copy=True)
@@ -213,6 +214,7 @@ class BlockCodec(Codec):
             error[local] = lost.mul_(world).to(error.dtype)  # N (a - C(a))
         everyone = yield from gather(chunks.row(second))
         final = chunks.join(row for (row,) in everyone)
+        # Scales of the second encoding tell of the first's, since NaN and infinity stay in an average.
         return Exchange(codec.decode(final, x, whole), state, error, codec.finite([final]))
 
 
@@ -237,6 +239,7 @@ def _blocked(chunks: Chunks, block: int) -> Chunks:
 def _finer(chunks: Chunks, block: int) -> int:
     world_size = len(chunks.blocks)
     code = sum(stop - start for start, stop in chunks._bytes()) + 4 * sum(chunks.blocks)
+    # A rank sends `N - 1` rows in each phase, so this is what the first leaves for a row of the second.
     row_words = _MOST * code / (4 * (world_size - 1)) - chunks.row_words
     while block >= 2 * _SHORTEST and chunks.blocked(block // 2).row_words <= row_words:
         block //= 2
@@ -251,6 +254,7 @@ def _chunks(numels: tuple[int, ...], bits: int, block: int, world_size: int) -> 
     for numel in numels:
         left = numel
         while left:
+            # More than one step where chunks are empty: such a one ends where it begins.
             while bounds[chunk + 1] <= at:
                 chunk += 1
             pieces[chunk].append(min(left, bounds[chunk + 1] - at))

@@ -142,6 +142,7 @@ def _overflow(x: Tensor, averaged: Sequence[Tensor]) -> Rounds[Tensor | None]:
         sound = all(map(is_finite, narrow))
     else:  # looking at once would make the host wait for each bucket
         codes = finite_of(narrow)
+        # False may be another bucket's fault, for COMMIT answers for the whole step.
         sound = (yield from commit(codes)) or int(codes) == Finite.BOUNDED
     if sound:
         return None

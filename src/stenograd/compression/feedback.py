@@ -126,6 +126,7 @@ class ErrorFeedback(Wrapper):
     def facts(self, site: Site) -> Facts:
         """A residual in another type than x keeps its memory to itself."""
         inner = self.inner.facts(_wide(site))
+        # With a decay the inner compressor never sees the residual, so it cannot write over it.
         in_place = site.dtype in (torch.float32, torch.float64) and self.decay == 1
         return replace(inner, linear=False, frees_residual=inner.frees_residual and in_place)
 
@@ -244,6 +245,7 @@ class EF21(Wrapper):
             new["ef21_known"], new["ef21_mean"] = v, torch.cat(pieces)
         new |= {name: torch.ones_like(state[name]) for name in names}
         if self.eta < 1:
+            # Never one memory for two keys: `put_back` writes a tensor's old state into each of them.
             new["ef21_momentum"] = v.clone() if new["ef21_known"] is v else v
         average = site.out(x).copy_(new["ef21_mean"])  # the caller may change it, so it is no state
         error = (x - new["ef21_known"]).to(x.dtype) if site.error else None

@@ -88,6 +88,7 @@ def mean_in_order(x: Tensor, world_size: int, *, weights: Sequence[float] | None
         own = added_in_order(found, share)
     else:
         weighted = [row if w == 1 else row * w for row, w in zip(found, weights, strict=True)]
+        # Rows without their weights: equal ones must stay equal to be kept as they are.
         own = mean_of_finite(found, weights, added_in_order(weighted, share))
     everyone = yield from gather(own)
     return torch.cat([part for (part,) in everyone])[: x.numel()]

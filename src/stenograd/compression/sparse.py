@@ -419,6 +419,7 @@ class _Rows:
 
     def empty(self, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices and values, `(rows, count)` each, of rows without entries."""
+        # Each at an index of its own: the compact code takes strictly ascending ones.
         behind = torch.arange(self.length, self.length + self.count, device=like.device)
         return behind.repeat(rows, 1), torch.zeros(rows, self.count, dtype=like.dtype, device=like.device)
 
@@ -496,6 +497,7 @@ def sparse_all_reduce(
     """
     if residual is not None:
         x.add_(residual)
+    # `regions_for` does not know the step, by which the owners' quotas take turns.
     regions = replace(regions, step=site.step)
     world, own = regions.world_size, site.rank
     first = _Rows(regions.slots, regions.length, compact, halves)
@@ -512,6 +514,7 @@ def sparse_all_reduce(
     # Not the padding behind the region, into which the unneeded entries of the rows were added.
     message = second.write(*_largest(sums[: regions.length], regions.quota(own), second, x, world))
     everyone = yield from gather(*message)
+    # The own row too, as the others read it: what bfloat16 rounds away then stays in the sums.
     kept = [second.read(tuple(t[0] for t in row)) for row in everyone]
     average = _assembled(kept, regions, x)
     if not site.error:

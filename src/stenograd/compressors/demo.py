@@ -118,8 +118,10 @@ class DeMo(Compressor):
             best = found.abs().topk(min(self.keep, found.shape[1]), dim=1).indices  # (blocks, keep)
             picked = found.gather(1, best)
             chosen.append(best.to(torch.int16).reshape(-1))
+            # Not rounded for the wire: the momentum gives up what these very values make.
             values.append(picked.reshape(-1))
             sent.append(self.backward(torch.zeros_like(found).scatter_(1, best, picked), shape))
+        # No collective here: `facts` says 0 rounds where all tensors are empty, alike on all ranks.
         if not values:
             return Exchange(torch.zeros_like(x), {"demo_momentum": delta}, torch.zeros_like(x), finite_of([]))
         own = torch.cat(sent)  # D^-1(S_r), flat like x
@@ -165,6 +167,8 @@ class DeMo(Compressor):
                 indices = chosen[at : at + a * b * keep].long().view(a * b, keep)
                 total.scatter_add_(1, indices, values[at : at + a * b * keep].view(a * b, keep))
                 senders.scatter_add_(1, indices, torch.ones_like(indices, dtype=wide))
+            # Each rank transforms back for itself, by BLAS. On unlike processors a value near zero
+            # may get another sign; see Numbers in docs/design.md.
             parts.append(self.backward(total / senders.clamp_(min=1), shape).sign_())
             at += a * b * keep
         return torch.cat(parts)
@@ -186,6 +190,7 @@ def cosines(size: int, like: Tensor) -> Tensor:
     return _cosines(size, like.device, like.dtype)
 
 
+# No bound: a block's side is at most 128, so there are few sizes for each device and type.
 @cache
 def _cosines(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     i = torch.arange(size, dtype=torch.float64, device="cpu")  # rounded once, and alike for all devices

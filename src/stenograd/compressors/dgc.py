@@ -107,6 +107,7 @@ class DGC(Compressor):
         yield cls(ratio=0.1, masking=False, ramp_steps=4)
         yield cls(ratio=0.1, momentum=0.0)
 
+    # `dense_momentum` is not named: it is made of averages, so it is equal on all ranks.
     state_kinds: ClassVar[Mapping[str, StateKind]] = {"dgc_u": Kind.SUM, "dgc_v": Kind.SUM}
     feedback = Feedback.OWN  # what is not sent stays in v
 
@@ -129,12 +130,14 @@ class DGC(Compressor):
         g = x.to(state["dgc_u"].dtype, copy=True)
         g = self.clipped(g if residual is None else g.add_(residual), site)
         pieces, small = g.split(site.numels), _small(site)
+        # With an empty tensor in front, because `torch.cat` refuses an empty list.
         dense = torch.cat([g.new_zeros(0), *(pieces[i] for i in small)])
         for i in small:
             pieces[i].zero_()  # so that neither u nor v holds anything of them
         u, step = self.moved(state["dgc_u"], g)
         v = state["dgc_v"] + step  # v <- v + u
         count = self.count(site)
+        # Values are not rounded: v becomes zero where it was sent, so nothing would keep what rounding loses.
         message = Message(g.numel(), count, compact=True, values=None)
         chosen, values = select(v, count)
         asked: list[Rounds[Any]] = [gather(*message.write(chosen, values))] if count else []
@@ -152,6 +155,7 @@ class DGC(Compressor):
         parts = exact[0].split([site.numels[i] for i in small]) if dense.numel() else ()
         # Without `dense`, `small` may still name tensors that have no elements.
         for i, part in zip(small, parts, strict=dense.numel() > 0):
+            # `moved` is linear, so this is the mean of what ranks would each have as momentum.
             momentum, delivered = self.moved(state[f"dense_momentum/{i}"], part.view(site.shapes[i]))
             new[f"dense_momentum/{i}"] = momentum
             for whole in (average, sent):
@@ -170,6 +174,7 @@ class DGC(Compressor):
             bound = self.clip / math.sqrt(site.world_size)
             for part in x.split(site.numels):
                 norm = norm_of(part)
+                # NaN is above no bound, and 0 * inf is NaN, so a bad gradient still shows in messages.
                 part.mul_(torch.where(norm > bound, bound / norm, 1.0))
         return x
 

@@ -94,6 +94,7 @@ class Dion(Compressor):
         yield cls(ratio=1.0)
         yield cls(ratio=1.0, momentum=0.0)
 
+    # `dion_q` is not named: it is made of averages, so it is equal on all ranks.
     state_kinds: ClassVar[Mapping[str, StateKind]] = {"dion_momentum": Kind.SUM}
     feedback = Feedback.OWN  # what is not sent stays in the momentum
 
@@ -104,6 +105,7 @@ class Dion(Compressor):
         generator = site.generator(self.seed, shared=True)
         state = {"dion_momentum": torch.zeros(like.numel(), dtype=wide, device=like.device)}
         for i, ((_, _, _, _, columns), rank) in self.matrices(site).items():
+            # In float32 on the CPU, whatever x is, so that every type and device begins with the same Q.
             queries = torch.randn((rank, columns), generator=generator, dtype=torch.float32, device="cpu")
             state[f"dion_q/{i}"] = queries.to(like.device, wide)
         return state
@@ -111,6 +113,7 @@ class Dion(Compressor):
     def facts(self, site: Site) -> Facts:
         """Two all-reduces, in which NaN and infinity show; vectors are averaged exactly, in the first."""
         if not self.matrices(site):
+            # Vectors get a plain mean. `Method.moves` asks by tensor, so their optimizer may have momentum.
             return Facts(rounds=int(sum(site.numels) > 0), finite=True)
         return Facts(rounds=2, finite=True, average=Average.DIRECTION)
 
@@ -119,7 +122,7 @@ class Dion(Compressor):
         indices = self.matrices(site)
         b = state["dion_momentum"] + x.to(state["dion_momentum"].dtype)  # B_r = M_r + G_r
         b = b if residual is None else b.add_(residual)
-        before = b.clone() if site.error else None
+        before = b.clone() if site.error else None  # b changes in place below
         exact = [piece for i, piece in enumerate(b.split(site.numels)) if i not in indices]
         average, new, finite = torch.zeros_like(b), dict(state), finite_of([])
         if sum(site.numels):

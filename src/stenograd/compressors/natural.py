@@ -59,6 +59,7 @@ class Natural(BlockCodec):
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Draw a power of two for each element and write its place below the tensor's largest."""
         codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+        # The generator is made for its seed alone, a hash of seed, step, key and rank, which kernels hash on.
         draws = uniforms(site.generator(self.seed, shared=False).initial_seed(), x.numel(), x.device)
         scales = [torch.zeros(0, dtype=torch.float32, device=x.device)]
         rows_of = (block_views(t, WHOLE, site.numels) for t in (x, draws, codes))
@@ -97,4 +98,5 @@ def _power_below(x: Tensor) -> Tensor:
     """Return the largest power of two that does not exceed x; 0, NaN and infinity as they are."""
     mantissa, exponent = torch.frexp(x)
     power = torch.ldexp(torch.full_like(x, 0.5), exponent)
+    # NaN and infinity stay, because `BlockCodec.finite` looks at the scales only.
     return torch.where((mantissa == 0) | ~x.isfinite(), x, power)

@@ -170,6 +170,7 @@ class PowerSGD(Compressor):
         batches, dense = _plan(site.shapes, self.rank)
         work = x.to(torch.promote_types(x.dtype, torch.float32))
         queries = self.queries(state, x, site)
+        # Here only to what travels whole: `project_rows` adds it to the matrices in the pass that reads them.
         if residual is not None:
             for start, stop in dense:
                 work[start:stop] += residual[start:stop]
@@ -186,8 +187,10 @@ class PowerSGD(Compressor):
         qts, local = (yield from _averages(local, [], self, site)) if batches else ([], [])
         # An element that meets a zero of Q shows in M^T P, if anywhere.
         finite = torch.minimum(finite, finite_of(qts).to(finite.device))
+        # Behind the last collective: the pipeline refuses one that is asked for after a commit.
         if site.frees_residual and (yield from commit(finite)):
             site = replace(site, buffer=residual)
+        # work keeps this rank's error, so the average then needs memory of its own.
         average = site.out(work) if site.error else work
         _put_exact(average, work if site.error else None, dense, reply[len(batches) :], sent[len(batches) :])
         for b, pt, own, mean in zip(batches, pts, local, qts, strict=True):
@@ -202,6 +205,7 @@ class PowerSGD(Compressor):
         """Average P for the last Q, or Q for the last P, in turns."""
         batches, dense = _plan(site.shapes, self.rank)
         work = x.to(torch.promote_types(x.dtype, torch.float32))
+        # By the number of applied exchanges, so a skipped step repeats its turn and a resumed run goes on.
         left = site.step % 2 == 0  # whether P is sent
         known, new = ("q", "p") if left else ("p", "q")
         bases = [
@@ -217,6 +221,7 @@ class PowerSGD(Compressor):
         else:
             local = [project_columns(work, b.place, basis) for b, basis in pairs]  # (count, r, m)
         exact = [work[a:b] for a, b in dense]
+        # `facts` gave both turns one number of rounds, so a short turn must not take two hops by itself.
         reply, sent = yield from _averages(local, exact, self, site, small=self._round_count(site) > 1)
         finite = finite_of(reply)  # what is not finite makes the projections so
         if site.frees_residual and (yield from commit(finite)):
@@ -252,6 +257,7 @@ class _Batch:
         return self.start, self.stride, len(self.tensors), self.rows, self.columns
 
 
+# Asked for by `facts`, `init` and every exchange. The lists are shared: nobody may change them.
 @lru_cache(maxsize=1024)
 def _plan(shapes: tuple[torch.Size, ...], rank: int) -> tuple[list[_Batch], list[tuple[int, int]]]:
     """Return the batches of matrices to compress, and the stretches of x to send as they are."""
@@ -299,6 +305,7 @@ def _averages(
         average, sent = yield from half_means(flat, site.rank, site.world_size)
         return _cut(average, tensors), _cut(sent, tensors)
     # A mean may be taken where its tensor lies, and what this rank sent is needed afterwards.
+    # `exact` needs no copy: nothing of it is lost, and `_put_exact` subtracts that memory from itself.
     asked = [*(t.clone() for t in factors), *exact]
     return list((yield from (small_means(asked, site.world_size) if small else means(asked)))), tensors
 
@@ -328,6 +335,7 @@ def _next(name: str, batches: Sequence[_Batch], thin: Sequence[Tensor]) -> State
         largest = t.abs().amax(2, keepdim=True)  # (count, r, 1)
         found = (t / torch.where(largest > 0, largest, 1.0)).mT  # (b, n or m, r)
         for i, factor in zip(b.tensors, found, strict=True):
+            # A copy, because a view would keep the memory of the whole batch.
             state[f"{name}/{i}"] = factor.clone(memory_format=torch.contiguous_format)
     return dict(sorted(state.items(), key=lambda item: _order(item[0])))  # the order that `init` has
 

@@ -36,6 +36,7 @@ class Rounding(BlockCodec):
         return qsgd_decode_mean(messages, *self.form(), site.numels, out=site.out(like))
 
     def _key(self, site: Site) -> int:
+        # Made for its seed alone, a hash of seed, step, key and rank, which kernels hash on for each index.
         return site.generator(self.seed, shared=False).initial_seed()
 
 

@@ -86,6 +86,7 @@ class RandomK(Compressor):
         # drawn on the CPU: alike for all devices
         indices = bring(self.draw(n, k, site.generator(self.seed, shared=True)), x.device)
         values = x.index_select(0, indices)
+        # Before the values travel, because the driver may average them in place.
         error = None
         if site.error:  # x - scale x, which is an exact zero without scaling
             error = x.index_copy_(0, indices, values * (1 - scale))
@@ -103,6 +104,7 @@ class RandomK(Compressor):
         if 2 * k > n:  # draw the few that are left out
             return _others(n, self.draw(n, n - k, generator))
         found = _distinct(n, k, generator)
+        # At random, since `found` ascends: dropping its last ones would favour low indices.
         surplus = self.draw(found.numel(), found.numel() - k, generator)
         return found[_others(found.numel(), surplus)]
 

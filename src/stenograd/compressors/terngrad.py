@@ -91,7 +91,7 @@ class TernGrad(Rounding):
         """Return x, or a copy with every tensor clipped; NaN makes all of its tensor NaN."""
         if not self.clip:
             return x
-        x = x.clone()
+        x = x.clone()  # `encode_error` still needs x, for what is cut off
         for part in x.split(site.numels):
             if part.numel():
                 # In float32: squares of more than 255 are beyond float16.

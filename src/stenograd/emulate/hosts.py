@@ -284,7 +284,7 @@ class Hosts:
         hosts = [self._host(index) for index in range(self.count)]
         for host in hosts:
             ip("netns", "add", host)
-        if self._delay_s > 0:  # 0: | Before the links: they are devices of the relay's.
+        if self._delay_s > 0:  # before the links, which are devices of the relay's
             self._relay = _start_relay(self._delay_s, switch, hosts)
         for index, host in enumerate(hosts):
             port = f"port{index}"
@@ -351,6 +351,7 @@ def names(prefix: str) -> list[str]:
 def remove(prefix: str) -> None:
     """Remove the namespaces whose names start so, and kill the processes in them."""
     for name in names(prefix):
+        # A namespace without a name lives on, with its bridge and links, while a process is in it.
         for pid in ip("netns", "pids", name).split():
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(int(pid), signal.SIGKILL)

@@ -78,6 +78,7 @@ class BucketStates:
         """Let bucket `index` be `bucket`, and tell whether that is new; later ones are placed anew."""
         if index < len(self._slots) and self._slots[index].bucket == bucket:
             return False
+        # The later ones, too: a parameter may move from one to another, and its state waits until then.
         self.drop_from(index)
         site = Site(
             shapes=bucket.shapes,
@@ -92,6 +93,7 @@ class BucketStates:
         known = {name: self._homeless.pop(name) for name in bucket.names if name in self._homeless}
         state = fresh
         if known and fresh:  # a dense bucket keeps none
+            # A parameter that is new here, or a key that nobody saved, starts afresh.
             own = {name: {**new, **known.get(name, {})} for name, new in split_state(fresh, bucket).items()}
             state = join_state(fresh, bucket, own)
         self._slots.append(BucketState(bucket, (first, later), state))
@@ -111,6 +113,7 @@ class BucketStates:
         if not gone and all(names[name] == name for name in before):
             return []
         self.drop_from(0)
+        # All are taken out before any is put back: two parameters may have swapped their names.
         known, self._homeless = self._homeless, {}
         for name in before.keys() - gone:
             self._homeless[names[name]] = known[name]
@@ -123,6 +126,7 @@ class BucketStates:
 
     def by_name(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of all state by parameter name and key."""
+        # With DDP's hook buckets come one by one; state that waits for its bucket is saved as well.
         out = dict(self._homeless)
         for slot in self._slots:
             out |= split_state(slot.state, slot.bucket)
@@ -150,6 +154,7 @@ class BucketStates:
 
     def give_back(self) -> None:
         """Part with tensors that were exchanged in place."""
+        # A lent gradient's memory must be free after `zero_grad`, for the next forward pass.
         for slot in self._slots:
             if slot.lent:
                 slot.flat, slot.lent = None, False
@@ -171,6 +176,8 @@ class BucketStates:
             old, slot.state = slot.state, exchange.state
             own = self.flat(i)
             for key, new in exchange.state.items():
+                # An average that was written over the old residual then lies where the bucket is filled next.
+                # So gradients that are views of it need not be copied there.
                 if new is not old[key] and same_memory(new, own):
                     same = old[key].dtype == own.dtype and old[key].numel() == own.numel()
                     slot.flat = old[key] if same else torch.empty_like(own)
@@ -180,6 +187,7 @@ class BucketStates:
     def _lane(self, compressor: Compressor, site: Site) -> Lane:
         facts = compressor.facts(site)
         looked_at = site.dtype is torch.float16  # before the step counts; see `read_end`
+        # The next step fills the old residual's memory (see `take`), so an average there must be done with.
         if not self._waits or self._want_errors or looked_at:
             facts = replace(facts, frees_residual=False)
         # Limits for clipping are meant for whole gradients, so these must not come divided.

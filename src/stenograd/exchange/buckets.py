@@ -81,6 +81,7 @@ def assign(
     if bucket_bytes < 1:
         raise bad_value("bucket_bytes", "must be at least 1", bucket_bytes, "4194304 is the default")
     full: list[list[str]] = []
+    # Tensors that travel densely are few bytes: they neither close the first bucket nor make a last one.
     large = {name: t for name, t in tensors.items() if t.numel() >= dense_below}
     last = _tail(large, bucket_bytes // 4) if tail else set()
     open_groups: dict[tuple[torch.dtype, torch.device, bool], tuple[list[str], int]] = {}
@@ -109,6 +110,7 @@ def split_state(state: Mapping[str, Tensor], bucket: Bucket) -> dict[str, dict[s
 
     A state tensor is either flat like the bucket, or belongs to tensor i and is called "key/i".
     """
+    # Copies: an old residual's memory becomes the bucket's own, which the next step fills.
     out: dict[str, dict[str, Tensor]] = {name: {} for name in bucket.names}
     for key, value in state.items():
         base, slash, number = key.partition("/")

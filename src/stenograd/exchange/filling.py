@@ -105,6 +105,7 @@ class _Hold:
             known = [view.detach() for view in self.bucket.views(flat)]
             if len(self.params) == 1:  # its memory may be another gradient's in each step
                 return known
+            # The oldest goes first: its views would keep memory alive that nobody else uses any more.
             while len(self._views) >= _KEPT_VIEWS:
                 self._views.pop(next(iter(self._views)))
             self._views[address] = known
@@ -117,6 +118,7 @@ class _Hold:
 
     def place(self, parameter: Tensor) -> int:
         """Return a parameter's place in the bucket."""
+        # By identity: `list.index` would compare tensors element by element.
         return next(i for i, p in enumerate(self.params) if p is parameter)
 
     def caches(self, grad: Tensor) -> bool:
@@ -125,6 +127,7 @@ class _Hold:
 
     def part_with(self, grad: Tensor) -> None:
         """Move a gradient out of this bucket's memory; it stays the same tensor."""
+        # This bucket needs another view in its place: the program's tensor gets memory of its own.
         for views in self._views.values():
             views[:] = [view.detach() if view is grad else view for view in views]
         self._note_cached()
@@ -201,7 +204,7 @@ class Filler:
             self._fill_together(hold, index, number)
         if hold.missing:
             for p, slot in zip(hold.params, hold.slots, strict=True):
-                if slot.at == number:
+                if slot.at == number:  # its hook has filled it, or `_fill_together` just now
                     continue
                 if p.grad is None or slot.counts(p.grad):
                     self._fill_one(index, p)
@@ -292,6 +295,7 @@ class Filler:
             else:
                 targets.append(view)
                 grads.append(p.grad)
+                # The list keeps the old gradient until it is copied below.
                 if self._shares and not slot.stays and p.is_contiguous():
                     p.grad = view
         if targets:
@@ -326,12 +330,14 @@ class Filler:
             and parameter.is_contiguous()
             and grad.is_contiguous()
             and grad.device == parameter.device
+            # The exchange may keep this memory as its state, so nothing else may lie in it.
             and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size() > 0
         )
 
     def _look(self, hold: _Hold, parameter: Tensor, slot: Slot) -> None:
         """Find out whether a gradient must stay the tensor that it is; then it leaves the bucket's memory."""
         slot.stays = self._shares and is_held(parameter, hold.caches)
+        # It was a part of a bucket, and the program has taken hold of it since.
         if slot.stays and _mark_of(parameter.grad) > 0:
             hold.part_with(parameter.grad)  # type: ignore[arg-type]
             slot.hand_over(parameter.grad)  # type: ignore[arg-type]
@@ -376,6 +382,7 @@ class SparseFiller:
 
     def write_back(self, outcome: Outcome) -> None:
         """Make gradients the averages, which are the last in the outcome."""
+        # Whoever calls `finish` appends these parameters to those of the buckets.
         start = len(outcome.any_used) - len(self._slots)
         for (p, slot), used, rows in zip(
             self._slots.items(), outcome.any_used[start:], outcome.extra or [], strict=True

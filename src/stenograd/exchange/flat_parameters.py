@@ -77,6 +77,7 @@ class Stream:
         Parameters with fewer than `dense_below` elements travel densely; they must be a stream of their own.
         """
         if whole:
+            # Never filled: `assign` looks at shapes, types and devices alone.
             shaped = {
                 name: torch.empty(p.shape, dtype=self.dtype, device=self.device)
                 for name, p in zip(self.names, self.parameters, strict=True)

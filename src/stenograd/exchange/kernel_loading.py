@@ -78,6 +78,7 @@ def _call_all(whole: Compressor, shapes: Sequence[torch.Size], dtype: torch.dtyp
     ).to(dtype)
     used = ErrorFeedback(inner=codec) if corrected else codec
     for ranks in sorted({1, min(world_size, _MOST_RANKS)}):
+        # Without a residual here, and with one below where feedback is on: encoding takes other kernels.
         exchange(codec, [noise] * ranks, shapes=shapes, want_error=True)
         for x in (noise, torch.zeros_like(noise)):
             exchange(used, [x] * ranks, shapes=shapes, commits=True)

@@ -121,6 +121,7 @@ def answers(asked: list[Request], refuse_commits: bool = False) -> list[Reply]:
     Raises:
         WireError: the ranks asked for different collectives.
     """
+    # Without peers, which differ from rank to rank by design; `_check_peers` compares them.
     forms = [(r.op, len(r.parts), [(tuple(t.shape), t.dtype) for t in r.tensors]) for r in asked]
     for rank, form in enumerate(forms):
         if form != forms[0]:
@@ -130,6 +131,7 @@ def answers(asked: list[Request], refuse_commits: bool = False) -> list[Reply]:
             answers(list(same), refuse_commits) for same in zip(*(r.parts for r in asked), strict=True)
         ]
         return [list(own) for own in zip(*replies, strict=True)]
+    # Copies: ranks may be threads, and each may write over what it got.
     if asked[0].op is Op.GATHER:
         return [[tuple(t.clone() for t in r.tensors) for r in asked] for _ in asked]
     if asked[0].op is Op.SCATTER:

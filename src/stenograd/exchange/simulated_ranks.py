@@ -119,6 +119,7 @@ class _Hub:
                 return
             del self._asked[number]
             found = answers([asked[r] for r in range(self.size)])
+            # The replies were made on this thread's streams, and the other ranks read them elsewhere.
             synchronize(t for part in (request, *request.parts) for t in part.tensors)
             self._answers[number] = dict(enumerate(found))
             self._changed.notify_all()
@@ -130,6 +131,7 @@ class _Hub:
             return number in self._answers or self.failure is not None
 
         with self._changed:
+            # A failure wakes all; one whose reply is there takes it, and fails in its next request.
             if not self._changed.wait_for(ready, timeout_s) or number not in self._answers:
                 late = [r for r in range(self.size) if r not in self._asked.get(number, {})]
                 error = PeerLost(
@@ -180,6 +182,7 @@ class SimulatedDriver:
         pending = _SimulatedPending(self, self._asked, label, request)
         self._asked += 1
         synchronize(t for part in (request, *request.parts) for t in part.tensors)
+        # Whoever asks last reads all ranks' tensors in its own thread, so these must have been written.
         self.hub.ask(self._asked - 1, self.rank, request)
         return pending
 
@@ -228,6 +231,7 @@ class SimulatedDriver:
 
     def split(self, parts: Sequence[Sequence[int]], what: str = "part") -> list[SimulatedDriver | None]:
         """Make a driver for each of several parts of this group, None where this rank is not in it."""
+        # On ranks that are in no part, too, so that the n-th split is the same one everywhere.
         self._splits += 1
         found: list[SimulatedDriver | None] = []
         for number, part in enumerate(parts):

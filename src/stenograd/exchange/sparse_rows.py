@@ -36,6 +36,7 @@ def rows_of(parameter: Tensor, used: bool = True) -> Rows:
         index = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return Rows(index, parameter.new_empty((0, *parameter.shape[1:])))
     if grad.layout is torch.strided:  # a tied layer added a dense gradient to it
+        # NaN is unequal to 0, so its row is among them, where `SparseFiller.rounds` finds it.
         (index,) = grad.flatten(1).ne(0).any(1).nonzero(as_tuple=True)
         return Rows(index, grad[index])
     grad = grad.coalesce()  # ascending, and each row once: `_added` relies on it

@@ -484,6 +484,7 @@ class TensorExchange:
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
         if not self._waits:
+            # The one worker has done all `jobs` when it comes to this, so it never waits for itself.
             return self._hand_over(self._collect, jobs, held, end, marks, extra)
         done: Future[Outcome] = Future()
         done.set_result(self._collect(jobs, held, end, marks, extra))
@@ -547,6 +548,7 @@ class TensorExchange:
 
     def _running(self) -> Pipeline[Any]:
         """Return this step's pipeline; where each bucket asks for one collective only, none waits."""
+        # Found out anew in each step: lanes change when the warm-up ends, and so may the buckets.
         if self._pipeline is None:
             self._inline = self._waits and all(
                 self._lane(i).facts.rounds == 1 for i in range(len(self._slots))
@@ -631,6 +633,7 @@ class TensorExchange:
                 carries = not dense or held[1].nbytes <= _PIGGYBACK_BYTES
                 self._launch(*held, marks if carries else None)
             with self._streams.working(self._device):
+                # Also where the last bucket has left before anybody knew that it was the last; see `end_at`.
                 if not carries:
                     self._flags = self._control(marks, self._device)
                     pipeline.add(self._flags.alone(), Label(CONTROL, method=self.method.text))
@@ -642,6 +645,7 @@ class TensorExchange:
             self._failure = error
             raise
         finally:
+            # After a failure as well: gradients that were lent must be let go.
             self._begin()
 
     def _concluded(self, pipeline: Pipeline[Any], end: _End) -> Outcome:
@@ -650,6 +654,7 @@ class TensorExchange:
         numbers, fine, bounded = read_end(self._flags.any, ended, pipeline.asked, pipeline.doubts)
         received, stop = [number > 0 for number in numbers], self._flags.asks(numbers)
         guarded = sorted(self._bad)
+        # The guarded buckets' flags stand first, as `_control` has put them; the rest are the end's.
         entered, found = dict(zip(guarded, received, strict=False)), end.unpacked(received[len(guarded) :])
         sound = not (any(found.elsewhere) or any(entered.values()))
         # Before anything is committed, because an average may then take the memory of the old residual.
@@ -657,6 +662,7 @@ class TensorExchange:
         done = pipeline.finish(sound and bounded and all(fine.values()))
         extra = done.pop() if end.elsewhere else None  # it was added last
         exchanges: list[Exchange] = [exchange for exchange in done if isinstance(exchange, Exchange)]
+        # Those that asked by COMMIT ended only now. If it was granted, their messages were bounded.
         late = {i: e for i, e in enumerate(exchanges) if i not in fine}
         if pipeline.committed:
             fine |= dict.fromkeys(late, True)

@@ -176,6 +176,7 @@ class AcrossNodes:
         self.node_driver = node_driver
         weight = layout.weights[self.node_number]  # by workers, so that exact averages are means over workers
         members = {i: d for i, d in enumerate(drivers[len(layout.nodes) :]) if d is not None}
+        # A worker of a smaller node is in several groups, and keeps an h and an H for each.
         self._averagers = {
             i: ParameterAverager(self.parameters, d, how, weight=weight, chunk=chunk)
             for i, d in members.items()
@@ -228,6 +229,7 @@ class AcrossNodes:
         own = self._averagers.get(group)
         # Heat's weight: the longer the wait, the newer are this rank's own parameters than the sent ones.
         with self._copies.follow(self.parameters.values()):
+            # Outside the group nobody knows whether it was finite; the member's word counts in `spread`.
             self._spread(group, own is None or own.merge(nodes / (nodes + (2 * wait or 1))))
 
     def replace(self) -> None:
@@ -419,6 +421,7 @@ class ParameterAverager:
         for key in ("mine", "mean", "arrived"):
             if state[key] and [t.numel() for t in state[key]] != sizes:
                 raise CheckpointError(f"the state's {key} is of another model: load it into the same model")
+        # What is in flight now must not arrive over what is loaded.
         self._await_arrival()
         self._flat.exchange.load_state_dict(state["exchange"])
         self._own, self._mean = self._taken(state["mine"]), self._taken(state["mean"])
@@ -472,6 +475,7 @@ def spread(parameters: Mapping[str, Tensor], driver: AnyDriver, source: int, fin
     driver.broadcast(verdict, source, counted=True)  # first, so that all raise instead of taking NaN
     if not verdict.item():
         raise not_finite("parameters")
+    # After the verdict, so that a node of one rank raises like the others.
     if driver.world_size == 1:
         return
     for part in by_kind(parameters):

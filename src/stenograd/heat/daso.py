@@ -62,7 +62,7 @@ def _planned(name: str) -> property:
         plan, untouched = daso._plan, daso.epoch == daso.current_batch == 0
         daso._plan = replace(plan, **{name: number})
         if untouched and daso._skips == plan.first():
-            daso._skips = daso._plan.first()
+            daso._skips = daso._plan.first()  # afterwards epoch_loss_logic chooses them
 
     return property(lambda daso: getattr(daso._plan, name), change)
 
@@ -186,6 +186,7 @@ class DASO:
         record_events: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
+        # First: `locals()` must hold the arguments and nothing else.
         _check_arguments({name: value for name, value in locals().items() if name != "self"})
         counts = (max_global_skips, skip_reduction_factor, local_skip_factor)
         plan = Plan(total_epochs, warmup_epochs, cooldown_epochs, *counts)
@@ -301,7 +302,7 @@ class DASO:
         # Before anything is given up: where ranks differ, all keep what they had.
         compare(self._driver, settings, parameters, model=model)
         self.close()
-        _take_over(model, self.local_optimizer)
+        _take_over(model, self.local_optimizer)  # after close(), or this DASO would give itself up
         copies = Copies(self.local_optimizer)
         with copies.follow(model.parameters()):
             broadcast_model(self._driver, model)

@@ -65,8 +65,10 @@ class DelayedSync(GradientSync):
         """
         if self._flight is None:
             return False
+        # An error leaves `_flight` set, so that every later call raises it, too.
         outcome = self._flight.result()
         self._flight = None
+        # Their zeros are from `_sent`. Where another rank has a gradient, `_write_back` makes one here.
         for p in self._unused:
             p.grad = None
         self._write_back(outcome)
@@ -171,6 +173,7 @@ class Updates:
 
     def add(self, call: Callable[[], None]) -> None:
         """Queue a call until `flush()`."""
+        # What the program has zeroed so far comes before this call, as in the program.
         self._queue_zeroing()
         self._calls.append(call)
 
@@ -381,6 +384,7 @@ class DataParallel(nn.Module):
             delayed = self._sync if isinstance(self._sync, DelayedSync) else None
             self._updates = Updates(delayed, next(module.parameters()).device.type)
             for o in optimizers:
+                # What is queued waits in the updates that the optimizer is about to leave.
                 o.flush()
                 o.attach(self._updates, blocking=blocking_parameter_updates)
             self._lock = Lock()
@@ -462,6 +466,7 @@ class DataParallel(nn.Module):
             module.register_forward_pre_hook(first),
             module.register_state_dict_pre_hook(first),
             module.register_load_state_dict_pre_hook(first),
+            # Runs before autograd adds the gradient; a hook after that would come too late.
             *(p.register_hook(self._before_gradient) for p in module.parameters() if p.requires_grad),
         ]
 
@@ -568,6 +573,7 @@ def _step_with_present_settings(optimizer: torch.optim.Optimizer) -> Callable[[]
         try:
             optimizer.step()
         finally:  # settings that the step itself changed stay changed
+            # Not strict: groups may have been added while the step was queued.
             pairs = zip(optimizer.param_groups, asked, later, strict=False)
             _set(optimizer, [{k: new[k] for k in old if now[k] is old[k]} for now, old, new in pairs])
 

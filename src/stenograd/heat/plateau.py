@@ -111,6 +111,7 @@ class DetectMetricPlateau:
         if not isinstance(dic, dict) or set(dic) != {*_SETTINGS, *_PROGRESS}:
             got = sorted(dic) if isinstance(dic, dict) else type(dic).__name__
             raise bad_value("dic", f"must hold {[*_SETTINGS, *_PROGRESS]}", got, "use get_state()")
+        # Made only to be checked: bad settings raise before anything changes.
         DetectMetricPlateau(**{name: dic[name] for name in _SETTINGS})
         for name, value in dic.items():
             setattr(self, name, value)

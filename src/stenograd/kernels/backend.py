@@ -54,6 +54,7 @@ def pick(function: F, *tensors: Tensor, numel: int = 0) -> F | None:
     if asked == "triton" and all(t.is_cuda for t in tensors):
         fast: F | None = _triton(function)
         return fast
+    # Tensors in the CPU's memory go to numba, also where triton is asked for.
     suits = numel <= _MOST and all(map(_suits_numba, tensors))
     if asked != "reference" and suits and _numba_runs(asked == "numba"):
         compiled: F = _load(function)
@@ -187,6 +188,7 @@ def check_out(
         raise ConfigError(f"out must have the shape {(n,)}, got {tuple(out.shape)}")
     if out is not None and out.element_size() > 2:
         return out, out
+    # Nothing to sum in yet: this tells `pick` and the caller the device and the type of the sum.
     return payloads[0][1].new_empty(0, dtype=torch.float32), None
 
 

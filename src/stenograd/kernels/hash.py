@@ -58,6 +58,7 @@ def hash_words(words: Tensor) -> Tensor:
         return fast(words)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     chunk = _CHUNK.get(words.device.type, 1 << 22)
+    # Made once: the keys of a later chunk are these plus one number.
     keys = torch.arange(1, min(chunk, words.numel()) + 1, device=words.device) * _STEP
     for start in range(0, words.numel(), chunk):
         part = words[start : start + chunk]

@@ -70,6 +70,7 @@ def folder(base: str, versions: Sequence[str]) -> Path | None:
         place = parent / f"stenograd-{known.hexdigest()[:16]}"
         try:
             private_folder(place)
+            # Only a try tells: the folder may be there and right, on a file system that is read-only or full.
             tempfile.TemporaryFile(dir=place).close()
         except OSError as cause:
             if os.path.lexists(place):
@@ -165,6 +166,7 @@ class _Sealed:
     def save(self, key: Any, data: Any) -> None:
         """Keep what was compiled; an OSError leaves nothing."""
         raw = self._numbas._dump(data)
+        # numba writes to another name and renames it, so no other process reads half a file.
         with self._numbas._open_for_write(str(self._path(key))) as file:
             os.chmod(file.name, 0o600)  # before there is anything in it
             file.write(hashlib.sha256(raw).digest() + raw)
@@ -202,6 +204,7 @@ class _Turn:
 
     def take(self, place: Path) -> None:
         """Wait for the lock, unless this process has it; where there is none to be had, just go on."""
+        # Set from here to `give_back`, also where no lock was to be had: one try for each block is enough.
         if self._line is not None:
             return
         if fcntl is not None:

@@ -105,6 +105,7 @@ def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
     for i, (plane, bits) in enumerate(zip(low, planes, strict=True)):
         indices |= unpack_bits(plane, bits, k).long() << 8 * i
     if k:
+        # None can be below 0: the i-th bit that is set has at least i bits before it.
         ascend = (indices[-1] < n) & (indices.diff() > 0).all()
         require(ascend, f"the {k} indices received do not ascend in [0, {n}): the payload is damaged")
     if not indices.is_cpu:

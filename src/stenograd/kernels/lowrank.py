@@ -160,6 +160,7 @@ def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
 
 def _matrices(flat: Tensor, place: Sequence[int]) -> Tensor:
     start, stride, count, rows, columns = place
+    # `as_strided` counts from where the storage begins, not from where the tensor does.
     return flat.as_strided((count, rows, columns), (stride, columns, 1), flat.storage_offset() + start)
 
 

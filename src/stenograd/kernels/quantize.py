@@ -76,6 +76,7 @@ def qsgd_encode_feedback(
         scales.append(scale.view(-1))
         if residual is not None:
             rows -= ((y - levels) * (scale / levels)).to(rows.dtype)  # r' = v - m / s (code - s)
+    # Each y is a view of u, in which the codes have taken the draws' place.
     return pack_bits(u.to(torch.uint8), bits), torch.cat(scales)
 
 
@@ -145,6 +146,7 @@ def hash_keys(seed: int) -> tuple[int, int]:
         >>> hash_keys(0) != hash_keys(1)
         True
     """
+    # One more than the seed: a zero would stay zero through all that follows.
     z = (seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % (1 << 64)

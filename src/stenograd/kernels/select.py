@@ -131,6 +131,7 @@ def _bound(bits: Tensor, k: int) -> Tensor | int:
     n = bits.numel()
     if not (n >= 2 * _SAMPLE and 0 < k <= n // 16):
         return 0
+    # An odd stride goes through all columns of a matrix whose width is a power of two.
     sample = bits[:: (n // _SAMPLE) | 1]
     reach = math.ceil(1.5 * k / n * sample.numel()) + 8  # 1.5 k candidates, and some for small k
     return sample.topk(reach, sorted=False).values.amin()

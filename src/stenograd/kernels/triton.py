@@ -76,6 +76,7 @@ def sign_encode_feedback(
     if not (blocks and _suits(given, width)):
         return None
     codes, scales = torch.empty_like(first, dtype=torch.uint8), first.new_empty(blocks)
+    # The mean magnitude reads whole pieces, however short the blocks are.
     flags = (max(width, _PIECE), len(given) == 2, residual is not None)
     _sign[(blocks,)](first, left, starts, codes, scales, *flags, **_EXACT)
     return pack_bits(codes, 1), scales

@@ -155,6 +155,7 @@ class FailureDetector:
         if not isinstance(received, list) or [type(part) for part in received] != [str, str]:
             return b""
         said, mac = received
+        # Bytes, because compare_digest raises for text beyond ASCII, which a stranger may send.
         if not hmac.compare_digest(mac.encode(), self._mac(self._token, said).encode()):
             return b""
         question = json.loads(said)
@@ -195,6 +196,7 @@ class FailureDetector:
         async def ask(rank: int, host: str, port: int, token: str) -> dict[str, Any] | None:
             while True:
                 try:
+                    # Only the last attempt decides whether this rank was able to ask.
                     unasked.discard(rank)
                     if reply := await self._asked(host, port, token, question):
                         return {**reply, "took_s": time.monotonic() - start}
@@ -212,6 +214,7 @@ class FailureDetector:
         if not addresses:
             return {}, unasked
         try:  # in a thread of its own: the caller's may run an event loop
+            # One second more, so that asyncio's limit comes first: it keeps the replies that have come.
             replies = bounded(lambda: asyncio.run(ask_all()), limit_s + 1.0)
         except (OSError, RuntimeError, TimeoutError):  # it could not ask at all
             return {}, set(addresses)
@@ -332,6 +335,7 @@ class LineServer:
     def _serve(self) -> None:
         try:
             while True:
+                # The oldest is due first, because all visitors get equally long.
                 soonest = next((visitor.deadline for visitor in self._visitors.values()), None)
                 wait_s = None if soonest is None else max(0.0, soonest - time.monotonic())
                 ready = {key.fileobj for key, _ in self._selector.select(wait_s)}

@@ -71,7 +71,7 @@ def interfaces() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
+                found[name] = socket.inet_ntoa(answer[20:24])  # after name (16), family (2), port (2)
     return found
 
 
@@ -249,5 +249,6 @@ def _accept(server: socket.socket, rank: int) -> None:
             while data := _until(link, deadline).recv(_CHUNK):
                 if data[:1] == _PING:
                     link.sendall(data)
+                # The end may come in one piece with data before it, so the last byte decides.
                 elif data[-1:] == _END:
                     link.sendall(_END)

@@ -166,6 +166,7 @@ class Workers:
         try:
             if cores:
                 os.sched_setaffinity(0, cores)  # of this thread, and so of what it starts
+            # The file is made even where it stays empty: `text` reads that of any worker that has failed.
             with self.log(len(self.processes)).open("wb") as file:
                 if log != "nothing":
                     out = file if log == "all" else subprocess.DEVNULL
@@ -201,7 +202,7 @@ class Workers:
         """Return the ranks that have not ended."""
         return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
 
-    def wait(self, limit_s: float, until: Callable[[], bool] = bool) -> None:
+    def wait(self, limit_s: float, until: Callable[[], bool] = bool) -> None:  # bool() is False
         """Wait until all have ended, but no longer than the limit, nor for those that SIGSTOP has stopped.
 
         It also ends when `until()` is true.
@@ -292,6 +293,7 @@ class _Signals:
             yield
         finally:
             for number, handler in before.items():
+                # None stands for a handler that C code installed, which Python cannot give back.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @property
@@ -301,6 +303,7 @@ class _Signals:
 
     def pass_on(self, workers: Workers) -> None:
         """Send what came since the last time."""
+        # The slice is a copy: a signal that comes during the loop is added to the list, and sent next time.
         for number in self._noted[self._passed :]:
             self._passed += 1
             for rank in workers.running():
@@ -321,6 +324,7 @@ def usable_cores() -> int:
 
 def _variables(base: dict[str, str], workers: int, timeout_s: float, directory: str) -> dict[str, str]:
     """Build the environment that all workers share, without the variables of an outer torchrun's agent."""
+    # `agree_on_start` and `train` read them, and would act as if torchrun might restart these workers.
     kept = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
     own = {
         "WORLD_SIZE": str(workers),
@@ -413,6 +417,7 @@ def _tend(
                 over.add(rank)
                 if code in (0, STOPPED):
                     continue
+                # A worker that has run for longer has all its attempts again.
                 early[rank] = early[rank] + 1 if time.monotonic() - started[rank] < _EARLY_S else 0
                 again = keep and early[rank] < _EARLY_MOST and not _succeeded(workers)
                 _report(rank, code, [], True, "; it is started again" if again else "; the others go on")
@@ -439,7 +444,7 @@ def _succeeded(workers: Workers) -> bool:
 def _ended(workers: Workers, signals: _Signals, stop_s: float) -> int:
     """Let workers end that got SIGTERM, and return the status of the run."""
     workers.wait(stop_s, lambda: signals.again)
-    workers.stop(0.0)
+    workers.stop(0.0)  # `pass_on` has sent SIGTERM already
     codes = {process.returncode for process in workers.processes}
     return STOPPED if codes <= {0, STOPPED} and STOPPED in codes else 128 + signal.SIGTERM
 

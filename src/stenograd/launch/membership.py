@@ -21,12 +21,12 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
@@ -35,8 +35,9 @@ from stenograd.errors import LaunchError, MismatchError, PeerLost, first_line
 from stenograd.launch import network
 from stenograd.launch.detect import OPEN_VARIABLE, World, bad_variable
 from stenograd.launch.network import Door, Knocks, Sockets, await_port, sever, silent, unshared
+from stenograd.launch.plans import Arrival, Member, Plan, planned
 
-__all__ = ["CONNECT_S", "Arrival", "Broken", "Member", "Membership", "Plan", "host_store"]
+__all__ = ["CONNECT_S", "Broken", "Membership", "host_store"]
 
 T = TypeVar("T")
 
@@ -49,106 +50,12 @@ CONNECT_S = 10.0  # for members that have all said that they are about to connec
 _KNOCK_S = 5.0  # from one knock to the next at the door of a worker that was out of reach
 _ANSWER_S = 2.0  # in which a door answers: the first packet of TCP is sent again after one
 _POLL_S = 0.01  # while waiting for a round, where nothing else is to be done
-_BLAMELESS = 2  # attempts of a round that may fail before somebody is left out of the next, whoever it is
 _COUNTS = "counts"  # the verdict on an attempt that all its members take
 _KEPT = 3  # rounds whose keys stay in the store
 
 
 class Broken(Exception):
     """An attempt of a round was broken off, here or elsewhere; it is tried again."""
-
-
-class Member(NamedTuple):
-    """A worker: its rank, and a name that no other process has had."""
-
-    rank: int
-    life: str
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """What a worker says when it comes to a round.
-
-    Attributes:
-        round: that it comes to.
-        state: the round whose outcome it has; -1 for one that has just begun, which so gives nobody anything.
-        weight: what it has trained since it last took part.
-        given: whether that was given (`Sync.weight`), and not counted in passes.
-        host: its machine's, in a word.
-        opens: whether the others shall come, too; else it waits until one of them does this.
-        groups: connections that it has, by the lives of their members.
-        apart: lives of those that it cannot reach.
-    """
-
-    round: int
-    state: int
-    weight: float = 0.0
-    given: bool = False
-    host: str = ""
-    opens: bool = True
-    groups: Mapping[str, str] = field(default_factory=dict)
-    apart: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who takes part in an attempt of a round.
-
-    Attributes:
-        round, attempt: which one it is.
-        members: in the order of their ranks.
-        states, weights, given, hosts: theirs, see `Arrival`.
-        group: name of their connection.
-    """
-
-    round: int
-    attempt: int
-    members: tuple[Member, ...]
-    states: tuple[int, ...]
-    weights: tuple[float, ...]
-    given: tuple[bool, ...]
-    hosts: tuple[str, ...]
-    group: str
-
-    @property
-    def at(self) -> str:
-        """What the store calls the attempt."""
-        return f"{self.round}.{self.attempt}"
-
-    @property
-    def donor(self) -> int:
-        """Index of the member that gives others what they lack."""
-        return self.states.index(max(self.states))
-
-    @property
-    def behind(self) -> list[int]:
-        """Indices of the members that lack something."""
-        newest = max(self.states)
-        if newest < 0:  # all begin
-            return [i for i in range(len(self.members)) if i != self.donor]
-        return [i for i, state in enumerate(self.states) if state < newest]
-
-    @property
-    def lives(self) -> str:
-        """The members, in a word."""
-        return lives_of(self.members)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members' ranks."""
-        return tuple(member.rank for member in self.members)
-
-    @classmethod
-    def read(cls, text: bytes) -> Plan:
-        """Return the plan that was written as JSON."""
-        found: dict[str, Any] = json.loads(text)
-        members = tuple(Member(*member) for member in found.pop("members"))
-        rest: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-        return cls(members=members, **rest)
-
-    def text(self) -> str:
-        """Return the plan as JSON."""
-        return json.dumps(asdict(self))
 
 
 class Membership:
@@ -178,15 +85,22 @@ class Membership:
         self.address, self.timeout_s, self.now = address, timeout_s, -1
         self.stop = self.entered = False
         self._store, self._connecting = _open(address, timeout_s)
-        self.rank, self.size = world.rank, world.world_size
-        if world.world_size > 1:
-            self._store.compare_set("size", "", str(world.world_size))
-        if self._store.check(["size"]):
-            self.size = int(self._store.get("size"))
+        self.rank = world.rank
+        # One without a number that comes first fixes the size, too: its rank would be a launched worker's.
+        size = self._store.compare_set("size", "", str(world.world_size)).decode()
+        self.size = int(size)
+        if world.world_size not in (1, self.size):
+            raise LaunchError(
+                f"WORLD_SIZE must be that of the run at {address}, {size}, got {world.world_size}: start the "
+                "launched workers first, or all workers without a launcher"
+            )
         if world.world_size == 1:  # after those that a launcher has numbered
             self.rank = int(self._store.add("ranks", 1)) - 1 + (self.size if self.size > 1 else 0)
-        self.own = Member(self.rank, secrets.token_hex(6))
-        self._entries = 0  # of the store's that were read
+        if self._store.check(["now"]):  # the run has begun
+            self.now = int(self._store.get("now"))
+        self.own = Member(self.rank, secrets.token_hex(6))  # a rank is used again, a life never
+        self._entries = 0  # of the store's that are known
+        self._unread = list[int]()  # of these: one that is killed as it comes leaves a gap
         self._latest: dict[int, Member] = {}  # by rank: the last that has come
         self._beats: dict[str, tuple[bytes, float]] = {}  # of a life its last beat, and when it came
         self._left = set[str]()
@@ -221,13 +135,13 @@ class Membership:
         if unlike := [name for name in about if others.get(name) != about[name]]:
             what = "; ".join(f"{name} {about[name]} here, {others.get(name)} there" for name in unlike)
             raise MismatchError(f"rank {self.rank} differs from the run at {self.address}: {what}")
-        self._store.set(f"beat/{self.own.life}", "0")
-        with contextlib.suppress(OSError):
+        self._store.set(f"beat/{self.own.life}", "0")  # before the entry, whose readers get() it
+        with contextlib.suppress(OSError):  # without a door it is never found out of reach
             self._door = Door(self._own_address())
             self._store.set(f"door/{self.own.life}", json.dumps(self._door.address))
         number = int(self._store.add("entries", 1))
         self._store.set(f"entry/{number}", json.dumps(self.own))
-        self._tick()
+        self._tick()  # so that `now` is known when this returns
         self._thread = threading.Thread(target=self._serve, name="stenograd membership", daemon=True)
         self._thread.start()
 
@@ -332,13 +246,13 @@ class Membership:
 
         Where no member is lost, see whether all are in reach: the next plan needs to know who is not.
         """
-        if self._ask(lambda: self._judge(plan.at, why or "broken")) == _COUNTS:
+        if self._ask(lambda: self._judge(plan.at, why or "broken")) == _COUNTS:  # "" is no verdict
             return False
         if {*plan.members} <= {*self.alive()}:
             knocks, deadline = Knocks(self._ask(lambda: self._answering(plan))), time.monotonic() + _ANSWER_S
             while knocks.unanswered() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-            self._apart |= knocks.unanswered()
+            self._apart |= knocks.unanswered()  # the next arrival says so
             knocks.close()
         return True
 
@@ -369,9 +283,9 @@ class Membership:
             call, future = task
             try:
                 future.set_result(call())
-            except Exception as error:
+            except Exception as error:  # for the caller; the store itself may be well
                 future.set_exception(error)
-            if time.monotonic() - self._beaten > _BEAT_S:
+            if time.monotonic() - self._beaten > _BEAT_S:  # while the program polls, get() never times out
                 self._try(self._tick)
 
     def _try(self, call: Callable[[], Any]) -> None:
@@ -390,11 +304,11 @@ class Membership:
             self._see()
             if self._door is not None and self._door.clear():
                 store.set(f"rung/{self.own.life}", "1")
-            if self._strange or now - self._knocked >= _KNOCK_S:
+            if self._strange or now - self._knocked >= _KNOCK_S:  # new doors: a knock sets `rung`
                 self._knock()
         if store.check(["now"]):
             self.now = max(self.now, int(store.get("now")))
-        while store.check([f"held/{self.now + 1}"]):
+        while store.check([f"held/{self.now + 1}"]):  # members write `now` in any order
             self.now += 1
         self.stop = self.stop or store.check(["stop"])
         at = self._attempt(k := self.now + 1)
@@ -435,9 +349,11 @@ class Membership:
     def _see(self) -> None:
         """Read who has come, and everybody's last heartbeat."""
         count = int(self._store.add("entries", 0))
-        while self._entries < count and self._store.check([f"entry/{self._entries + 1}"]):
-            self._entries += 1
-            member = Member(*json.loads(self._store.get(f"entry/{self._entries}")))
+        self._unread += range(self._entries + 1, count + 1)
+        self._entries = count
+        for number in [n for n in self._unread if self._store.check([f"entry/{n}"])]:
+            self._unread.remove(number)
+            member = Member(*json.loads(self._store.get(f"entry/{number}")))
             self._beats[member.life] = b"", time.monotonic()
             if member != self.own and self._store.check([key := f"door/{member.life}"]):
                 self._doors[member.life] = tuple(json.loads(self._store.get(key)))
@@ -457,11 +373,16 @@ class Membership:
 
     def _judge(self, at: str, verdict: str) -> str:
         """Say that an attempt counts, or why it does not; return what was said first, which holds."""
-        return str(self._store.compare_set(f"verdict/{at}", "", verdict).decode())
+        return self._verdict(at) or str(self._store.compare_set(f"verdict/{at}", "", verdict).decode())
 
     def _verdict(self, at: str) -> str:
-        key = f"verdict/{at}"
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+        key, (k, _, attempt) = f"verdict/{at}", at.partition(".")
+        if self._store.check([key]):
+            return str(self._store.get(key).decode())
+        if not self._store.check([f"held/{k}"]):
+            return ""
+        # The verdicts of old rounds are forgotten, which a worker that was frozen must not take for none.
+        return _COUNTS if self._store.get(f"held/{k}").decode() == attempt else "another attempt counts"
 
     def _attempt(self, k: int) -> str:
         """Return the first attempt of a round that was not broken off."""
@@ -493,7 +414,7 @@ class Membership:
                 "out: give each worker a RANK of its own, or none"
             )
         at = self._attempt(k)
-        if store.check([f"held/{k}"]) or self._verdict(at) == _COUNTS:
+        if store.check([f"held/{k}"]) or self._verdict(at) == _COUNTS:  # old rounds have no verdicts
             self.now = max(self.now, k)
             return False
         if at not in come:
@@ -531,7 +452,7 @@ class Membership:
             whole = len(come) >= self.size and len(come) == len(there)
         else:
             trained = {member for member, arrival in come.items() if arrival.state >= 0}
-            awaited = len(there) - len(come) + len(trained)
+            awaited = len(there) - len(come) + len(trained)  # who begins counts for no quorum
             enough = len(trained) >= max(1, math.ceil(quorum * awaited))
             newest = max((arrival.state for arrival in come.values()), default=-1)
             whole = len(come) == len(there) or (enough and over and newest == k - 1)
@@ -542,40 +463,15 @@ class Membership:
                 )
         if not whole:
             return None
-        members = _in_reach(sorted(come), come, k)
-        members = self._without_one(members, come, self._attempts.get(k, 0) - _BLAMELESS)
-        names = {come[member].groups.get(lives_of(members)) for member in members}
-        group = names.pop() if len(names) == 1 else None
-        attempt = self._attempts.get(k, 0)
-        return Plan(
-            k,
-            attempt,
-            tuple(members),
-            tuple(come[member].state for member in members),
-            tuple(come[member].weight for member in members),
-            tuple(come[member].given for member in members),
-            tuple(come[member].host for member in members),
-            group or f"{k}.{attempt}",
-        )
-
-    def _without_one(
-        self, members: Sequence[Member], come: Mapping[Member, Arrival], turn: int
-    ) -> list[Member]:
-        """Leave out one after the other where attempts fail and nobody is lost, as if a link were cut."""
-        if turn < 0 or len(members) == 1:
-            return [*members]
-        out = members[-1 - turn % len(members)]
-        left = [member for member in members if member != out]
-        newest = max(arrival.state for arrival in come.values())
-        return left if any(come[member].state == newest for member in left) else [*members]
+        return planned(k, self._attempts.get(k, 0), come)
 
     def _conclude(self, plan: Plan) -> None:
         """Let those that took no part hear that a round was held."""
         k = plan.round
-        self._store.set(f"held/{k}", str(plan.attempt))
+        self._store.set(f"held/{k}", str(plan.attempt))  # never deleted: who was away asks for it
         self._store.set("now", str(k))
         self.now = max(self.now, k)
-        self._forget(k - _KEPT, shared=self.own == plan.members[0])
+        self._forget(k - _KEPT, shared=self.own == plan.members[0])  # one deletes for all
 
     def _forget(self, k: int, *, shared: bool) -> None:
         """Forget an old round, but that it was held; if `shared`, in the store, too."""
@@ -601,13 +497,15 @@ class Membership:
         """
         if self._failure is not None:
             raise self._gone(self._failure)
+        if self._thread is None:  # nobody would answer
+            raise LaunchError(f"rank {self.rank} is not in the run at {self.address} any more, or not yet")
         future: Future[T] = Future()
         self._tasks.put((call, future))
         try:
             return future.result(self.timeout_s)
         except FutureTimeout:
             raise self._gone(f"did not answer within {self.timeout_s:g} s") from None
-        except RuntimeError as error:
+        except RuntimeError as error:  # raised by torch's store; Stenograd's own pass
             raise self._gone(error) from error
 
     def _gone(self, why: object) -> PeerLost:
@@ -646,37 +544,10 @@ def host_store(port: int) -> TCPStore:
         ) from error
 
 
-def _in_reach(members: list[Member], come: Mapping[Member, Arrival], turn: int) -> list[Member]:
-    """Return members that reach each other: leave out who is apart from most, and in turns where many are.
-
-    Somebody with the newest state stays, whoever that is.
-    """
-    newest = max((arrival.state for arrival in come.values()), default=-1)
-    while True:
-        apart = {
-            member: sum(
-                other.life in come[member].apart or member.life in come[other].apart for other in members
-            )
-            for member in members
-        }
-        most = max(apart.values(), default=0)
-        if not most:
-            return members
-        keep = [member for member in members if come[member].state == newest]
-        out = [member for member in members if apart[member] and keep != [member]]
-        worst = [member for member in out if apart[member] == max(apart[one] for one in out)]
-        members = [member for member in members if member != worst[turn % len(worst)]]
-
-
-def lives_of(members: Sequence[Member]) -> str:
-    """Return a set of members in a word."""
-    return ",".join(member.life for member in members)
-
-
 def _open(address: str, timeout_s: float) -> tuple[TorchStore, TorchStore]:
     """Return two ways to the store: a wait in one must not keep heartbeats from the other."""
     if os.sep in address:
-        return FileStore(address, -1), FileStore(address, -1)
+        return FileStore(address, -1), FileStore(address, -1)  # -1: no store removes the file
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
         advice = "export what `stenograd rendezvous` printed"
@@ -684,7 +555,7 @@ def _open(address: str, timeout_s: float) -> tuple[TorchStore, TorchStore]:
     host = host.strip("[]")
     limit = timedelta(seconds=timeout_s)
     try:
-        await_port(host, int(port), time.monotonic() + timeout_s)
+        await_port(host, int(port), time.monotonic() + timeout_s)  # torch's own wait prints C++ frames
         with unshared():
             one, two = (
                 TCPStore(host, int(port), None, False, limit, wait_for_workers=False, multi_tenant=False)

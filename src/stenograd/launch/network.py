@@ -93,6 +93,7 @@ def await_port(host: str, port: int, deadline: float) -> None:
     """
     while True:
         try:
+            # At least 0.1: a timeout of 0 does not wait, and one below 0 is a ValueError, not an OSError.
             socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
             return
         except OSError:
@@ -117,7 +118,7 @@ def address_towards(host: str, port: int) -> str:
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
+        probe.connect(address)  # UDP: it chooses the route, and no packet leaves
         return str(probe.getsockname()[0])
 
 
@@ -167,6 +168,7 @@ def unshared() -> Iterator[None]:
     yield
     for number, inode in _sockets() - before:
         with contextlib.suppress(OSError):  # another thread's, closed meanwhile
+            # This is for programs that are started; a forked child gives the sockets up in `_let_go`.
             os.set_inheritable(number, False)
             _ours.add((number, inode))
 
@@ -197,6 +199,7 @@ def sever(sockets: Sockets) -> None:
         with contextlib.suppress(OSError):  # closed since
             if os.fstat(number).st_ino == inode:  # else the number is another file's by now
                 with socket.socket(fileno=os.dup(number)) as copy:
+                    # Not a close: gloo owns the descriptor, and its thread must see the connection end.
                     copy.shutdown(socket.SHUT_RDWR)
 
 
@@ -211,6 +214,8 @@ def silent(sockets: Sockets, limit_s: float) -> bool:
         with contextlib.suppress(OSError):  # closed since
             if os.fstat(number).st_ino == inode:
                 with socket.socket(fileno=os.dup(number)) as copy:
+                    # Read below: tcpi_state, tcpi_retransmits, tcpi_rto and tcpi_last_ack_recv. The last
+                    # does not suffice: it grows on an idle connection, too, which waits for nothing.
                     info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                 state, repeats = info[0], info[2]
                 (timeout_us,), (heard_ms,) = (_U32.unpack_from(info, at) for at in (8, 56))
@@ -238,6 +243,7 @@ class Door:
 
     def clear(self) -> bool:
         """Send those away that have knocked; return whether somebody has."""
+        # Bounded, because the thread that sends heartbeats calls this, and somebody may knock without end.
         for count in range(_BACKLOG):
             try:
                 self._socket.accept()[0].close()
@@ -261,10 +267,11 @@ class Knocks:
         self._tried: dict[str, socket.socket] = {}
         self.answered = set[str]()
         for name, address in doors.items():
-            with contextlib.suppress(OSError):  # no descriptor is left: nothing is known of this one
-                self._tried[name] = socket.socket()
-                self._tried[name].setblocking(False)
-                self._tried[name].connect_ex(address)
+            with contextlib.suppress(OSError):  # no descriptor is left, or no such name: nothing is known
+                tried = socket.socket()
+                tried.setblocking(False)
+                tried.connect_ex(address)
+                self._tried[name] = tried
 
     def unanswered(self) -> set[str]:
         """Return the names of the doors that have not answered yet; the others are in `answered`."""

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import importlib
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -118,6 +119,7 @@ class _Session:
 _place: _Place | None = None
 _session: _Session | None = None
 _membership: Membership | None = None  # in an open run, in place of both
+_open_chose_interface = False
 
 
 def init(
@@ -225,6 +227,8 @@ def shutdown() -> None:
         open_run.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if _open_chose_interface:  # as below
+            os.environ.pop(GLOO_INTERFACE, None)
         return
     session, _session = _own_session(), None
     if session is None:
@@ -233,6 +237,7 @@ def shutdown() -> None:
         session.detector.close()  # first: this rank joins no further collectives, so it must not look alive
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A group that is made later, perhaps over several hosts, would otherwise be bound to loopback, too.
     if session.chose_interface:
         os.environ.pop(GLOO_INTERFACE, None)
 
@@ -352,8 +357,10 @@ def connect_members(store: Store, name: str, number: int, size: int, timeout_s: 
                 size, number, [*numbers], "gloo", store, f"stenograd/open/{name}", timeout=limit
             )
         c10d._world.pg_group_ranks[group] = numbers
+        # The shorter limit was for connecting alone; collectives have the caller's.
         group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
     except RuntimeError as error:
+        # A round catches PeerLost and begins another attempt; a RuntimeError would end the training.
         raise PeerLost(f"the members of {name} did not connect: {first_line(error)}") from error
     return group, connections[0]
 
@@ -413,22 +420,25 @@ def waiting_loops() -> Iterator[None]:
 
 def _init_open(limit_s: float) -> World:
     """Join an open run: make a default group of this process alone, and open the run's store."""
-    global _membership
+    global _membership, _open_chose_interface
     address, world = os.environ[OPEN_VARIABLE], detect(os.environ)
-    if world.one_host and os.sep in address:
-        use_loopback()
+    # Who has no number may be one of several machines that share a folder.
+    here = world.one_host and (world.world_size > 1 or own_address() == socket.gethostname())
+    chose_interface = here and os.sep in address and use_loopback()
     importlib.import_module("torch.distributed.nn.functional")  # as in `_make_group`
     found = Membership(address, world, limit_s)
     with unshared():
+        # torch makes no group without a default one; the members of a round get a group of their own.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     if devices.count():
         devices.use(devices.local_device(world.local_rank))
     atexit.register(_leave_open)
-    _membership = found
+    _membership, _open_chose_interface = found, chose_interface
     return _world_of(found)
 
 
 def _world_of(found: Membership) -> World:
+    # A worker that comes later may have a rank beyond the starting size; `World` has rank < world_size.
     size, local = max(found.size, found.rank + 1), detect(os.environ)
     return World(found.rank, size, local.local_rank, local.local_world_size, "open")
 
@@ -443,6 +453,7 @@ def _start_detector(store: Store, world: World, where: Meeting) -> FailureDetect
     if world.world_size == 1:
         return None
 
+    # It is a function because `attend` handles the OSError of a host that has no address.
     def host() -> str:
         if world.one_host:
             return "127.0.0.1"
@@ -450,6 +461,7 @@ def _start_detector(store: Store, world: World, where: Meeting) -> FailureDetect
 
     detector = attend(world.rank, host)
     with store_errors():
+        # Without a card the key is set as well: the others' get() in `_introduce` waits for it.
         store.set(f"detector/{world.rank}", detector.card if detector is not None else "")
     return detector
 
@@ -510,6 +522,7 @@ def _open(limit_s: float, deadline: float) -> tuple[_Place, Store]:
 def _open_store(where: Meeting, world: World, deadline: float) -> _Place:
     """Open the store at the rendezvous, or return the one that an earlier `init` opened there."""
     global _place
+    # The pid counts, because a forked child has given up its parent's connections (`network._let_go`).
     if _place is not None and (_place.rendezvous, _place.world, _place.pid) == (where, world, os.getpid()):
         return _place
     store = open_store(where, world, deadline)
@@ -586,7 +599,7 @@ def _shared_port() -> Iterator[None]:
     finally:
         with _makers_lock:
             first = _makers[0]
-            _makers.pop()
+            _makers.pop()  # the last: the first, with torch's class, goes when all are done
             if not _makers and first is not None:
                 c10d.ProcessGroupGloo = first
 
@@ -595,6 +608,7 @@ def _sharing(gloo: Any) -> Any:
     class Sharing(gloo):  # type: ignore[misc]
         """What torch makes, at the port of those made before."""
 
+        # torch's `_new_process_group_helper` calls ProcessGroupGloo with these arguments.
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
             options._timeout, options._devices = timeout, _gloo_devices(gloo)
@@ -625,6 +639,7 @@ def _connect(parent: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
         group, _ = c10d._new_process_group_helper(
             len(ranks), number, ranks, backend, store, name, timeout=timeout
         )
+        # torch looks a group's ranks up here; `new_group` would have noted them.
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
         # A rank that left the group at once would break the connections that others are still making.
         connected, everyone = f"{name}/connected", f"{name}/everyone"

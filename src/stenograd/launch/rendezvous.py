@@ -179,6 +179,7 @@ def gather_ranks(store: Store, world: World, verb: str, limit_s: float, deadline
 
     with store_errors():
         mark(done)
+        # Only rank 0 asks for all keys: if each rank did, a poll would cost the store N times as much.
         _await(store, world, done if world.rank == 0 else seen[:1], done, verb, limit_s, deadline)
         mark(seen)
         if world.rank == 0:
@@ -220,14 +221,17 @@ def agree_on_start(store: Store, world: World, limit_s: float, deadline: float) 
     """
     if not _agent_has_store():
         return "0"
-    prefix, drawn, answered = "stenograd/start", secrets.token_hex(8), 0
+    prefix, drawn, counted, unanswered = "stenograd/start", secrets.token_hex(8), 0, list[int]()
 
     def answer() -> None:
-        nonlocal answered
+        nonlocal counted
         requests = store.add(f"{prefix}/requests", 0)
-        while answered < requests and store.check([f"{prefix}/request/{answered + 1}"]):
-            answered += 1
-            token = store.get(f"{prefix}/request/{answered}").decode()
+        unanswered.extend(range(counted + 1, requests + 1))
+        counted = requests
+        # A rank counts its request before it sets it, so one may not be there yet, or never, if it is killed.
+        for number in [n for n in unanswered if store.check([f"{prefix}/request/{n}"])]:
+            unanswered.remove(number)
+            token = store.get(f"{prefix}/request/{number}").decode()
             store.set(f"{prefix}/answer/{token}", drawn)
 
     with store_errors():
@@ -278,6 +282,7 @@ def _await(
     while not store.check([*keys]):
         meanwhile()
         if time.monotonic() > deadline:
+            # Where all ranks have their marks, what is missing is rank 0's word that it has seen them.
             absent = [rank for rank, key in enumerate(of_ranks) if not store.check([key])] or [0]
             raise _missing_ranks(absent, world.world_size, verb, limit_s)
         time.sleep(_POLL_S)
@@ -350,9 +355,11 @@ def _launcher_process(marker: str) -> str:
     while pid > 1:
         try:
             text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            # A command's name may itself hold spaces and parentheses.
             command, _, numbers = text.partition("(")[2].rpartition(") ")
             fields = numbers.split()
             inherited = f"\0{marker}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+        # environ of another user's process cannot be read; such an ancestor counts as the launcher.
         except PermissionError:
             return f"{pid}-{fields[19]}"
         except OSError:
@@ -394,6 +401,8 @@ def _tcp_store(host: str, port: int, world: World, deadline: float) -> TorchStor
                 torch_rendezvous("env://", world.rank, world.world_size, timeout=timeout)
             )[0]
             return store
+        # wait_for_workers is False, since `gather_ranks` waits and names who is missing. multi_tenant is
+        # True as in torch's own rendezvous, so that stores of one process may share the port.
         return TCPStore(host, port, world.world_size, hosting, timeout, False, True)
 
     try:
@@ -429,6 +438,7 @@ def _store_through_mpi(world: World, deadline: float) -> TorchStore:
         host, port = comm.bcast(None, root=0)
         return _tcp_store(host, port, world, deadline)
     timeout = timedelta(seconds=_left_s(deadline))
+    # wait_for_workers is False, because the others learn the port only from the broadcast below.
     store = TCPStore("localhost", 0, world.world_size, True, timeout, False)
     comm.bcast((own_address(), store.port), root=0)
     return store

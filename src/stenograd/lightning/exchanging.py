@@ -143,6 +143,7 @@ class Exchanging(_DDPStrategy):
         yield {_MARK: names} if names else {}
         if names:
             self.barrier()  # until rank 0 has written it, the state of the one before is needed
+            # One rank per host, because hosts may save to disks that they do not share.
             if self.local_rank == 0:
                 drop_others(path, names)
 

@@ -87,9 +87,11 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
         """Attach the method, where the Trainer is about to fit."""
         self._fitting = trainer.state.fn == pytorch.trainer.states.TrainerFn.FITTING
         if self._fitting:
+            # What an earlier `fit` attached would go on exchanging beside the new one.
             self._close()
             self._attached.clear()
         super().setup(trainer)
+        # After super, which makes the optimizers.
         if self._fitting and self._in_rounds:
             self._attach(self.lightning_module, self.optimizers)
 
@@ -168,6 +170,7 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
         """Load the optimizers and then what each rank keeps, which for methods in rounds replaces them."""
         super().load_optimizer_state_dict(checkpoint)
         if self._attached:
+            # A copy, because `_load_beside` takes its own entry out.
             self._load_beside(self._loaded_path, dict(checkpoint))
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -226,7 +229,7 @@ class StopOnRequest(pytorch.callbacks.Callback):
     def __init__(self, path: Any | None = None) -> None:
         self._path = path
         self._saved = False
-        self._undo: Callable[[], object] = bool
+        self._undo: Callable[[], object] = bool  # does nothing
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take the signals that Lightning has taken.

@@ -155,6 +155,7 @@ class Averaging:
         flags = [] if bad is None else [bad]
         settings = {"loss scale": self.scale}
         received = [] if self.scale is None else tell(hashed(settings, self._count), BITS)
+        # Unlike the exchange's step it moves at a skip, too: each average tells other bits of the hash.
         self._count += 1
         outcome = exchange.finish([name not in unused for name in names], [*flags, *received]).result()
         exchange.join_streams()
@@ -197,6 +198,7 @@ class Averaging:
         exact = self.compressor.feedback is Feedback.EXACT  # then there is no memory
         if self._exchange is not None and not exact:
             saved = (list(self._exchange.buckets), self._exchange.state_dict())
+        # A driver holds a process group and `_met` is a weak reference: neither can be pickled.
         return {**self.__dict__, "_driver": None, "_exchange": None, "_saved": saved, "_met": None}
 
 
@@ -349,6 +351,7 @@ class RememberingAggregation(Aggregation):
         self, model: nn.Module, compressor: Compressor, use_cuda: bool, world_size: int | None
     ) -> None:
         super().__init__(use_cuda, world_size, compressor=compressor)
+        # Now, so that `memory` and `load_state_dict` know the parameters before the first step.
         self.arrange({name: p for name, p in model.named_parameters() if p.requires_grad})
 
     @property

@@ -116,6 +116,7 @@ def initialize_backends(
     choice("comm_backend", comm_backend, ("mpi", "gloo", "nccl"), "use 'gloo' on CPUs")
     if use_cuda and not devices.count():
         raise bad_value("use_cuda", "needs a CUDA device", use_cuda, "leave it out to compute on the CPU")
+    # Asked before `init`, which joins: a group that was there stays after the block.
     own = not joined()
     with environment(_place(hosts, rank)):
         world = init(backend=None if comm_backend == "mpi" else comm_backend)
@@ -127,6 +128,7 @@ def initialize_backends(
                     _make_folder(world, ckpt_run_dir, delete_existing_ckpts)
                     stack.enter_context(_logging(world, logging_level, logging_file))
 
+                # An error of one rank is raised on all, or the others would wait for it in a collective.
                 agree(Driver(), prepare)
                 graph = FCGraph(world.rank, world.world_size, use_cuda, world.local_rank)
                 yield world.rank, world.world_size, graph

@@ -338,6 +338,7 @@ class PowerSGD(GenericCentralizedOptimizer):
             raise bad_value("average_world", "must be True", average_world, "sums are not implemented")
         rate = check_lr(lr)
         aggregation = PowerAggregation(checked_model(model), use_cuda, reuse_query, world_size, rank)
+        # Not `super().__init__`, which makes an aggregation of its own.
         self._set_up(model, aggregation, by_layer, agg_grad=True)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), rate, momentum, dampening, weight_decay, nesterov

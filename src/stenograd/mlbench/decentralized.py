@@ -173,6 +173,7 @@ class DecentralizedSGD(Wrapper):
         settings: dict[str, Any] = {"by_layer": bool(by_layer)}
         known = model.named_parameters() if isinstance(model, nn.Module) else ()
         names: dict[Tensor, str] = {p: f", {name}" for name, p in known}
+        # Parameters travel by position, so their order is compared, also where they have no names.
         forms = [f"{p.dtype} of shape {tuple(p.shape)}{names.get(p, '')}" for p in self._parameters()]
         settings |= {f"parameter {i} in the order of definition": form for i, form in enumerate(forms)}
         compare(self._gossip.driver, settings)

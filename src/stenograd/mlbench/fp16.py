@@ -221,6 +221,7 @@ class FP16Optimizer(Wrapper):
         self.aggregation.agg_grad(self.by_layer)(self.fp16_model, self.agg_mode, denom)
         if tracker is not None:
             tracker.record_batch_agg()
+        # Averages are equal on all ranks, so all decide alike without another message.
         self.applied = self._unscale(self.loss_scaler.loss_scale * multiplier)
         self.loss_scaler.update_scale(not self.applied)
         if self.applied:
@@ -243,6 +244,7 @@ class FP16Optimizer(Wrapper):
         self.fp16_to_fp32_flat_grad(self.fp32_params, self.fp16_model)
         if self.fp32_params.grad is not None:
             self.fp32_params.grad.div_(scale)  # before clipping: grad_clip bounds the unscaled norm
+        # With the default grad_clip, infinity, this only measures.
         norm = nn.utils.clip_grad_norm_([self.fp32_params], self.grad_clip)
         return not self.loss_scaler.has_overflow(norm)
 

@@ -150,6 +150,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         self._meet(added)
         for p in added:
             memory = torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
+            # After `_meet`, by which p takes rank 0's values: the estimate begins with them.
             self.state[p] = {"step": 0, "memory": memory, "estimated_w": p.detach().clone()}
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -211,6 +212,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         if tracker is not None:
             tracker.record_batch_agg()
         for group, p, share, average in exchanged:
+            # Only now: after a bad gradient there is nothing to go through, and memories stay.
             self._remember(p, share)
             update = share.spread(average).view(p.shape)
             # p - u - lr weight_decay p, with lr in u already
@@ -249,6 +251,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         state = self.state[p]
         # m + lr g
         x = torch.add(state["memory"], gradient(p, wide(p.dtype)), alpha=group["lr"]).reshape(-1)
+        # An exchange moves the parameter's step on all ranks or on none, so all draw the same coordinates.
         drawn = _Coordinates(count=group["sparse_grad_size"], scattered=group["random_sparse"])
         return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"], key=at))
 
@@ -299,6 +302,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
     ) -> None:
         if params is None:
             raise ConfigError("params must be given, got None: pass model.parameters()")
+        # Before super, which adds the groups and so calls `_meet`.
         self._averaging = Averaging(world_size)
         self.world_size = self._averaging.world_size
         self.average_world = bool(average_world)

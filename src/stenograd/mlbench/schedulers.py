@@ -267,6 +267,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         self.per_batch = batches_per_epoch is not None
         self.batch_idx = 0
         self.optimizer = optimizer
+        # Before super, which takes the groups' present rates for the last ones.
         self._set_rate()
         super().__init__(optimizer, **kwargs)
 

@@ -53,6 +53,7 @@ class Wrapper(torch.optim.Optimizer):
     aggregation: Aggregation
 
     def __init__(self, params: Iterable[Tensor]) -> None:
+        # Before super, whose `self.state = ...` comes to the setter below and asks for it.
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(list(params), {})
 
@@ -124,6 +125,7 @@ class Wrapper(torch.optim.Optimizer):
         if missing:
             rule = f"must have {missing[0]!r}"
             raise bad_value("state_dict", rule, sorted(state_dict), "save it from here")
+        # First, because it refuses states of other ranks and models, which torch's optimizers would take.
         self._load_extra_state({key: state_dict[key] for key in own})
         self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
 
@@ -154,6 +156,7 @@ class Wrapper(torch.optim.Optimizer):
 
 def kept_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what a copy of an optimizer keeps: not hooks, nor the `step` that a scheduler put in place."""
+    # torch's `__setstate__` gives the copy empty hooks, and its class has the `step`.
     items = optimizer.__dict__.items()
     return {k: v for k, v in items if k != "step" and not (k.startswith("_optimizer_") and "hooks" in k)}
 

@@ -124,6 +124,7 @@ def predict(
         parts = {"bandwidth": max(whole - sent_at_once, 0.0)}
         free = step_s(program, replace(network, bps=1e15, hop_s=0.0), floor_s, slower=slower)
         parts["latency"] = max(sent_at_once - free, 0.0)
+        # min(), because coding, which is what remains, could otherwise be below 0.
         parts["computing"] = min(slower * floor_s, free)
         parts["coding"] = free - parts["computing"]
         found.append(

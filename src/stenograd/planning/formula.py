@@ -80,6 +80,7 @@ class Network:
         elif (kind := Op(op)) is Op.EXCHANGE:
             count, in_a_row = len(about.peers), 1
             sent = wire_bytes(kind, nbytes, size, peers=count)
+            # Rank 0 was recorded, so a peer's number is its distance; so many of a host's ranks send outside.
             sharing = sum(min(p, size - p, side_by_side) for p in about.peers) / max(count, 1) or 1.0
         else:
             count, in_a_row = messages(kind, size), hops(kind, nbytes, size)
@@ -168,6 +169,7 @@ def step_s(program: Program, network: Network, floor_s: float, *, slower: float 
         event = lanes[number][at[number]]
         at[number] += 1
         computing = slower * event.compute_s
+        # `ends` begins with a 0, so this is the first event of the last step in a stretch.
         if number == 0 and begins and len(ends) % program.apart == 0:
             computing += slower * floor_s * program.idle
         begins = (number == 0 and event.kind == "step") or (begins and number != 0)

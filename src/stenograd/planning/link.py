@@ -250,6 +250,7 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
         raise bad_value("workers", "must be at least 2 to measure a link", driver.world_size, "start more")
     check_seconds(seconds)
     began = time.perf_counter()
+    # This refuses ranks that do something else, and fills in `traffic.hosts`, which is read next.
     compare(driver, {"measures": "link"})
     names = list(dict.fromkeys(driver.traffic.hosts))
     hosts = tuple(names.index(name) for name in driver.traffic.hosts)
@@ -265,6 +266,7 @@ def measure_link(driver: Driver, seconds: float = 10.0) -> Link:
     return Link(
         measured=True,
         hosts=hosts,
+        # On one host two pairs were measured, and one rate is kept.
         alone_bps=tuple(alone[: len(first)]),
         together_bps=tuple(together[: len(first)]),
         hop_s=hop_s,
@@ -331,6 +333,7 @@ class _Timed:
                 offer.wait()
                 least_s = min(least_s, time.perf_counter() - start)
             sent.wait()
+        # It is infinite on all ranks but `one`, which alone has timed anything.
         return min(float(text) for text in everyone(self.driver, repr(least_s))) / 2
 
     def rates(self, pairs: Sequence[tuple[int, int]], seconds: float, least_s: float) -> list[float]:
@@ -344,6 +347,7 @@ class _Timed:
         count = _FLOWS if seconds / _FLOWS > least_s else 1
         each_s = max(seconds / (count + 1), least_s)  # one more to find the size
         found, lasted_s = self._flow(pairs)
+        # `_flow` returns the same on all ranks, so that all leave this loop together.
         while lasted_s < each_s / 3 and self._nbytes < _MOST_BYTES:
             times = min(max(0.8 * each_s / lasted_s, 2), _GROWTH)
             self._nbytes = min(int(self._nbytes * times), _MOST_BYTES)

@@ -105,6 +105,7 @@ class Plan:
         if self.profile.together_s:
             spread, workers = np.array(self.profile.together_s) / self.profile.floor_s, 1
         below = (np.arange(len(spread) + 1) / len(spread)) ** workers
+        # The product is the slowest's mean: each step, times the chance that the slowest takes as long.
         return max(usual, 1 / min(self.cores, 1.0)) * float(np.sort(spread) @ np.diff(below))
 
     def at(self, link: str | Link) -> Plan:
@@ -225,6 +226,7 @@ def plan(
         return first
     # The bytes of another ratio are known to rounding only until it was recorded.
     again = rehearse(trial, ratios, workers, seconds=(1 - _FIRST) * seconds, bucket_bytes=bucket_bytes)
+    # The machine's speed may have drifted since: these are brought to the first rehearsal's.
     times = found.profile.floor_cpu_s / again.profile.floor_cpu_s
     more = {text: program.scaled(times) for text, program in again.programs.items()}
     return predicted(replace(bare, programs={**found.programs, **more}))
@@ -255,6 +257,7 @@ def predicted(bare: Plan) -> Plan:
             chosen[text] = best.method
             shown[best.method] = bare.programs.get(best.method, best)
     found = predict(shown, network, floor_s, slower)
+    # Where values were chosen for a method, its defaults are shown, but not recommended.
     answer, reason = advised([p for p in found if p.method not in chosen], bare.accuracy)
     notes = _notes(bare, found, answer, answer in chosen.values())
     return replace(bare, predictions=tuple(found), chosen=chosen, method=answer, reason=reason, notes=notes)

@@ -168,6 +168,7 @@ def wire_bytes(op: Op, nbytes: int, world_size: int, *, itemsize: int = 4, peers
     """
     if nbytes == 0:
         return 0
+    # Such a collective travels as an all-to-all of equal rows (`wire.gloo.route`).
     if spreads(op, nbytes, world_size):
         op, nbytes = Op.SCATTER, world_size * nbytes
     framing = frames(op, nbytes, world_size, itemsize=itemsize, peers=peers)
@@ -209,6 +210,7 @@ def at_size(program: Program, world_size: int) -> Program:
         events, owned, grows = [], 0, False
         for event in lane:
             about, compute_s = event.collective, event.compute_s
+            # Groups of a part of the ranks, such as those of a node, keep their size.
             if about is not None and about.size == program.world_size:
                 about = about._replace(size=world_size)
                 owned += about.op == Op.SCATTER.value

@@ -158,6 +158,7 @@ class RehearsalDriver(Driver):
     def __init__(self, world_size: int, recorder: Recorder, rank: int = 0) -> None:
         super().__init__(None)
         self.rank, self.world_size = rank, world_size
+        # The ledger that super() made counts for the rank that this process really has.
         self.traffic = type(self.traffic)(rank)
         self._groupless = False
         self._recorder = self.tracer = recorder
@@ -349,7 +350,7 @@ def record(
                 for step in range(shape["period"]):
                     work.step()
                     recorder.note("step", step)
-            recorder.on = False
+            recorder.on = False  # what flushing and closing send is no part of a step
             sync.flush()
     lanes = tuple(map(tuple, recorder.lanes))
     return Program(method=how.text, world_size=world_size, lanes=lanes, **shape)
@@ -410,6 +411,7 @@ def rehearse(
 
 def _not_below(program: Program, floor_s: float) -> Program:
     computed = sum(e.compute_s for e in program.lanes[0]) / (program.periods * program.period)
+    # Only the training's own thread is scaled: the floor was measured in that one.
     return program.scaled(max(floor_s / max(computed, 1e-9), 1.0), slice(1))
 
 
@@ -437,6 +439,7 @@ def together(trial: Trial, driver: AnyDriver, seconds: float) -> tuple[float, ..
             if at == 0:
                 each_s = driver.run(gather(torch.tensor(taken[-1], dtype=torch.float64, device="cpu")), label)
                 slowest_s = max(float(other) for (other,) in each_s)
+                # By the slowest, so that all ranks take as many steps and none waits in vain.
                 count = int(min(max(seconds / slowest_s, _LEAST_TOGETHER), _MOST_TOGETHER))
         received = driver.run(gather(torch.tensor(taken[-count:], dtype=torch.float64, device="cpu")), label)
     return tuple(float(s) for s in torch.stack([other for (other,) in received]).amax(0))

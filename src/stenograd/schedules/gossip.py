@@ -125,6 +125,7 @@ class Gossip(Schedule):
     @property
     def push_sum(self) -> bool:
         """Whether ranks carry push-sum weights."""
+        # After a loss the columns of a directed graph do not sum to 1: without weights the mean would move.
         return self.pushsum == "on" or (self.pushsum == "auto" and self.lost == "drop" and self._turns)
 
     @property

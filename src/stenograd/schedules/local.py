@@ -79,6 +79,7 @@ class Local(Rounds):
 
     def period(self, lr: float) -> int:
         """Return the number of steps of a round that starts at a learning rate."""
+        # A scheduler may reach a rate of 0, by which nothing can be divided.
         if not self.qsr or lr <= 0:
             return self.every
         # the bound of `every` itself

@@ -87,6 +87,7 @@ class Rounds(Schedule):
         check_count("every", self.every, "use 8", MethodError)
         if not (self.seconds >= 0 and math.isfinite(self.seconds)):
             raise bad_value("seconds", "must be 0 or positive", self.seconds, "use 30", MethodError)
+        # By time ranks make unequally many passes, in which fragments and delays are counted.
         if self.seconds and (self.inside or self.delay or self.fragments > 1):
             wanted = "must be 0 with inside, delay or fragments"
             raise bad_value("seconds", wanted, self.seconds, "count steps: every=30", MethodError)
@@ -97,6 +98,7 @@ class Rounds(Schedule):
         if self.inside:
             check_word("inside", self.inside, _INSIDE, "dense")
         check_word("lost", self.lost, _LOST, "raise")
+        # These send in groups of their own, which nobody makes anew after a loss.
         if self.lost == "drop" and (self.inside or self.delay or self.after):
             wanted = "must be raise with inside, delay or after"
             raise bad_value("lost", wanted, self.lost, "leave those out", MethodError)

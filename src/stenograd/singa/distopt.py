@@ -429,6 +429,7 @@ class DistOpt(Saved):
                     parameter.grad = None
                 elif parameter.grad is not None:
                     self._inner.update(parameter, parameter.grad)
+        # A skipped step counts, too: in partial mode other ranks have made it, and schedules must stay equal.
         self._inner.step()
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
@@ -485,6 +486,7 @@ class DistOpt(Saved):
         exchange = self._exchange(how, bucket)
         if accumulation is not None:
             exchange.set_state(0, {"residual": accumulation.reshape(-1)})
+        # It relies on `waits=True` in `_exchange`: only then does a dense exchange add up (`Lane.sums`).
         adds = how == _plain() and not mean  # unless divided first, the average is the sum
         exchange.lend(0, flat if adds else flat.mul_(exchange.scale(0)))
         exchange.submit(0)

@@ -77,6 +77,7 @@ def _leaves(root: Node) -> list[Node]:
             if child is None:
                 continue
             kind = type(child).__name__
+            # Not onto the heap: the engine runs it as soon as its last user is done, whatever its number.
             if kind == "AccumulateGrad":
                 leaves.pop(child, None)  # a later use moves a tied parameter back
                 leaves[child] = None
@@ -113,6 +114,7 @@ class Walker:
         """Return `parameters_of(loss)`, and clear their gradients and those of the last call's parameters."""
         parameters = parameters_of(loss)
         for parameter in (*self._last, *parameters):
+            # Also of those that dropped out, or an optimizer of torch would step with their old gradients.
             parameter.grad = None
         self._last = parameters
         return parameters
@@ -242,6 +244,7 @@ class Gradients:
         self._exchange: TensorExchange | None = None
         self._resting: _States = {}
         self._under_way = False
+        # By id, which stays valid because `parameters` keeps every tensor alive.
         self._names: dict[int, str] = {}
         self._expected: dict[str, tuple[int, ...]] = {}
         self._walker = Walker()
@@ -340,6 +343,7 @@ class Gradients:
     def state(self) -> dict[str, Any]:
         """Return copies of the residuals, and the parameters' names and shapes."""
         return {
+            # With what was loaded and not seen since, whose residuals are saved again, too.
             "parameters": self._expected | {name: tuple(p.shape) for name, p in self.parameters.items()},
             "residuals": self._residuals(),
             "units": [list(unit) for unit in self.units],
@@ -390,12 +394,14 @@ class Gradients:
             self._load_residuals(self._residuals())
             running = self._exchange = TensorExchange(how, self._driver)
             if isinstance(how.compressor, ErrorFeedback):
+                # There is no bucket yet to compare with: state waits by name until its bucket comes.
                 running.load_state_dict({**running.state_dict(), "parameters": self._resting})
                 self._resting = {}
         return running
 
     def _submit(self, exchange: TensorExchange, index: int, group: Group) -> None:
         """Start averaging the next group; returns at once."""
+        # Before anything is sent: whatever fails from here on, other ranks may have gone on.
         self._under_way = True
         gradients = [_gradient(self.parameters[name]) for name in group]
         shapes, first = tuple(g.shape for g in gradients), gradients[0]

@@ -38,6 +38,7 @@ class NcclIdHolder:
     def __init__(self) -> None:
         folder = tempfile.mkdtemp(prefix="stenograd-singa-")
         self.path = str(Path(folder) / "store")
+        # Not atexit: `Finalize` does nothing in a forked child, which would take the folder from the others.
         Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=_AFTER_CHILDREN)
 
     def claim(self, rank: int) -> None:
@@ -48,6 +49,7 @@ class NcclIdHolder:
         """
         mark = Path(f"{self.path}-rank-{rank}")
         try:
+            # It may exist: a second DistOpt of this process claims the same rank again.
             with suppress(FileExistsError), mark.open("x") as file:  # claimed: read below by whom
                 file.write(str(os.getpid()))
             owner = mark.read_text()

@@ -229,6 +229,7 @@ class Optimizer(Saved):
     def _refresh(self) -> None:
         """Evaluate all schedules at the present step."""
         self._values = values_at(self.step_counter, self.config)
+        # Slots that come later need no values: only `register` gives overrides, and it calls this.
         for slot in self._slots:
             slot.values = values_at(self.step_counter, slot.overrides or {})
 
@@ -292,6 +293,7 @@ class SGD(Optimizer):
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
         """Update a parameter with its velocity."""
         schedule = (slot.overrides or {}).get("momentum", self.config["momentum"])
+        # A schedule that begins at 0 keeps a velocity from the start, for when it rises.
         if not (isinstance(schedule, Constant) and schedule.init_value == 0):
             if "moments" in slot.state:
                 velocity = slot.buffer("moments", grad)

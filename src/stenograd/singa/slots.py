@@ -73,6 +73,7 @@ class Slots:
 
     def __iter__(self) -> Iterator[Slot]:
         """Yield every slot once."""
+        # By id, because a named slot is in both maps.
         yield from {id(slot): slot for slot in (*self._by_name.values(), *self._by_tensor.values())}.values()
 
     def name_of(self, parameter: Tensor) -> str | None:
@@ -92,6 +93,7 @@ class Slots:
             self._seen += name is None
             slot = Slot(key, self._waiting.pop(key, {}))
         elif name is not None and slot.key != name:
+            # State that was loaded under this name replaces what the nameless parameter has gathered.
             slot.key, slot.state = name, self._waiting.pop(name, slot.state)
         elif by_name is None:
             return slot

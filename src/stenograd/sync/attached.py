@@ -87,6 +87,8 @@ def _untraced() -> Callable[[int, _Ends], None]:
 
 
 def _run_ends(task: int, waiting: _Ends) -> None:
+    # Removed before any action runs: whatever an action attaches needs a callback of its own, because this
+    # list is sorted by then.
     with _lock:
         _ends.pop(task, None)
     for _, action in sorted(waiting, key=lambda end: end[0]):
@@ -101,6 +103,7 @@ def refuse_nested() -> None:
             being captured as a CUDA graph.
     """
     refuse_capture()
+    # Looked up, not imported: compiled autograd cannot be on before somebody has imported it.
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
         raise StenogradError(
@@ -261,6 +264,7 @@ class Sync(ABC):
             ...     model(torch.ones(8, 4)).square().mean().backward()
         """
         self._check_weighing()
+        # Only once somebody weighs: gradient hooks and 8 more bytes per exchange are for such programs alone.
         if self._weighing is None:
             self._weighing = Weights(self._driver)
             self._lend_weights()
@@ -314,6 +318,7 @@ class Sync(ABC):
         Returns:
             `stopping`, which it sets.
         """
+        # A round that one rank still owes comes first: collectives are paired in the order of issue.
         self._hold_if_due()
         own = torch.tensor([int(self._asks())], dtype=torch.uint8, device="cpu")
         self._hear(any(int(other) for (other,) in self._ask_all(own)))

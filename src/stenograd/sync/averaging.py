@@ -100,6 +100,8 @@ class FlatExchange:
             for cut in stream.cuts(chunk, whole, how.dense_below)
         ]
         self.cuts: list[tuple[int, slice]] = [(at, part) for at, part, _ in cuts]
+        # Without `waits`: a round may be under way while training goes on, and averages are kept until they
+        # are applied.
         self.exchange = TensorExchange(how, driver, want_errors=want_errors)
         self.exchange.arrange([bucket for *_, bucket in cuts])
         self._future: Future[Outcome] | None = None
@@ -144,6 +146,7 @@ class FlatExchange:
 
         def lent() -> Iterator[Tensor]:
             for index, (at, part) in enumerate(self.cuts):
+                # Never refused: without `waits` the exchange holds no average in memory that is lent to it.
                 self.exchange.lend(index, values[at][part])
                 yield values[at][part]
 
@@ -378,6 +381,7 @@ def average_states(
             "learning rate, clip gradients or use a GradScaler, and go back to a checkpoint"
         )
     new: list[tuple[MutableMapping[Any, Any], Tensor, Any]] = []
+    # Sorted, as the names are: all ranks take part in the same broadcasts in the same order.
     for source in sorted({has.index(True) for has in lacking.values()}):
         of = sorted(name for name, has in lacking.items() if has.index(True) == source)
         held = [parameters[name] for name in of]
@@ -393,6 +397,7 @@ def average_states(
 
     @torch.no_grad()
     def put() -> None:
+        # Whole states first: the means are then written over the moments in them.
         for state, p, entries in new:
             state[p] = entries
         now = _moments(optimizers, parameters)
@@ -423,6 +428,7 @@ def take_states(
     """
     own = driver.rank == source
     form: Any = [_form(state.get(p, {})) for p, state in zip(parameters, states, strict=True)] if own else []
+    # A string in place of the list is the source's failure, which so becomes an error on every rank.
     try:
         said = json.dumps(form)
     except TypeError as cause:
@@ -551,6 +557,7 @@ class Copies:
         with torch.no_grad():
             # Found before the parameters move: afterwards their copies are not near them.
             pairs = self._found(list(parameters), state) if self._owners else ()
+            # By memory: a tensor to which two ways lead must move once.
             found = list({copy.data_ptr(): (p, copy) for p, copy in pairs}.values())
             before = {id(p): p.detach().clone() for p, _ in found}
         yield
@@ -577,6 +584,7 @@ class Copies:
         Raises:
             ConfigError: on every rank, where one has found that a step undid a round.
         """
+        # Alike on all ranks, since `refresh` compares how many there are: `_refuse` is a collective.
         if not self._owners:
             yield
             return

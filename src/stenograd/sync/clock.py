@@ -151,6 +151,7 @@ class RoundSync(Sync):
             # First, because gradients may be averaged inside nodes.
             if self._levels is not None:
                 self._nodes = Nodes(self._driver, world, self._levels[1])
+            # Before `refresh` and `_attend`: the inner engine refuses an attached model or optimizer.
             self._average_gradients(dense=self._dense_passes > 0)
             self.refresh()
             self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
@@ -169,6 +170,7 @@ class RoundSync(Sync):
             self._gradients = GradientSync(
                 self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
             )
+            # A request that was made before there was this engine must travel with its first pass.
             self._gradients._asked = self._asked
             self._lend_weights()
 
@@ -374,6 +376,7 @@ class RoundSync(Sync):
         self._average_gradients(dense=dense)
         for buffer, own in buffers:
             buffer.copy_(own)
+        # Both anew: closing the old engine took `add_param_group` away, or the new one has set its own.
         self._wrapping.watch(self._parameters.values(), self._members_of(self._parameters))
         for optimizer in self._optimizers:
             optimizer.__dict__["add_param_group"] = partial(self._add_param_group, optimizer)
@@ -383,6 +386,7 @@ class RoundSync(Sync):
         if self._gradients is not None:
             self._skipped += self._gradients.skipped
             self._gradients._weighing = None  # they stay in use
+            # Of an engine inside a node only its ranks have heard; all others hear in a round.
             self._hear(self._dense and self._gradients.stopping)
             self._gradients.close()
             self._gradients = None
@@ -414,6 +418,8 @@ class RoundSync(Sync):
         t = self._counted - self._dense_passes
         if not self._due:  # else steps after an earlier pass count: optimizers may step in turn
             self._stepped.clear()
+        # 0 comes once, after the last dense pass. It is only noted here: the engine that it closes has not
+        # ended this pass yet.
         if t == 0 or (t > 0 and self._is_due(t)):
             self._due.append(t)
 

@@ -111,6 +111,7 @@ class DDPHook(Sync):
             StenogradError: an earlier backward pass broke off while other ranks may have gone on.
         """
         buffer, task = bucket.buffer(), torch._C._current_graph_task_id()
+        # At a first bucket no future waits. One of another pass means that this other pass broke off.
         if not self._waiting or task != self._task:
             self._begin(task)
         parameters = bucket.parameters()
@@ -255,6 +256,7 @@ class DDPHook(Sync):
         self._send_small()
         self._exchange.end_at(len(self._sources))
         used = [i in self._made for members in self._members for i in members] if self._tracks else []
+        # Set, not counted: DDP calls no hook in no_sync(), so exchanges are what all ranks count alike.
         self._passes.count = self.step + self.skipped
         flags = self._passes.flags(shadow=self._shadows) if self._tells else []
         outcome = self._exchange.finish(used, flags, stop=self._asks() and self._tells).result()
@@ -282,6 +284,7 @@ class DDPHook(Sync):
             self._members, self._exchange.buckets, outcome.averages, strict=True
         ):
             for member, piece in zip(members, bucket.views(average), strict=True):
+                # Without tracking nothing was sent about use, so all count as used.
                 if next(used, True) and not is_finite(piece):
                     yield known[member]
 

@@ -127,6 +127,7 @@ class Gossip:
         if codec is not None:
             self._check_fixed(topology, push_sum)
         self._estimates = None if codec is None else Estimates(codec, consensus)
+        # Of the start: the graph is drawn for all ranks, and `_weights` moves what belongs to lost ones.
         self._whole = driver.rank, driver.world_size
         self._left = list(range(driver.world_size))  # those of the whole group that are left
         self._skip_to = 0
@@ -296,6 +297,7 @@ class Gossip:
         start, before = time.monotonic(), self.driver
         me = before.name_of(before.rank)
         self.driver = before.without(error.ranks)
+        # By names in the whole world, as `error.ranks` are; `_left` holds ranks of the group at the start.
         self._left = [rank for i, rank in enumerate(self._left) if before.name_of(i) not in error.ranks]
         own = torch.tensor([self.step, self._held], device="cpu")
         received = [row.tolist() for (row,) in self.driver.run(gather(own), Label(method="gossip"))]

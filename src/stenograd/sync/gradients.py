@@ -264,7 +264,7 @@ class GradientSync(Sync, Joinable):
         self._finite = True  # what the last exchange was says nothing of gradients that this pass makes
         if self._enabled:
             self._check_pass()
-            self._notify_join()
+            self._notify_join()  # awaited in `_end_pass`, so that the pass hides it
             at_end(task, self._order, self._end_pass)
             self._pass_id = task
             self._next = 0
@@ -280,6 +280,7 @@ class GradientSync(Sync, Joinable):
             refuse_taken(self._model, [])
             self._fresh = False
         self._driver.check_groupless()
+        # An exchange that has ended sets it back; else the last pass broke off, or its exchange failed.
         if self._pass_id != -1:
             self._abandon()
 
@@ -301,6 +302,7 @@ class GradientSync(Sync, Joinable):
         thin = self._sparse.used()
         extra = self._sparse.rounds(thin)
         used = [*self._filler.used(), *thin]
+        # After `rounds`, which looks at the gradients: only now is `bad` that of this pass.
         flags, bad = self._passes.flags(), self._sparse.bad
         outcome = self._exchange.finish(used, flags, extra=extra, bad=bad, stop=self._asks())
         self._sent(outcome)
@@ -330,6 +332,7 @@ class GradientSync(Sync, Joinable):
     @torch.no_grad()
     def take_part(self) -> None:
         """Average zeros with the others' gradients: this rank has no backward pass where they have one."""
+        # DASO calls this outside of a backward pass, so nothing would ever run what `at_end` takes.
         self._check_pass()
         self._passes.begun()
         self._finite, self._next, self._late = True, 0, []

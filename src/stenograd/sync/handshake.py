@@ -111,6 +111,7 @@ class Members:
         held = [(m._parameters, key) for m in modules for key, p in m._parameters.items() if id(p) in ours]
         links = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
         self._seen = [_state(owner[key]) for owner, key in held]
+        # Parameters first: `_same` reads the types of the first `len(self._seen)` only.
         indices: list[tuple[dict[str, Any], str]] = [*held, *((parent, key) for parent, key, _ in links)]
         self._holders, self._names = [holder for holder, _ in indices], [name for _, name in indices]
         self._members = [holder[name] for holder, name in indices]
@@ -257,6 +258,7 @@ def refuse_second_momentum(how: Method, optimizers: Iterable[torch.optim.Optimiz
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    # A wrapper may be an Optimizer by its class and have no hooks of its own: torch's __init__ never ran.
     while not isinstance(optimizer, torch.optim.Optimizer) or "_optimizer_step_pre_hooks" not in vars(
         optimizer
     ):
@@ -278,6 +280,7 @@ def refuse_taken(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
         ConfigError: a part of it is wrapped in DistributedDataParallel or FSDP, an optimizer is attached, or
             another optimizer that holds some of the same parameters.
     """
+    # An attached optimizer has it in the instance; see `Sync._watch`.
     if any("add_param_group" in vars(optimizer) for optimizer in optimizers):
         raise ConfigError("optimizer must be attached once, got one attached already: close() the first")
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -359,6 +362,7 @@ class Wrapping:
         self._looked = True
         self._members()
         active = DistributedDataParallel._active_ddp_module
+        # A pass in no_sync() says nothing of later ones, so its model is not noted as harmless.
         if active is None or id(active) in self._harmless or not active.require_backward_grad_sync:
             return
         if self.watches(set(map(id, active.parameters()))):

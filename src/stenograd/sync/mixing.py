@@ -86,6 +86,7 @@ def mixing(
     kept = _without(weights, fit, rank) if share is None else _pushed(weights, fit, rank, rows, share)
     with torch.no_grad():
         for i, (group, flat) in enumerate(zip(groups, own, strict=True)):
+            # Without weights of 0: 0 times a carried infinity is NaN, and `mean_of_finite` wants w > 0.
             weighted = [(kept[r], rows[r][i]) for r in sorted(kept) if kept[r]]
             mixed = _weighted_sum(weighted, flat)
             if i >= judged:
@@ -267,6 +268,7 @@ class Estimates:
         own = self._codec.decode(payload, x, site)
         if sound and not is_finite(own):  # the code ends before this type does, as fp16 does at 65,504
             sound, payload = False, self._codec.encode(torch.zeros_like(x), site)
+        # Zeros alone would not say it: a rank that has not moved sends them, too.
         flag = torch.tensor([sound], dtype=torch.uint8, device=x.device)
         other = yield from exchange((*payload, flag), [rank for rank in weights if rank != site.rank])
         flags = torch.cat([ok for *_, ok in other.values()]).tolist() if other else []

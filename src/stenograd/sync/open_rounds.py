@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from stenograd.errors import ConfigError, MismatchError, PeerLost, StenogradError, first_line
 from stenograd.launch.detect import OPEN_VARIABLE
-from stenograd.launch.membership import Arrival, Broken, Member, Membership, Plan
+from stenograd.launch.membership import Broken, Membership
+from stenograd.launch.plans import Arrival, Member, Plan
 from stenograd.launch.process_group import connect_members, membership
 from stenograd.sync.attached import as_in_training
 from stenograd.sync.handshake import own_host
@@ -114,6 +115,7 @@ class OpenRounds(ParameterSync):
             self._alone: Driver = self._driver  # type: ignore[assignment]
             self._alone.names = [here.rank]
             self._survivors = self  # type: ignore[assignment]
+            # Last: once this worker has entered, the others count on it.
             here.enter(self._about())
             self._begin()
 
@@ -214,6 +216,7 @@ class OpenRounds(ParameterSync):
         return False
 
     def _around_round(self) -> Any:
+        # Without a driver: who will take part is not known yet, so there is nobody to ask.
         return self._copies.round(None)
 
     def _about(self) -> dict[str, str]:
@@ -283,6 +286,7 @@ class OpenRounds(ParameterSync):
             self._withdraw()
         self._last_known = self._run.now
         self._count_from_here()
+        # Those that took no part in the round hear of it from the store.
         if self._stopping:
             self._run.ask_to_stop()
 
@@ -310,6 +314,8 @@ class OpenRounds(ParameterSync):
         else:
             weight = float(self._counted - self._counted_at.get(fragment, 0))
         groups = {lives: name for name, (lives, _) in self._groups.items()}
+        # A newcomer, or one that has missed too many rounds, does not call the others early. Hence `<=`:
+        # `_meet` counts the round that it comes to as missed until it is held.
         opens = self._state >= 0 and self._missed <= _MOST_MISSED
         weight = 0.0 if self._state < 0 else weight
         return Arrival(k, self._state, weight, given, self._host, opens, groups)
@@ -342,6 +348,7 @@ class OpenRounds(ParameterSync):
         self._groups[plan.group] = plan.lives, driver
         if len(self._groups) > _CONNECTED:
             name, (_, oldest) = self._groups.popitem(last=False)
+            # Parts that would still send by the oldest connection leave it before it ends.
             if oldest is self.driver:
                 self._move(driver)
             self._run.sever(name)
@@ -371,6 +378,7 @@ class OpenRounds(ParameterSync):
         part.passes, part.stop = k, self._asks()
         self._sent_fragment = fragment
         self._send(part)
+        # Only after a sound round: what was trained before a void one is still to be counted.
         if self._finish(fragment):
             self._counted_at[fragment], self._trained_at[fragment] = counted, trained
             plan = self._plan
@@ -423,6 +431,7 @@ class OpenRounds(ParameterSync):
 
     def _leave(self, plan: Plan) -> None:
         """Leave a connection on which something may be under way; what has arrived is kept."""
+        # First: `_move` ends the thread that sends, which may wait for a peer until the connection is cut.
         self._run.sever(plan.group)
         if plan.group in self._groups:
             _, driver = self._groups.pop(plan.group)
@@ -434,6 +443,7 @@ class OpenRounds(ParameterSync):
         """Take back what was sent: the round is held without it."""
         if self._undo:
             self._undo = False
+            # `_move` keeps what was sent, so the part that sent it moves once more, to what it had before.
             self._move(self._alone)
             self._parts[self._sent_fragment].move(self._alone, undo=True)
 
@@ -453,6 +463,7 @@ class OpenRounds(ParameterSync):
         found = json.loads(driver.gather_bytes(json.dumps(found).encode())[donor])
         if me != donor:
             tensors = [torch.empty(s, dtype=getattr(torch, kind), device="cpu") for kind, s in found["sizes"]]
+        # Not earlier: all members take part in the gather.
         if me != donor and me not in behind:
             return
         for t in tensors:
@@ -463,6 +474,7 @@ class OpenRounds(ParameterSync):
                 t.copy_(received)
         if me == donor:
             return
+        # PeerLost, because `_come` then breaks the attempt off and tries again.
         if _digest(tensors) != found["digest"]:
             raise PeerLost(f"what rank {plan.ranks[donor]} sent of round {plan.round} did not arrive whole")
         self._adopt(found, tensors, fresh, plan.states[me] < 0)
@@ -499,6 +511,7 @@ class OpenRounds(ParameterSync):
                 part.adopt([next(rest) for _ in part.common()], begins=begins)
         for part, clock, names in zip(self._parts, found["clocks"], found["codec"], strict=True):
             part.adopt_codec(clock, {tuple(name): next(rest) for name in names})
+        # One that has trained keeps its own, though they were sent: another member has just begun.
         if fresh and begins:
             for t in self._others():
                 t.copy_(next(rest))

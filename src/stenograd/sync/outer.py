@@ -100,6 +100,8 @@ class Part:
         self._keeps = not self._exact or schedule.quorum > 0  # outer parameters, for those that join
         if how.lossless:
             how = IN_ORDER
+        # DiLoCo keeps error feedback: its ranks start from phi again, so their next difference does not
+        # hold what a message has lost.
         elif self._diloco is None:
             how = difference_method(how)
         wants = self._diloco is None and not self._exact
@@ -130,6 +132,7 @@ class Part:
         """Send what this rank has; returns at once. Pairs and eager ranks send when they merge."""
         if self._pairs is not None or (self._diloco and self._diloco.eager):
             return
+        # Before anything is encoded: after a loss `move` goes back to this, and `send` sends once more.
         if self._schedule.survives:
             self._before = self._flat.exchange.state_dict()
         own = self._flat.values()
@@ -168,6 +171,8 @@ class Part:
         self._arrived = self._sent if self._exact else [torch.empty_like(t) for t in self._outer]
         self._flat.put(outcome, self._arrived)
         if self._diloco is None and not self._exact:
+            # What was encoded had been multiplied by the share, and errors are of that. e_i is in units of
+            # the parameters.
             share = self._flat.exchange.share
             for (at, part), lost in zip(self._flat.cuts, outcome.errors, strict=True):
                 if not share:  # nothing of this rank's was sent
@@ -219,6 +224,7 @@ class Part:
         share = 1.0 / self.driver.world_size
         if self._sent:
             old = self._sent
+            # A void round's averages hold nobody's share, so the next round starts as the first one did.
             if not self.arrive():
                 self._sent = []
                 return False
@@ -228,6 +234,7 @@ class Part:
             self._arrived = [new * share for new in own]
         applied, self._arrived = self._arrived, []
         self._sent, self._flat.stop = own, self.stop
+        # Copied, not lent: `own` is needed once more, to take it out of the average that it will be in.
         self._flat.send(lambda at, part, out: out.copy_(own[at][part]), passes=self.passes)
         if not self._step(applied):  # outer parameters are each rank's own here
             self.lost_own = True
@@ -371,6 +378,7 @@ class Part:
         state = self._before if undo else self._flat.exchange.state_dict()
         self._flat.close()
         self.driver, self._flat = driver, self._make(driver=driver)
+        # Without the identity: this rank's number, and how many there are, have changed.
         self._flat.load({key: state[key] for key in ("step", "skipped", "parameters")})
         if undo:
             self._arrived, self.stopped = [], False
@@ -464,6 +472,7 @@ class Part:
         Raises:
             CheckpointError: it is of another method, rank or model.
         """
+        # Dropped: an average of what was sent before does not belong to the state that is loaded.
         self._flat.receive()
         self._flat.load(state["exchange"])
         found = {key: self._flat.flat(named) for key, named in state["tensors"].items()}
@@ -625,6 +634,7 @@ class Nodes:
         self.place = layout.nodes[self.node].index(driver.rank)
         across = [[node[i] for node in layout.nodes] for i in range(self._size)]
         drivers = driver.split([*layout.nodes, *across], "level")
+        # Two are not None, in the order of the parts: this rank's node, then its counterparts in all nodes.
         self.inside, self.between = (d for d in drivers if d is not None)
 
     def shares(self, parameters: Mapping[str, T]) -> list[dict[str, T]]:

@@ -142,6 +142,7 @@ class ReplicaGuard:
         unclear = len(minorities) < len(odd) or any(name not in tensors for name in odd)
         if unclear or not self._repair:
             raise ReplicaDivergence(message + _advice(unclear), step, {n: minorities.get(n, ()) for n in odd})
+        # In the order of `received`, which is alike on all ranks: each broadcast is a collective.
         for name, source in odd.items():
             assert source is not None  # else it would be unclear
             self._driver.broadcast(in_memory(tensors[name].detach()), source, counted=True)

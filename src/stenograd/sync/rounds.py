@@ -57,7 +57,7 @@ class _Outcome:
     lost: list[int]
     bad: frozenset[int] = frozenset()
     hopeless: bool = False
-    start: Callable[[], object] = bool
+    start: Callable[[], object] = bool  # called without arguments, it does nothing
 
 
 class ParameterSync(RoundSync):
@@ -119,6 +119,7 @@ class ParameterSync(RoundSync):
         self._dismantle()
         if not self._parts:  # else the clock goes on
             self._next = self._period()
+            # Once: pairs and survivors, with their events, outlive the parts that `refresh` builds anew.
             if isinstance(self._schedule, DiLoCo) and self._schedule.topology == "pairs":
                 self._pairs = Gossip(Driver.own(self._driver), RandomPairs(), lost=self._schedule.lost)
             elif self._schedule.lost == "drop" and not self._schedule.quorum:
@@ -225,6 +226,7 @@ class ParameterSync(RoundSync):
                     self._nodes.spread(whole)
             apart = [] if all(alone) else parameters
 
+            # Of clones: after a loss `_together` calls it again, from parameters that must not have changed.
             def means() -> list[Tensor]:
                 found = [p.clone() for p in apart]
                 average(found, self._way, in_order=True)
@@ -277,6 +279,7 @@ class ParameterSync(RoundSync):
         self._take_counters(state)
         self._next, self._common_at = int(state["next"]), state["common"]
         self._ends_at, self._held_at = time.monotonic() + self._schedule.seconds, self._counted
+        # `Weights` begins at 0 in each process, so states hold differences.
         trained = 0.0 if self._weighing is None else self._weighing.trained
         self._trained_at = {int(f): trained - n for f, n in state["own"].get("trained", {}).items()}
         self._void = {name for i, name in enumerate(self._names()) if i in state["void"]}
@@ -292,6 +295,7 @@ class ParameterSync(RoundSync):
         `load_checkpoint` calls this. After `load_state_dict` it happens with the next training forward pass
         at the latest.
         """
+        # With 0 due the change comes from there: `_hold_if_due` calls this before it takes the 0.
         if self._dense != (dense := self._counted < self._dense_passes) and not self._due:
             self._average_elsewhere(dense=dense)
         owed, self._owed = self._owed, []
@@ -400,6 +404,7 @@ class ParameterSync(RoundSync):
         (part,) = self._parts
         steps, self._held_at = self._counted - self._held_at, self._counted
         counted = self._counts(0)
+        # `part.stop` stays as it is: `_assemble` has asked, and without `passes` no flag travels to carry it.
         part.passes, part.weight = None, float(steps) if counted is None else counted
         part.send()
         self._finish(0)
@@ -421,6 +426,7 @@ class ParameterSync(RoundSync):
         """Return what this rank (or node) has trained since the fragment's last round; None if unweighted."""
         if self._weighing is None:
             return None
+        # First: what follows are collectives that only ranks with weights take part in.
         self._weighing.agree()
         trained = self._weighing.trained
         since, self._trained_at[fragment] = trained - self._trained_at.get(fragment, 0.0), trained
@@ -456,6 +462,7 @@ class ParameterSync(RoundSync):
             forget_states(self._optimizers, self._whole[fragment].values())
         if fragment:
             return True
+        # With survivors `_merge` has taken these together with the parameters: all of a round, or nothing.
         if self._survivors is None:
             for put in self._other_means():
                 put()
@@ -487,6 +494,7 @@ class ParameterSync(RoundSync):
         """Find out what came of a round, on all ranks alike, and bring what ends it; changes nothing."""
         lost = part.lost_own if sound else not part.is_finite()
         code = (0 if sound else _VOID) | (_LOST if lost else 0)
+        # Also after a sound exchange: a part of the model that this rank does not exchange may be void.
         if self._nodes is not None:
             received, node, place = self._nodes.tell(code), self._nodes.node, self._nodes.place
             names = list(range(len(received)))
@@ -535,6 +543,7 @@ class ParameterSync(RoundSync):
         """
         whole = self._whole[fragment]
         before, self._void = self._void, {*outcome.bad}
+        # Nobody is to blame, so all are noted: whatever makes the next round void as well ends training.
         if not outcome.sound and not outcome.bad:
             self._void = {*self._names()}
             self._tell_too_far(again=bool(before))
@@ -546,6 +555,7 @@ class ParameterSync(RoundSync):
             )
         outcome.start()
         shares = [whole]
+        # After `start`: the node takes over what the rank that speaks for a part has by now.
         if self._nodes is not None:
             self._nodes.spread(whole)
             shares = self._nodes.shares(whole)

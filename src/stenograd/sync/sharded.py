@@ -120,6 +120,7 @@ class ShardedSync(GradientSync):
         _check_crossing(group, mesh)
         self._shards: dict[int, nn.Parameter] = {}  # by the id of the sharded parameter
         self._owners: dict[int, Tensor] = {}  # by the id of the shard
+        # A group of its own, because FSDP itself sends on the mesh's group in a backward pass.
         row = Driver.own(mesh.get_group(), timeout_s=timeout_s)
         self._row = _Verdict(row, self._shards)
         #: Tells states of different shards apart where they are saved in one folder.
@@ -168,6 +169,7 @@ class ShardedSync(GradientSync):
         out = {}
         for name, p in synced_parameters(self._sharded, self._optimizers).items():
             shard = self._shards.get(id(p))
+            # Kept for its id and its gradient. Values are read from the model, whose memory FSDP may replace.
             if shard is None or shard.shape != _local(p).shape:
                 shard = self._shards[id(p)] = nn.Parameter(_local(p).detach())
                 self._owners[id(shard)] = p
@@ -220,6 +222,7 @@ class ShardedSync(GradientSync):
         self._hear(stopping)
         for shard in self._parameters.values():
             owner = self._owners[id(shard)]
+            # Else the average lies in the sharded gradient already, whose memory its local part shares.
             if owner.grad is None and shard.grad is not None:
                 owner.grad = _like(owner, shard.grad)
         if not self._finite and self._passes.skips:

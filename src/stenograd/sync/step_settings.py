@@ -105,6 +105,7 @@ class StepSettings:
         if [type(scheduler).__name__ for scheduler in schedulers] == received["kinds"]:
             for scheduler, other in zip(schedulers, received["schedulers"], strict=True):
                 _take(vars(scheduler), other)
+        # Not strict: a rank that has never stepped knows no scaler yet.
         for scaler, other in zip(self._known(), received["scalers"], strict=False):
             scaler.load_state_dict(other)
 
@@ -127,6 +128,7 @@ class StepSettings:
         Looking through all objects takes some 0.1 s, once where inputs were uneven.
         """
         ids = {id(optimizer) for optimizer in self._optimizers}
+        # Not `isinstance`, which reads `__class__` of every object there is: a proxy of a dead one raises.
         found = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
         return [scheduler for scheduler in found if id(getattr(scheduler, "optimizer", None)) in ids]
 

@@ -95,6 +95,8 @@ def after_closure(
         if closure is None:
             act(optimizer)
             return None
+        # torch's own optimizers read no gradient before their closure, so for them it may become None.
+        # Others, such as SAM, compute with it first.
         zeros = has_gradients and not type(optimizer).__module__.startswith("torch.optim")
         if has_gradients:
             act(optimizer, zeros=zeros)
@@ -223,6 +225,7 @@ def drop_bad(
             p.grad.zero_()
             continue
         if is_own(p):
+            # The entry stays when `_give_back` has emptied it, so the hook is registered once per optimizer.
             if optimizer not in _taken:
                 _taken[optimizer] = []
                 optimizer.register_step_post_hook(_give_back)
@@ -324,6 +327,7 @@ def zero_bad(
         values = values_of(p.grad)
         if id(p) in own:
             if values.device not in bad:
+                # A copy to the CPU must block: the host computes with it in the next line.
                 bad[values.device] = bad[sound.device].to(values.device, non_blocking=not values.is_cpu)
             values.masked_fill_(bad[values.device], 0)
         elif isinstance(fine := look_at([values]), Tensor):
@@ -449,6 +453,8 @@ class Passes:
 
     def _checked(self, any_flags: Sequence[bool], driver: AnyDriver) -> _PassFlags:
         received = _SILENT.unpacked(any_flags)
+        # Numbers first: the pass's number chooses which bits of the settings travel, so at different passes
+        # these differ as well.
         refuse_other_passes(received.number, self.count)
         if any(unequal(received.settings)):
             refuse(driver, self.settings.read())

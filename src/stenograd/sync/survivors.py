@@ -95,6 +95,7 @@ class Survivors:
             if sent is not None:
                 sent.send()
         self._taken += 1
+        # Never empty: a rank that is behind has confirmed already, and otherwise all say that they have it.
         return brought[0]
 
     def _confirm(self) -> None:
@@ -132,6 +133,7 @@ def _attend(driver: Driver) -> FailureDetector:
     """
     one_host = len(set(driver.traffic.hosts)) == 1
     names = [driver.name_of(rank) for rank in range(driver.world_size)]
+    # On one host the loopback does, even where the host's name has no address that others can use.
     detector = attend(names[driver.rank], lambda: "127.0.0.1" if one_host else own_address())
     own = "" if detector is None else detector.card
     cards = [card.decode() for card in driver.gather_bytes(own.encode())]

@@ -40,6 +40,7 @@ class Weights:
         self._factor = self._shrunk = 1.0  # of this pass's gradients, and of those from before it
         self._given, self._made = False, True  # whether since the last exchange; whether its pass has begun
         self._handles: dict[int, Any] = {}
+        # By the store, not by a collective: a rank that never gives weights would not take part in one.
         driver.announce(_WHAT)
 
     @staticmethod
@@ -118,6 +119,7 @@ class Weights:
         self.close()
         scaled = partial(_scaled, weakref.ref(self))
         torch._dynamo.decorators.skip(_scaled)
+        # Before gradients accumulate: only what this pass adds is to be scaled.
         self._handles = {id(p): p.register_hook(scaled) for p in parameters}
 
 

@@ -180,6 +180,7 @@ class Task(ABC):
 
     def model(self, seed: int) -> nn.Module:
         """Build the model; equal seeds give equal weights, and the global random state stays as it was."""
+        # `torch.manual_seed` would seed CUDA's generators, too, which this fork does not put back.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return self.build()

@@ -82,6 +82,7 @@ def batches(
     _check_positive("batch_size", batch_size)
     _check_positive("steps", steps)
     wanted = steps * batch_size
+    # `steps_per_epoch` gives a short shard up to a batch more, and with batches of 1 a long one 1 less.
     one_pass = len(shard) - 1 <= wanted <= len(shard) + batch_size and steps <= len(shard)
     count = len(shard) if one_pass else wanted
     rounds = range(-(-count // len(shard)))

@@ -83,6 +83,7 @@ class RankPool:
                 waiting = {self._members[rank].pipe: rank for rank in range(world_size)}
                 while waiting:
                     ready = wait(list(waiting), max(deadline - time.monotonic(), 0.0))
+                    # Nothing is ready when the time is over: then all that have not answered are late.
                     for pipe in ready or list(waiting):
                         rank = waiting.pop(pipe)
                         late = False, f"no answer in {timeout_s:g} s"

@@ -263,6 +263,7 @@ def commits_change_no_number(c: Compressor) -> None:
     Old state is whole when `COMMIT` is asked, and stays so if the answer is no. If it is yes, the average
     takes the memory of the residual.
     """
+    # Some compressors share the work from four ranks on, and top-k from five.
     for world in (2, 4, 5):
         frees = _facts(c, world).frees_residual
         states = [e.state for e in _run(c, data(world))]
@@ -417,6 +418,7 @@ def _run(
     for rank, x in enumerate(xs):
         site = Site(shapes, rank, len(xs), device=xs[0].device, frees_residual=frees)
         state = c.init(x, site) if states is None else states[rank]
+        # x is handed over and may be overwritten, but the rules use it again.
         rounds = c.exchange(x.clone(), None, state, site)
         rounds = summed(rounds) if sums else rounds
         ranks.append(_watched(rounds, watch) if watch is not None and not rank else rounds)

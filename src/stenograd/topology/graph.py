@@ -71,6 +71,7 @@ class Graph:
     @classmethod
     def torus(cls, rows: int, columns: int, weights: str = "uniform") -> Graph:
         """Connect the ranks of a grid, `row * columns + column`, whose opposite edges are joined."""
+        # Sets below, because on a side of 2 both neighbours are one rank, and on a side of 1 the rank itself.
         offsets = ((-1, 0), (1, 0), (0, -1), (0, 1))
         return cls(
             [

@@ -36,6 +36,7 @@ class RandomPairs:
     def partner(self, rank: int, size: int, step: int) -> int | None:
         """Return the other rank of the pair; None for the one that is left over."""
         check_rank(rank, size)
+        # seed + step alone would give seed 1 the pairs that seed 0 has one step later.
         word = (self.seed * 0x9E3779B97F4A7C15 + step) & 0x7FFFFFFFFFFFFFFF
         generator = torch.Generator(device="cpu").manual_seed(word)
         order = torch.randperm(size, generator=generator, device="cpu").tolist()
@@ -81,4 +82,5 @@ def spread_per_round(lr: float, momentum: float, nesterov: bool) -> float:
         moved_twice = half + 2 * momentum * gv + momentum**2 * vv
     first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
     matrix = torch.stack([first - 2 * lr * x_moved + lr**2 * moved_twice, xv - lr * v_moved, vv])
+    # Rounded, so that LAPACK's last digits do not decide whether a radius of 1 counts as growth.
     return round(float(torch.linalg.eigvals(matrix).abs().max()), 12)

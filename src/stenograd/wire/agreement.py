@@ -63,6 +63,7 @@ def agree(driver: AnyDriver, action: Callable[[], T]) -> T:
     own: Exception | None = None
     try:
         result = action()
+    # A lost rank would not answer this agreement either: the wait would end in the timeout.
     except PeerLost:
         raise
     except Exception as error:  # whatever it is, the other ranks are about to wait for this one
@@ -73,6 +74,7 @@ def agree(driver: AnyDriver, action: Callable[[], T]) -> T:
     rank = next(rank for rank, text in enumerate(received) if text != "null")
     name, message = json.loads(received[rank])
     where = "" if all(text == received[rank] for text in received) else f"rank {rank}: "
+    # Subclasses that stand elsewhere, such as MissingState, are not found by name, and become the base class.
     raise getattr(errors, name, StenogradError)(where + message) from own
 
 

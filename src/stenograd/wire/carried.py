@@ -138,6 +138,7 @@ def mean_of_finite(
         tensor([2., -inf, 2.])
     """
     given = [row.to(mean.dtype) for row in rows]
+    # NaN equals nothing, not even itself, so where all ranks have it `otherwise` decides.
     same = torch.ones_like(mean, dtype=torch.bool)
     for row in given[1:]:
         same &= row == given[0]

@@ -68,6 +68,7 @@ class Driver:
             raise bad_value("timeout_s", "must be above 0", timeout_s, "give the seconds to wait for a peer")
         group = self.group = as_group(group)
         self.timeout_s = timeout_s
+        # Kept for `check_groupless`: this driver would never use a group that is made later.
         self._groupless = group is None and not dist.is_initialized()
         self.rank: int = 0 if self._groupless else dist.get_rank(group)
         self.world_size: int = 1 if self._groupless else dist.get_world_size(group)
@@ -158,6 +159,7 @@ class Driver:
         self.traffic.tally(label, "broadcast").wait_s += time.perf_counter() - start
         if handed is not raw:
             raw.copy_(handed)
+        # `as_bytes` has copied a tensor that is not contiguous or is lazily conjugated.
         if raw.data_ptr() != tensor.data_ptr():
             tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
 
@@ -175,6 +177,8 @@ class Driver:
         Raises:
             PeerLost: a rank did not come within timeout_s.
         """
+        # Each rank goes through all parts, its own or not: `make_group` names groups by a count.
+        # A rank that left one out would wait for the others under another name.
         return [self._part(part, what) for part in parts]
 
     def _part(self, part: Sequence[int], what: str) -> Driver | None:
@@ -189,6 +193,7 @@ class Driver:
         if group is None:
             return None
         driver = self._in_own(group)
+        # The part numbers its ranks anew, and its ledger finds hosts by these numbers.
         hosts = self.traffic.hosts
         driver.traffic.hosts = [hosts[rank] for rank in part] if hosts else ()
         return driver
@@ -254,6 +259,7 @@ class Driver:
             self.detector.go_on_without(lost)
         driver = self._in_own(group)
         driver.traffic, driver.tracer, driver.detector = self.traffic, self.tracer, self.detector
+        # A new driver would not know that `stay_in_memory` was called, and use NCCL again.
         driver._carriers = self._carriers
         # Ranks are numbered anew: by the old numbers bytes would be counted for wrong hosts.
         driver.traffic.keep([rank for rank in range(self.world_size) if self.name_of(rank) in kept])
@@ -314,6 +320,8 @@ class Driver:
             self._lost(what, cause, start)
 
     def _issue(self, call: Callable[[], Any], what: str, handed: Tensor) -> Any:
+        # Before the call: where that raises, `_lost` holds a roll call, which compares these counts.
+        # A detector of our own needs a count beside: `came` counts for the one that `init` made.
         came(self._name)
         if self.detector is not None:
             self.detector.came[self._name] += 1
@@ -334,6 +342,7 @@ class Driver:
         handed = self._aboard(flat)
         added = spreads(op, flat.nbytes, self.world_size, on_gloo=handed.device.type == "cpu")
         received = torch.empty_like(handed) if added else handed
+        # A sum, too, is counted under MEAN, whose name in the ledger is all-reduce: that is what travels.
         work = self._collective(Op.MEAN, handed, received, what, label)
 
         def finish() -> Reply:
@@ -384,6 +393,7 @@ class Driver:
             rows = other.to(packed.device)
             return {source: unpack(row) for source, row in zip(sources, rows, strict=True)}
 
+        # Before a rank without neighbours returns: a rank that is missing here makes the others time out.
         self._introduce(own)
         if not (everyone and own.numel()):
             return Pending(self, None, finish, "", label, Op.EXCHANGE)
@@ -417,6 +427,7 @@ class Driver:
     def _collective(self, op: Op, handed: Tensor, received: Tensor, what: str, label: Label) -> Any:
         itemsize = handed.element_size()
         nbytes = handed.numel() * itemsize
+        # Shapes are equal on all ranks, so no other rank sends anything either.
         if nbytes == 0:
             return None
         framed = handed.device.type == "cpu"  # others go through NCCL, whose messages are not known
@@ -443,6 +454,7 @@ class Driver:
             if swaps(nbytes, self.world_size):
                 rows = handed.view(1, -1).expand(self.world_size, -1)  # all rows are one memory
                 return swap(self.group, self.rank, rows, received.view(self.world_size, -1))
+            # gloo's all-to-all takes one block of memory, which it cuts into a row for each rank.
             return dist.all_to_all_single(received, handed.repeat(self.world_size), **options)
         # one function under its newer and its older name
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -470,6 +482,7 @@ class Driver:
             absent = self.detector.absent(self._name, self._roll_call_s)
         else:
             absent = roll_call(self._roll_call_s, self._name)
+        # A roll call asks all ranks of the world, and this group may be a part of it.
         lost, late = set(ranks).intersection(absent.lost), set(ranks).intersection(absent.late)
         who = "a peer did not answer"
         if lost or late:  # of a lost rank others may wait in vain, which makes them late
@@ -483,6 +496,7 @@ class Driver:
             f"{self._in_the_world(ranks)}: {what} failed after {waited_s:.1f} s{limit}, {who} "
             f"({first_line(cause)}): look at that rank's log, and restart from the last checkpoint"
         )
+        # Without the late ones: those live, and `lost=drop` goes on without all that stand here.
         error.ranks = tuple(sorted(lost))
         raise error from cause
 

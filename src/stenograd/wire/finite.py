@@ -166,6 +166,7 @@ def read(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> list[
         >>> read([torch.tensor(2, dtype=torch.uint8), torch.tensor([0.5, 1.0])])
         [[2.0], [0.5, 1.0]]
     """
+    # One list for all will do: each entry is replaced below, and none is changed.
     found: list[list[Any]] = [[]] * len(tensors)
     for device in dict.fromkeys(t.device for t in tensors):
         indices = [i for i, t in enumerate(tensors) if t.device == device]

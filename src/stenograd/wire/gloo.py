@@ -139,6 +139,7 @@ class Frames(NamedTuple):
         return MESSAGE_BYTES * notices + PACKET_BYTES * (self.packets + self.acks)
 
 
+# Asked for each collective of each step, and steps repeat.
 @lru_cache(maxsize=1024)
 def frames(
     op: Op,

@@ -43,6 +43,7 @@ class Pending:
         Raises:
             PeerLost: it did not come within the driver's timeout, or the connection broke.
         """
+        # It is None where nothing travels: one rank, an empty message, or an exchange without peers.
         if self._work is not None:
             start = time.perf_counter()
             self._driver.await_work(self._work, self._what, self.start)
@@ -51,6 +52,7 @@ class Pending:
             if self._driver.tracer is not None:
                 about = {"what": self._what, "waited_s": end - start, **self._label._asdict()}
                 if isinstance(self._work, Arrival):
+                    # Its thread starts before this object exists, so a quick result is there before `start`.
                     about["arrived_s"] = max(self._work.at - self.start, 0.0)
                 self._driver.tracer.add("collective", self.start, end, **about)
         return self._finish()
@@ -60,6 +62,7 @@ class Several(Pending):
     """Collectives under way at once; attributes as those of `Pending`."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
+        # The pipeline counts seconds of coding by one tally, so the first part stands for all.
         self._parts, self.tally, self.start = parts, parts[0].tally, parts[0].start
 
     def wait(self) -> list[Reply]:
@@ -127,6 +130,7 @@ class Arrival:
 
     def _follow(self) -> None:
         try:
+            # The group's own timeout ends this, not the driver's, which `wait` above keeps to.
             self._work.wait()
         except RuntimeError as error:  # for whoever waits
             self._error = error
@@ -180,6 +184,7 @@ def swap(group: Any, me: int, rows: Tensor, received: Tensor) -> All:
         rows: (ranks, elements a row).
         received: the same.
     """
+    # torch refuses messages from a rank to itself.
     received[me].copy_(rows[me])
     ranks, size = ranks_of(group), len(rows)
     after = [(me + step) % size for step in range(1, size)]  # so that not all send to one rank first

@@ -110,6 +110,7 @@ def _placed(indices: Sequence[Mapping[str, object]]) -> Layout:
     for rank, place in enumerate(indices):
         hosts.setdefault(place["host"], []).append(rank)
     by_host = list(hosts.values())
+    # Each host has as many ranks as the launcher says: no two nodes have one host name.
     if all(indices[rank]["size"] == len(node) for node in by_host for rank in node):
         return Layout(tuple(map(tuple, by_host)))
     blocks: list[list[int]] = []

@@ -53,6 +53,7 @@ class Pipeline(Generic[T]):
 
     def add(self, rounds: Rounds[T], label: Label = PLAIN) -> None:
         """Start one more coroutine, whose collectives are counted under the label."""
+        # Taken before the new one joins them: if its reply were awaited at once, nothing would overlap.
         earlier = [] if self._patient else sorted(self._running)
         self._step(self._count, rounds, None, label)
         self._count += 1
@@ -66,6 +67,7 @@ class Pipeline(Generic[T]):
         go on, and are answered together: so the host waits for a device once, however many they are.
         """
         while self._running or self._reading:
+            # A copy: `_advance` takes each out, and puts it back if it asks for more.
             for index in sorted(self._running):
                 self._advance(index)
             if not self._running and self._reading:
@@ -91,6 +93,7 @@ class Pipeline(Generic[T]):
         self.receive()
         if sound is None:
             sound = all(code == Finite.BOUNDED for (code,) in read(self._finite))
+        # Before any coroutine hears that the step is committed: it then writes over its old state.
         self._look()
         self.committed = sound and bool(self._finite)
         for index in sorted(self._waiting):
@@ -105,6 +108,7 @@ class Pipeline(Generic[T]):
 
     def _read(self) -> None:
         waiting = sorted(self._reading.items())
+        # Emptied first: a coroutine that gets its numbers may ask for more at once.
         self._reading = {}
         tensors = [t for _, (*_, request) in waiting for t in request.tensors]
         numbers = iter(read(tensors, torch.int64))
@@ -139,6 +143,7 @@ class Pipeline(Generic[T]):
                 self._driver.spent("decode", last.tally, start, label)
             return
         if request.op is Op.COMMIT:
+            # `last` stays with it: the seconds of decoding count where the message was counted.
             self._finite += request.tensors
             self._waiting[index] = (rounds, last, label)
             return

@@ -269,6 +269,7 @@ def gather_lengths(count: Tensor, most: int = _MOST_RAGGED) -> Rounds[tuple[int,
         WireError: a rank's count is outside 0 to `most`.
     """
     received = yield from gather(count.clone())  # what is handed over may be overwritten
+    # This rank's count may lie on a device, too: read with the others it costs no further wait.
     own, *lengths = yield from read(torch.cat([count, *(other for (other,) in received)]))
     if min(lengths) < 0 or max(lengths) > most:  # before memory for as many is asked for
         raise WireError(f"a rank may send 0 to {most} entries, got {lengths}: the message is damaged")
@@ -314,6 +315,7 @@ def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
         for (op, _, peers, sources), members in groups.items()
     ]
     answers: list[Reply] = []
+    # Drivers start only what sends something; the pipeline itself answers COMMIT and READ.
     if len(requests) > 1 and all(request.op not in _SILENT for request in requests):
         answers = yield Request(Op.SEVERAL, parts=tuple(requests))
     else:
@@ -326,6 +328,7 @@ def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
             stop = start + len(waiting[i].tensors)
             replies[i] = _part(op, reply, slice(start, stop))
             start = stop
+    # In the order of the parts, whatever was merged: it decides the order of the next collectives.
     return dict(sorted(replies.items()))
 
 

@@ -245,6 +245,7 @@ class Traffic:
         direct = spreads(op, nbytes, world_size, on_gloo=framed)
         moved = moved_bytes(op, nbytes, world_size, len(peers))
         framing = Frames()
+        # Each rank hands one row to every other one, as in an all-to-all of N equal rows.
         if framed and direct:
             framing = frames(Op.SCATTER, world_size * nbytes, world_size)
         elif framed:
@@ -268,6 +269,7 @@ class Traffic:
         children = [step for step in reach if place < step and place + step < world_size]
         targets = [(self._place + step) % world_size for step in children]
         framing = broadcast_frames(nbytes, len(children), place == 0)
+        # Only the root hands bytes over; the others pass on what they got.
         payload = nbytes if place == 0 else 0
         self._add(self.tally(label, "broadcast"), payload, len(children) * nbytes, targets, framing)
 
@@ -359,6 +361,7 @@ class Traffic:
         tally.moved_bytes += moved
         tally.messages += framing.messages
         tally.header_bytes += framing.header_bytes
+        # Where nothing moved there may be no targets, and the bytes are divided by their number.
         if self.hosts and moved:
             others = sum(self.hosts[target] != self.hosts[self._place] for target in targets)
             across = moved * others // len(targets)

@@ -17,6 +17,7 @@ __all__ = ["hash_words"]
 def hash_words(words: Tensor) -> Tensor:
     """Return `sum_i mix(w_i + (i + 1) golden) mod 2**64` as a 0-d int64."""
     total = np.uint64(_sum(view(words.view(torch.uint64))))
+    # As a signed number: what is above 2**63 - 1 fits into no int64 tensor.
     return torch.tensor(int(total.view(np.int64)), device="cpu")
 
 

@@ -78,6 +78,7 @@ def _mark(indices: Any, low: int, marks: Any) -> None:
     word, at = np.uint64(0), np.uint64(0)
     for i in range(indices.size):
         bit = np.uint64((np.int64(indices[np.uint64(i)]) >> low) + i)
+        # Words that are passed over keep the zeros that were there.
         if bit >> np.uint64(6) != at:
             store_word(marks, np.int64(at * np.uint64(8)), word)
             word, at = np.uint64(0), bit >> np.uint64(6)

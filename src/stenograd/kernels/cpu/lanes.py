@@ -223,7 +223,7 @@ def in_pairs_32(typing: Any, sums: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zero = ir.Constant(ir.IntType(64), 0)
         lanes = builder.load(_pointer(context, builder, signature.args[0], args[0], zero, _DOUBLES), align=8)
-        for half in (16, 8, 4, 2, 1):  # the order of `reference.sign.lane_means`
+        for half in (16, 8, 4, 2, 1):  # the order of `kernels.sign.lane_means`
             number = ir.VectorType(ir.IntType(32), half)
             first, second = (
                 builder.shuffle_vector(lanes, lanes, ir.Constant(number, list(range(at, at + half))))

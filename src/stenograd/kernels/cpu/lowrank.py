@@ -41,6 +41,7 @@ def expand(average: Tensor, place: Place, factors: Factors) -> None:
 def take_out(x: Tensor, place: Place, factors: Factors) -> None:
     """Subtract products of thin matrices."""
     left, right = factors
+    # Negated while thin, so that one kernel both adds and subtracts.
     _expand(view(x), place, view((-left).contiguous()), view(right.contiguous()), False)
 
 
@@ -55,6 +56,7 @@ def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
 def _rows(x: Any, addend: Any, place: Any, queries: Any, out: Any) -> None:
     start, stride, count, rows, columns = place
     step = _rows_at_once(columns)
+    # Only `_by_four` adds while it multiplies; wide rows are left to `_four_by_four`, which does not.
     fused = columns <= CHUNK and queries.shape[1] >= 4
     for c in range(count):
         for i in range(0, rows, step):
@@ -233,6 +235,7 @@ def _orthonormal(rows: Any, spare: Any, degenerate: float, out: Any) -> None:
             _take_out(out[c], k)
             after = np.sqrt(_dot(row, row))
             if not after > degenerate * before:  # NaN, too
+                # Not tested again: a random row does not lie in the span of fewer than n others.
                 row[:] = spare[k]
                 _take_out(out[c], k)
                 after = np.sqrt(_dot(row, row))

@@ -157,6 +157,7 @@ def _pack(words_of_codes: Any, size: int, bits: int, packed: Any, bit: int) -> N
     """Write a block's codes from some bit on, eight at a time; what is above them becomes 0."""
     for j in range((size + 7) >> 3):
         words_of_codes[j] = _joined(words_of_codes[j], np.uint64(bits))
+    # A block may begin in the middle of a byte, whose lower bits are the codes of the block before.
     shift, width = np.uint64(bit & 7), np.uint64(8 * bits)
     pending = np.uint64(packed[bit >> 3]) & ~(_ALL << shift)  # with 8 bits there is never a shift
     whole, at = size >> 3, bit >> 3
@@ -165,6 +166,7 @@ def _pack(words_of_codes: Any, size: int, bits: int, packed: Any, bit: int) -> N
         store_word(packed, at, word)
         pending = word >> width if shift else np.uint64(0)  # by 64 bits it would be undefined
         at += bits
+    # Behind the block's last code lies whatever was there before.
     if size & 7:
         word = words_of_codes[whole] & _ones(bits * (size & 7))
         store_word(packed, at, word << shift | pending)

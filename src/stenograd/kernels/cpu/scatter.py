@@ -31,6 +31,7 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
             raise WireError(f"{indices.numel()} indices came with {values.numel()} values")
         ascending &= sorted_
     everyone = [(aligned(p.to(torch.int32)), aligned(v.to(torch.float32))) for p, v in vectors]
+    # The kernel knows addresses only: `everyone` keeps alive what may be copies.
     addresses = np.array([[p.data_ptr(), v.data_ptr(), p.numel()] for p, v in everyone], np.int64)
     _mean(
         addresses,

@@ -101,6 +101,7 @@ def _sweep(
     count = np.int64(0)
     for start in range(0, v.size, CHUNK):
         if count >= room:
+            # The guess was wrong. All is ranked anew, so the rest needs its sum as well.
             _add(addend[start:], v[start:])
             break
         before, stop = count, min(start + CHUNK, v.size)

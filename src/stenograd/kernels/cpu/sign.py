@@ -46,6 +46,7 @@ def sign_encode_feedback(
     scales = torch.empty(
         block_count(block, numels, length_of(x, residual)), dtype=torch.float32, device="cpu"
     )
+    # One more than full words: the end of the stream is stored even if no bit is left for it.
     words = np.empty(n // 32 + 1, np.uint32)
     more, left = (_NONE if t is None else view(t) for t in (x, residual))
     _encode(more, left, block, np.array(numels, np.int64), words, view(scales))
@@ -157,6 +158,7 @@ def _decode(addresses: Any, blocks: int, block: int, numels: Any, out: Any, inve
 @kernel
 def _add_signs(bits: Any, start: int, total: Any, scale: Any) -> None:
     safe = min(8 * (bits.size - 8) - start, total.size - 32)  # 64 bits can be read from here, 32 are used
+    # Floor division rounds a negative `safe` down to -32 or less, which leaves nothing whole.
     whole = max(0, safe // 32 * 32 + 32)
     for i in range(0, whole, 32):
         word = load_word(bits, (start + i) >> 3) >> np.uint64(start & 7)
