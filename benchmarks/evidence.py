@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from harness import MEASURED_LINKS, RESULTS, Place, command_line, document, main, number, table, write
-from older import reached
 from rivals import FLOOR, Trainee, in_parts, is_here
 from scenarios import EVIDENCE
 from torch import nn
@@ -213,25 +212,27 @@ def _tuned(work: str, hosts: int, data: str) -> dict[str, float]:
 def standings(results: Mapping[str, Any], work: str, hosts: int) -> dict[str, dict[str, Any]]:
     """Return for each rival what the seeds say of it, in their order.
 
-    `scores` at the end, seconds `to` the target (None where a seed did not reach it), how many times
-    `faster` than DDP by each seed, `used`, the share of its seconds that computing alone takes in the same
-    run, samples or characters that all ranks have learnt from `per_s`, and `megabytes` sent by a host.
+    `scores` and `seconds` at the end, seconds `to` the target (None where a seed did not reach it), how many
+    times `faster` than DDP, and the same for the score at which it `ended` itself; `used`, the share of
+    its seconds that computing alone takes in the same run, samples or characters that all ranks have learnt
+    from `per_s`, and `megabytes` sent by a host.
     """
     plan, seeds = EVIDENCE[work], list(results["seeds"].values())
     curves = [
         {n: [dict(zip(_ROW, p, strict=True)) for p in mine] for n, mine in run.items()} for run in seeds
     ]
     goal = target(results, work)
-    task, score = ("mnist", "accuracy") if plan.target else ("text", "eval_loss")
+    score = "accuracy" if plan.target else "eval_loss"
     samples = hosts * plan.batch * plan.context * plan.steps
     found: dict[str, dict[str, Any]] = {}
     for name in results["rates"]:
         ends = [run[name][-1] for run in curves]
-        hits = [reached(run[name], goal, task) for run in curves]
-        to = [hit and hit["seconds"] for hit in hits]
-        ddp = [hit and hit["seconds"] for hit in (reached(run["ddp"], goal, task) for run in curves)]
+        to, ddp = ([when(run[one], score, goal) for run in curves] for one in (name, "ddp"))
+        own = [when(run["ddp"], score, end[score]) for run, end in zip(curves, ends, strict=True)]
         found[name] = {
             "scores": [end[score] for end in ends],
+            "seconds": [end["seconds"] for end in ends],
+            "ended": [at and at / end["seconds"] for at, end in zip(own, ends, strict=True)],
             "to": to,
             "faster": [b / a if a and b else None for a, b in zip(to, ddp, strict=True)],
             "used": [
@@ -241,6 +242,25 @@ def standings(results: Mapping[str, Any], work: str, hosts: int) -> dict[str, di
             "megabytes": [end["host_bytes"] / 1e6 for end in ends],
         }
     return found
+
+
+def when(points: Sequence[Mapping[str, float]], score: str, goal: float) -> float | None:
+    """Return the seconds at which a score was reached, on the line between two evaluations; None if never.
+
+    Example:
+        >>> when([{"seconds": 10, "eval_loss": 3.0}, {"seconds": 20, "eval_loss": 2.0}], "eval_loss", 2.25)
+        17.5
+    """
+    sign = -1 if score == "eval_loss" else 1
+    before: Mapping[str, float] | None = None
+    for point in points:
+        if sign * point[score] >= sign * goal:
+            if before is None:
+                return point["seconds"]
+            share = (goal - before[score]) / (point[score] - before[score])
+            return before["seconds"] + share * (point["seconds"] - before["seconds"])
+        before = point
+    return None
 
 
 def target(results: Mapping[str, Any], work: str) -> float:
@@ -256,11 +276,13 @@ def summary(results: Mapping[str, Any], work: str, hosts: int) -> str:
         whole = None not in of["faster"]
         line = [f"`{name}`", f"{results['rates'][name]:g}", _spread(of["scores"], 3)]
         line += [_spread(of["to"], 1) if whole else "", number(min(of["faster"]), 2) if whole else ""]
+        line += ["" if None in of["ended"] else number(min(of["ended"]), 2), _spread(of["seconds"], 1)]
         line += [_spread([100 * share for share in of["used"]], 0), number(statistics.median(of["per_s"]), 0)]
         lines.append([*line, number(statistics.median(of["megabytes"]))])
     unit = "samples" if plan.context == 1 else "characters"
     head = ["rival", "lr, x recipe's", f"final {'accuracy' if plan.target else 'loss'}"]
-    head += [f"s to {target(results, work):.4g}", "x faster than ddp, worst seed", "utilisation, %"]
+    head += [f"s to {target(results, work):.4g}", "x faster than ddp, worst seed"]
+    head += ["the same to its own end", "s in all", "utilisation, %"]
     seeds = len(results["seeds"])
     rest = table([*head, f"{unit} per s", "MB sent by a host"], lines)
     return f"{seeds} seed{'s' * (seeds > 1)}, {plan.steps} steps.\n\n{rest}"

@@ -141,7 +141,9 @@ EVIDENCE = {
     # nanoGPT's character model for GPUs on tiny Shakespeare, with a batch that one core can do
     "gpt": Evidence(400, _ROUNDS, 10_745_088, 0.35, batch=2, context=256, judged=128),
     # nanoGPT's for CPUs, with its batch
-    "gpt-small": Evidence(1000, _ROUNDS, 804_096, 0.05, batch=12, context=64, judged=500),
+    "gpt-small": Evidence(
+        1000, _ROUNDS, 804_096, 0.05, grid=(0.5, 1.0, 2.0, 4.0), batch=12, context=64, judged=500
+    ),
     # SINGA's example and recipe
     "mnist": Evidence(2400, ("local:every=16/qsgd:bits=4", "topk:ratio=0.01"), 431_080, 0.02, target=0.985),
     # residual blocks with BatchNorm on MNIST, at a tenth of what ImageNet's networks have
