@@ -172,6 +172,21 @@ def test_initial_parameters_are_broadcast(pool):
         assert (weight, buffer, w, guide) == (0.0, 0.0, [1.0] * 3, [1.5] * 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("top_k", [True, False])
+def test_an_accumulation_of_any_type_is_sent_once(dtype, top_k):
+    """What of it is beyond half of float16's range waits for the next call."""
+    opt, held = unit_sgd(), torch.tensor([40000.0, 1.0], dtype=dtype)
+    all_of_it, sent = held[0].item(), []
+    for _ in range(2):
+        x = torch.zeros(2, dtype=dtype)
+        opt.sparsification(x, held, 0.5 if top_k else 2.0, top_k)
+        sent.append(x[0].item())
+    first = 32752.0 if dtype is torch.float16 else all_of_it
+    assert sent == [first, all_of_it - first]
+    assert held.tolist() == [0.0, 1.0 if sent[1] or not top_k else 0.0]
+
+
 @pytest.mark.parametrize(
     ("tensor", "error", "message"),
     [
