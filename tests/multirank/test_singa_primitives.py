@@ -70,15 +70,21 @@ def _send_flag(rank):
     opt.fused_all_reduce([a], send=False)
     with pytest.raises(ConfigError, match="must hold the 2 elements of the buffer, got 4"):
         opt.fused_all_reduce([b], send=True)
-    return quiet, a0, log, a.tolist(), b.flatten().tolist(), earlier.tolist()
+    for send in (False, True):
+        with pytest.raises(ConfigError, match="must have one type and device"):
+            opt.fused_all_reduce([a.double()], send)
+    kept = torch.zeros(2)
+    opt.fused_all_reduce([kept])
+    return quiet, a0, log, a.tolist(), b.flatten().tolist(), earlier.tolist(), kept.tolist()
 
 
 def test_send_false_only_buffers_and_send_true_reduces_in_place_and_in_order(pool):
-    for rank, (quiet, a0, log, a, b, earlier) in enumerate(pool.run(2, _send_flag)):
+    for rank, (quiet, a0, log, a, b, earlier, kept) in enumerate(pool.run(2, _send_flag)):
         assert quiet == 0
         assert a0 == [rank + 1.0] * 2
-        assert log == [4 * 6, 2 * 3]  # six float32 in one collective, then three float16
+        assert log == [4 * 6, 2 * 3, 4 * 2]  # float32 in one collective, then float16, then what was kept
         assert (a, b, earlier) == ([3.0] * 2, [30.0] * 4, [3.0] * 3)
+        assert kept == [6.0] * 2  # what was pushed before the refused calls
 
 
 def _sparse(rank, world_size):

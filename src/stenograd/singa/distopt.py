@@ -458,17 +458,18 @@ class DistOpt(Saved):
                 tensor.copy_(means[name])
 
     def _fused(self, tensors: Sequence[Tensor], send: bool, how: Method) -> None:
-        _check(tensors)
+        # With what is held, or a buffer of two types could never be sent.
+        _check([*self._buffered, *tensors])
         if not send:
             # copies: the caller may reuse its tensors before they are sent
             self._buffered += [tensor.detach().reshape(-1).clone() for tensor in tensors]
             return
-        held, self._buffered = self._buffered, []
-        wanted, found = sum(t.numel() for t in tensors), sum(t.numel() for t in held)
-        if held and wanted != found:
+        wanted, found = sum(t.numel() for t in tensors), sum(t.numel() for t in self._buffered)
+        if self._buffered and wanted != found:
             advice = "push each tensor with send=False first, then all of them with send=True"
             raise bad_value("tensors", f"must hold the {found} elements of the buffer", wanted, advice)
-        self._sum(tensors, how, source=held)
+        self._sum(tensors, how, source=self._buffered)
+        self._buffered = []  # only now: a call that is refused loses nothing
 
     def _sum(
         self,
