@@ -160,6 +160,9 @@ class SparsifiedSGD(torch.optim.Optimizer):
     def sparsify_gradients(self, param: Tensor, lr: float) -> tuple[Tensor, Tensor]:
         """Take k coordinates out of `memory + lr g`: those that the next step would send.
 
+        A further call before that step takes those of the step after it. What steps draw stays as it is, so
+        ranks may call it unequally often.
+
         Args:
             param: one of the parameters.
             lr: learning rate of this gradient.
@@ -172,8 +175,10 @@ class SparsifiedSGD(torch.optim.Optimizer):
             shape = tuple(param.shape)
             raise bad_value("param", "must be one of the optimizer's", shape, "pass one that it holds")
         at, group = found
-        share = self._share(at, {**group, "lr": lr}, param)
-        self._remember(param, share)
+        state = self.state[param]
+        taken = state.get("taken", 0)  # by earlier calls since the last step
+        share = self._share(at, {**group, "lr": lr}, param, ahead=taken)
+        state["memory"], state["taken"] = share.memory.view(param.shape), taken + 1
         return share.indices, share.values
 
     @torch.no_grad()
@@ -213,7 +218,10 @@ class SparsifiedSGD(torch.optim.Optimizer):
             tracker.record_batch_agg()
         for group, p, share, average in exchanged:
             # Only now: after a bad gradient there is nothing to go through, and memories stay.
-            self._remember(p, share)
+            state = self.state[p]
+            state["memory"] = share.memory.view(p.shape)
+            state["step"] += 1
+            state.pop("taken", None)
             update = share.spread(average).view(p.shape)
             # p - u - lr weight_decay p, with lr in u already
             p.sub_(update.add_(p, alpha=group["lr"] * group["weight_decay"]).to(p.dtype))
@@ -247,17 +255,13 @@ class SparsifiedSGD(torch.optim.Optimizer):
             return []
         return [(*moving[name], shares[name], average) for name, average in averages.items()]
 
-    def _share(self, at: int, group: dict[str, Any], p: Tensor) -> _Share:
+    def _share(self, at: int, group: dict[str, Any], p: Tensor, ahead: int = 0) -> _Share:
         state = self.state[p]
         # m + lr g
         x = torch.add(state["memory"], gradient(p, wide(p.dtype)), alpha=group["lr"]).reshape(-1)
         # An exchange moves the parameter's step on all ranks or on none, so all draw the same coordinates.
         drawn = _Coordinates(count=group["sparse_grad_size"], scattered=group["random_sparse"])
-        return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"], key=at))
-
-    def _remember(self, p: Tensor, share: _Share) -> None:
-        self.state[p]["memory"] = share.memory.view(p.shape)
-        self.state[p]["step"] += 1
+        return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"] + ahead, key=at))
 
     def __getstate__(self) -> dict[str, Any]:
         return kept_attributes(self)
