@@ -15,7 +15,14 @@ from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
 from stenograd.mlbench.aggregation import Averaging, RememberingAggregation, gradient, unused_names
-from stenograd.mlbench.wrapper import Closure, Marks, check_lr, evaluate, kept_attributes
+from stenograd.mlbench.wrapper import (
+    Closure,
+    Marks,
+    check_lr,
+    evaluate,
+    kept_attributes,
+    whole_or_not_at_all,
+)
 from stenograd.wire.carried import wide
 from stenograd.wire.finite import are_finite
 from stenograd.wire.requests import Rounds, mean
@@ -140,14 +147,15 @@ class SparsifiedSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters start with an empty memory."""
-        super().add_param_group(param_group)
-        added: list[Tensor] = self.param_groups[-1]["params"]
-        for p in added:
-            if not p.is_floating_point():
-                raise TensorTypeError(
-                    f"parameters must be real, got {p.dtype}: keep real and imaginary parts"
-                )
-        self._meet(added)
+        with whole_or_not_at_all(self):
+            super().add_param_group(param_group)
+            added: list[Tensor] = self.param_groups[-1]["params"]
+            for p in added:
+                if not p.is_floating_point():
+                    raise TensorTypeError(
+                        f"parameters must be real, got {p.dtype}: keep real and imaginary parts"
+                    )
+            self._meet(added)
         for p in added:
             memory = torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
             # After `_meet`, by which p takes rank 0's values: the estimate begins with them.
