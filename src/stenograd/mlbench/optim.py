@@ -23,6 +23,7 @@ from stenograd.mlbench.wrapper import (
     kept_attributes,
     whole_or_not_at_all,
 )
+from stenograd.sync.handshake import broadcast_tensors
 from stenograd.wire.carried import wide
 from stenograd.wire.finite import are_finite
 from stenograd.wire.requests import Rounds, mean
@@ -334,8 +335,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         options = {"optimizer": type(self).__name__, "average_world": self.average_world}
         group = {key: value for key, value in self.param_groups[-1].items() if key != "params"}
         self._averaging.meet({str(i): p for i, p in enumerate(added)}, {**options, **group})
-        for p in added:
-            self._averaging.driver.broadcast(p.detach())
+        broadcast_tensors(self._averaging.driver, [p.detach() for p in added])
 
     def _average(
         self, values: Mapping[str, Tensor], unused: Collection[str], bad: bool
