@@ -90,6 +90,27 @@ def test_only_values_travel_in_one_collective(pool):
     assert pool.run(2, _payload) == [(48, 1)] * 2
 
 
+def _asked(rank):
+    ws = [nn.Parameter(torch.full((40,), float(rank))) for _ in range(30)]
+    optimizer = CentralizedSparsifiedSGD(ws, lr=1.0, sparse_grad_size=5, world_size=2)
+    joining = optimizer.traffic.collectives
+    for step in range(3):
+        for w in ws:
+            w.grad = torch.arange(40.0) + step
+        if rank == 0:
+            for _ in range(2):
+                optimizer.sparsify_gradients(ws[0], 0.1)
+        optimizer.step()
+    return joining, torch.cat([w.detach() for w in ws])
+
+
+def test_what_one_rank_takes_out_by_itself_changes_no_draw(pool):
+    """Ranks would else average unlike coordinates. They take rank 0's values in few messages."""
+    (joining, one), (_, other) = pool.run(2, _asked)
+    assert torch.equal(one, other)
+    assert joining < 5
+
+
 def _aggregated(rank):
     model = mlp(0)
     aggregation = SparsifiedAggregation(model, sparse_grad_size=K, random_sparse=True)

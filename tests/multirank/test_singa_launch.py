@@ -65,9 +65,12 @@ def test_a_token_is_private_and_gives_each_rank_once():
     copy = pickle.loads(pickle.dumps(token))
     copy.claim(0)
     copy.claim(0)  # a second optimizer of the same process
-    Path(f"{token.path}-rank-1").write_text("1")
+    Path(f"{token.path}-rank-1").symlink_to("1")
     with pytest.raises(LaunchError, match="rank 1 of this token is taken by process 1: give each process"):
         token.claim(1)
+    with mock.patch("os.getpid", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        copy.claim(2)
+    token.claim(2)  # no mark without a number was left
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()

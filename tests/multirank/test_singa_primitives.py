@@ -70,15 +70,21 @@ def _send_flag(rank):
     opt.fused_all_reduce([a], send=False)
     with pytest.raises(ConfigError, match="must hold the 2 elements of the buffer, got 4"):
         opt.fused_all_reduce([b], send=True)
-    return quiet, a0, log, a.tolist(), b.flatten().tolist(), earlier.tolist()
+    for send in (False, True):
+        with pytest.raises(ConfigError, match="must have one type and device"):
+            opt.fused_all_reduce([a.double()], send)
+    kept = torch.zeros(2)
+    opt.fused_all_reduce([kept])
+    return quiet, a0, log, a.tolist(), b.flatten().tolist(), earlier.tolist(), kept.tolist()
 
 
 def test_send_false_only_buffers_and_send_true_reduces_in_place_and_in_order(pool):
-    for rank, (quiet, a0, log, a, b, earlier) in enumerate(pool.run(2, _send_flag)):
+    for rank, (quiet, a0, log, a, b, earlier, kept) in enumerate(pool.run(2, _send_flag)):
         assert quiet == 0
         assert a0 == [rank + 1.0] * 2
-        assert log == [4 * 6, 2 * 3]  # six float32 in one collective, then three float16
+        assert log == [4 * 6, 2 * 3, 4 * 2]  # float32 in one collective, then float16, then what was kept
         assert (a, b, earlier) == ([3.0] * 2, [30.0] * 4, [3.0] * 3)
+        assert kept == [6.0] * 2  # what was pushed before the refused calls
 
 
 def _sparse(rank, world_size):
@@ -170,6 +176,21 @@ def test_initial_parameters_are_broadcast(pool):
     """Rank 0's values, where averaging would shrink them; the guide's own way needs no wait."""
     for weight, buffer, w, guide in pool.run(2, _synchronized):
         assert (weight, buffer, w, guide) == (0.0, 0.0, [1.0] * 3, [1.5] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("top_k", [True, False])
+def test_an_accumulation_of_any_type_is_sent_once(dtype, top_k):
+    """What of it is beyond half of float16's range waits for the next call."""
+    opt, held = unit_sgd(), torch.tensor([40000.0, 1.0], dtype=dtype)
+    all_of_it, sent = held[0].item(), []
+    for _ in range(2):
+        x = torch.zeros(2, dtype=dtype)
+        opt.sparsification(x, held, 0.5 if top_k else 2.0, top_k)
+        sent.append(x[0].item())
+    first = 32752.0 if dtype is torch.float16 else all_of_it
+    assert sent == [first, all_of_it - first]
+    assert held.tolist() == [0.0, 1.0 if sent[1] or not top_k else 0.0]
 
 
 @pytest.mark.parametrize(

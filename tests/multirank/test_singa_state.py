@@ -6,7 +6,7 @@ from models import flat, mlp, shards
 from singa_helpers import leaf, moved, push, unit_sgd
 from torch import nn
 
-from stenograd.errors import CheckpointError, ConfigError
+from stenograd.errors import CheckpointError, ConfigError, NonFiniteError
 from stenograd.singa import SGD, Adam, DistOpt, ExponentialDecay, NcclIdHolder
 
 MODES = {
@@ -78,6 +78,31 @@ def test_finalize_makes_all_ranks_equal(pool):
     assert torch.equal(a[1], b[1])
     assert torch.equal(a[2], b[2])
     assert a[3] == b[3] == 0
+
+
+def _spoilt(rank, dtypes):
+    opt, ws = DistOpt(SGD(lr=0.1), timeout_s=30), [torch.ones(2, dtype=d, requires_grad=True) for d in dtypes]
+    loss = lambda: sum(w.float().sum() for w in ws)  # noqa: E731
+    opt.backward_and_partial_update(loss())
+    if rank == 0:
+        ws[-1].data[0] = float("nan")
+    before = [w.tolist() for w in ws]
+    with pytest.raises(NonFiniteError, match="parameters to average must be finite"):
+        opt.finalize()
+    assert str([w.tolist() for w in ws]) == str(before)
+    for _ in dtypes[1:]:  # the other partitions' turns
+        opt.backward_and_partial_update(loss())
+    with pytest.raises(NonFiniteError, match="parameters to average must be finite"):
+        opt.backward_and_partial_update(loss())
+    return [bool(w.isnan().any()) for w in ws]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float16)])
+def test_one_ranks_nan_does_not_spread(pool, dtypes):
+    """Nothing is averaged on any rank, parameters of other types included, and all raise."""
+    bad, good = pool.run(2, _spoilt, dtypes)
+    assert bad == [False] * (len(dtypes) - 1) + [True]
+    assert not any(good)
 
 
 def test_default_optimizers_are_not_shared():

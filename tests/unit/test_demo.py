@@ -105,6 +105,18 @@ def test_bytes_and_rules():
             stenograd.method(text)
 
 
+@pytest.mark.parametrize(
+    ("shape", "nbytes"),
+    [((257,), 257 * 4), ((67, 71), 67 * 71 * 4), ((257, 64), 257 * 32 * 6), ((3,), 3 * 6)],
+)
+def test_blocks_of_one_element_need_no_numbers(shape, nbytes):
+    """As sides without a divisor give: more than a dense float32 would be a loss."""
+    sent = []
+    xs = [torch.randn(math.prod(shape))] * 2
+    exchange(DeMo(), xs, shapes=[torch.Size(shape)], spy=lambda r: sent.append(r.nbytes))
+    assert sent[0] == nbytes
+
+
 def test_an_optimizer_with_momentum_is_refused():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

@@ -203,6 +203,19 @@ def test_all_promised_names_exist():
     assert set(promised.split()) <= set(stenograd.methods())
 
 
+@pytest.mark.parametrize(
+    "text", ["dense", "topk", "fp16:clip_norm=1.0", "local:every=4/topk", "local:every=4"]
+)
+def test_a_rounds_method_has_its_own_text(text):
+    codec = text.rpartition("/")[2]
+    assert str(stenograd.method(text).each_round()) == ("dense" if codec == "local:every=4" else codec)
+
+
+@pytest.mark.parametrize(("name", "share"), [("dense", 1.0), ("fp16", 0.5), ("bf16", 0.5), ("powersgd", 0.0)])
+def test_a_share_is_how_large_a_message_is(name, share):
+    assert stenograd.method(name).share(2) == share
+
+
 def test_what_acts_around_a_compressor_is_a_field_of_the_method():
     how = stenograd.method("topk:clip_value=1,clip_norm=4,warmup_steps=2,dense_below=3")
     assert (how.clip_value, how.clip_norm, how.warmup_steps, how.dense_below) == (1, 4, 2, 3)

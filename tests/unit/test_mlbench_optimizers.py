@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stenograd.mlbench
-from stenograd.errors import ConfigError
+from stenograd.errors import ConfigError, TensorTypeError
 from stenograd.launch import process_group as groups
 from stenograd.mlbench import (
     AllReduceAggregation,
@@ -216,6 +216,15 @@ def test_schedulers_groups_and_attributes_reach_the_inner_optimizer():
         _ = optimizer.nothing_like_it
     with pytest.raises(ConfigError, match="optimizer must hold the model's parameters, got 1 of"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_refused_group_leaves_no_trace():
+    optimizer = SparsifiedSGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    with pytest.raises(TensorTypeError, match="parameters must be real"):
+        optimizer.add_param_group({"params": [torch.ones(1, dtype=torch.complex64, requires_grad=True)]})
+    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.state_dict()["state"]) == 2
 
 
 def test_a_step_tells_a_tracker_of_its_parts():

@@ -11,10 +11,12 @@ from torch import nn
 import stenograd
 from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import schedules
+from stenograd.heat.daso import _step_together
 from stenograd.simulate import exchange, ranks
 from stenograd.testing.checks import SHAPES, data, same, same_states
 from stenograd.testing.conformance import cases
 from stenograd.testing.methods import suite
+from stenograd.wire.driver import Driver
 
 CASES = dict(cases())
 STEPS = 2
@@ -42,6 +44,19 @@ MAKERS = {
     "tensor",
     "tril_indices",
     "triu_indices",
+    "zeros",
+}
+# And what takes torch.set_default_dtype's type, whatever it is given.
+REAL_MAKERS = {
+    "empty",
+    "empty_strided",
+    "eye",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "rand",
+    "randn",
     "zeros",
 }
 
@@ -91,6 +106,14 @@ def _expect_same(name, got, wanted):
         assert a.finite is None or same(a.finite, b.finite), name
 
 
+def test_a_scaler_is_updated_in_a_step_without_gradients():
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with defaults(torch.float64, "cpu"):
+        assert _step_together(scaler, optimizer, Driver())
+    assert scaler.get_scale() == 65536.0
+
+
 @pytest.mark.parametrize("how", [*suite(), *schedules(), *PRESETS])
 def test_training_ignores_another_default_device(how):
     """The default is the thread's, so each simulated rank sets it; models are on the CPU."""
@@ -119,13 +142,14 @@ def test_training_ignores_another_default_device(how):
 
 
 def test_every_new_tensor_is_told_where():
-    """Where a call passes `**options`, they are looked at by whoever wrote it."""
+    """And of which type, except in suites. Who passes `**options` has looked at them."""
     left_out = []
     for path in Path(stenograd.__file__).parent.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(call, ast.Call) and ast.unparse(call.func).startswith("torch.")):
                 continue
-            told = {keyword.arg for keyword in call.keywords} & {"device", "out", None}
-            if ast.unparse(call.func).removeprefix("torch.") in MAKERS and not told:
+            told, maker = {k.arg for k in call.keywords}, ast.unparse(call.func).removeprefix("torch.")
+            typed = maker not in REAL_MAKERS or path.parent.name == "testing" or told & {"dtype", "out", None}
+            if maker in MAKERS and not (typed and told & {"device", "out", None}):
                 left_out.append(f"{path.name}:{call.lineno}: {ast.unparse(call)}")
     assert not left_out

@@ -160,6 +160,8 @@ def test_a_directed_graph_is_checked():
         ConfigError, match=r"targets of rank 0 at step 0 must be .* name it, \[1\], got \[2\]"
     ):
         check(_Arrows(AROUND, [[2], [2], [0]]), 3)
+    with pytest.raises(ConfigError, match="targets of rank 0 at step 1 must be"):
+        check(_Arrows(AROUND, [[2], [2], [0]]), 3, step=1, known=AROUND)
     with pytest.raises(ConfigError, match="weights that ranks give to rank 0 at step 0 must sum to 1"):
         check(Graph.star(3), 3, push_sum=True)
 

@@ -255,7 +255,7 @@ class Attachment:
         self._attached.append(now)
         if before is not None:
             now.sync.load_state_dict(before.sync.state_dict())
-            getattr(now.sync, "after_load", bool)()
+            now.sync.after_load()
 
     def _replace_wrapping(self) -> None:
         """Let Accelerate prepare models without DDP, and attach them once their optimizers are prepared."""

@@ -193,10 +193,14 @@ class Method:
     def each_round(self) -> Method:
         """Return what is exchanged whenever the schedule says so: the same method for every step.
 
+        Without a schedule it is the method itself.
+
         Example:
             >>> print(method("local:every=4/topk").each_round())
             topk
         """
+        if isinstance(self.schedule, EveryStep):
+            return self
         _, slash, codec = self.text.partition("/")
         return replace(self, schedule=EveryStep(), text=codec if slash else "dense")
 
@@ -220,10 +224,10 @@ class Method:
         """Return about how large a message is beside what it stands for; 0 where it depends on the values.
 
         Example:
-            >>> [round(method(name).share(2), 3) for name in ("dense", "natural", "topk", "powersgd")]
-            [1.0, 0.25, 0.008, 0.0]
+            >>> [round(method(name).share(2), 3) for name in ("dense", "fp16", "topk", "powersgd")]
+            [1.0, 0.5, 0.008, 0.0]
         """
-        return 1.0 if self.sends_all(world_size) else message_share(self._written_by(), device)
+        return message_share(self._written_by(), device) or float(self.sends_all(world_size))
 
     def compressors(self, dense: bool) -> tuple[Compressor, Compressor]:
         """Return what writes a bucket while the method warms up, and afterwards.

@@ -69,7 +69,8 @@ def try_all_reduce() -> None:
         StenogradError: the average is not what it should be.
     """
     world = init(timeout_s=30)
-    average = Driver(timeout_s=30).run(mean(torch.full((_ELEMENTS,), float(world.rank), device="cpu")))
+    own = torch.full((_ELEMENTS,), float(world.rank), dtype=torch.float32, device="cpu")
+    average = Driver(timeout_s=30).run(mean(own))
     expected = (world.world_size - 1) / 2  # the mean of 0 .. N-1
     shutdown()
     if not bool((average == expected).all()):

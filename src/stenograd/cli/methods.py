@@ -194,8 +194,13 @@ def _cost(how: Method, size: int, workers: int) -> dict[str, float]:
     """
     sent = Traffic()
     generator = torch.Generator(device="cpu").manual_seed(0)
-    ranks = [torch.randn(size, generator=generator, device="cpu") for _ in range(workers)]
-    tensors = {str(i): torch.empty(shape, device="meta") for i, shape in enumerate(_shapes(size))}
+    ranks = [
+        torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") for _ in range(workers)
+    ]
+    tensors = {
+        str(i): torch.empty(shape, dtype=torch.float32, device="meta")
+        for i, shape in enumerate(_shapes(size))
+    }
     start = 0
     for bucket in assign(tensors, _DENSE_BYTES * size, tail=False, dense_below=how.dense_below):
         stop = start + sum(bucket.numels)

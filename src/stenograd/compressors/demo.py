@@ -49,7 +49,7 @@ class DeMo(Compressor):
     learning rate, which differs from this where the rate changes; signs do not see a constant factor.
 
     Wire: `keep` coefficients of 16 + 32 bits per block of up to `chunk^2` elements, in an all-gather, which
-    moves N-1 times that.
+    moves N-1 times that. Blocks of one element, which sides without a divisor give, take 32 bits.
 
     Args:
         chunk: largest side of a block, from 2 to 128.
@@ -117,7 +117,8 @@ class DeMo(Compressor):
             found = self.forward(part, shape)  # (blocks, height * width)
             best = found.abs().topk(min(self.keep, found.shape[1]), dim=1).indices  # (blocks, keep)
             picked = found.gather(1, best)
-            chosen.append(best.to(torch.int16).reshape(-1))
+            if found.shape[1] > 1:  # the only coefficient of a block needs no number
+                chosen.append(best.to(torch.int16).reshape(-1))
             # Not rounded for the wire: the momentum gives up what these very values make.
             values.append(picked.reshape(-1))
             sent.append(self.backward(torch.zeros_like(found).scatter_(1, best, picked), shape))
@@ -125,7 +126,8 @@ class DeMo(Compressor):
         if not values:
             return Exchange(torch.zeros_like(x), {"demo_momentum": delta}, torch.zeros_like(x), finite_of([]))
         own = torch.cat(sent)  # D^-1(S_r), flat like x
-        everyone = yield from gather(torch.cat(chosen), torch.cat(values))
+        numbers = torch.cat(chosen) if chosen else x.new_empty(0, dtype=torch.int16)
+        everyone = yield from gather(numbers, torch.cat(values))
         average = self._directions(everyone, site, wide)
         error = (x.to(wide) - own).to(x.dtype) if site.error else None
         finite = finite_of(values for _, values in everyone)
@@ -155,7 +157,7 @@ class DeMo(Compressor):
 
     def _directions(self, everyone: list[tuple[Tensor, ...]], site: Site, wide: torch.dtype) -> Tensor:
         """Average each coefficient over its senders, transform back and take signs."""
-        parts, at = [], 0
+        parts, at, numbered = [], 0, 0
         for shape in site.shapes:
             if not shape.numel():
                 continue
@@ -163,14 +165,18 @@ class DeMo(Compressor):
             keep = min(self.keep, height * width)
             total = torch.zeros(a * b, height * width, dtype=wide, device=everyone[0][1].device)
             senders = torch.zeros_like(total)
+            count = a * b * keep
+            given = count if height * width > 1 else 0  # numbers that came with the values
+            alone = torch.zeros(a * b, 1, dtype=torch.int64, device=total.device)
             for chosen, values in everyone:  # in rank order, no index twice in one: the same bits everywhere
-                indices = chosen[at : at + a * b * keep].long().view(a * b, keep)
-                total.scatter_add_(1, indices, values[at : at + a * b * keep].view(a * b, keep))
+                indices = chosen[numbered : numbered + given].long().view(-1, keep) if given else alone
+                total.scatter_add_(1, indices, values[at : at + count].view(a * b, keep))
                 senders.scatter_add_(1, indices, torch.ones_like(indices, dtype=wide))
             # Each rank transforms back for itself, by BLAS. On unlike processors a value near zero
             # may get another sign; see Numbers in docs/design.md.
             parts.append(self.backward(total / senders.clamp_(min=1), shape).sign_())
-            at += a * b * keep
+            at += count
+            numbered += given
         return torch.cat(parts)
 
 

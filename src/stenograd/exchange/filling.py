@@ -439,8 +439,8 @@ def is_held(parameter: Tensor, cached: Callable[[Tensor], bool] = lambda _: Fals
 
 def _references() -> int:
     """Return how many references there are to a gradient that nobody holds, as `is_held` counts them."""
-    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
-    parameter.grad = torch.zeros(1, device="cpu")
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+    parameter.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
     grad = parameter.grad
     return sys.getrefcount(grad)
 

@@ -429,8 +429,9 @@ class TensorExchange:
         return self._slots[index].state
 
     def set_state(self, index: int, state: State) -> None:
-        """Let a bucket's compressor go on from another state, which stays unchanged."""
-        self._slots[index].state = {key: value.clone() for key, value in state.items()}
+        """Let a bucket's compressor go on from a copy of another state, in its own state's types."""
+        slot = self._slots[index]
+        slot.state = {key: value.to(slot.state[key].dtype, copy=True) for key, value in state.items()}
 
     def submit(self, index: int) -> None:
         """Hand over the next filled bucket; the last one waits for `finish`, whose flags it carries."""

@@ -680,7 +680,7 @@ def _found(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
     if record["stage"].name == "READY":
         scaler.unscale_(optimizer)
     found: dict[torch.device, Tensor] = record["found_inf_per_device"]
-    found.setdefault(device, torch.zeros((), device=device))  # torch refuses a step without any gradient
+    found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))  # torch needs one to step
     return found
 
 

@@ -86,7 +86,8 @@ class DecentralizedAggregation:
             if not params:
                 return
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in params]
-            used = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+            has = [float(p.grad is not None) for p in params]
+            used = torch.tensor(has, dtype=torch.float32, device=params[0].device)
             # `used` becomes 0 where no neighbour has a gradient
             self.gossip.mix([*grads, used], separately=by_layer)
             for p, grad, share in zip(params, grads, used.tolist(), strict=True):

@@ -15,7 +15,15 @@ from stenograd.compression.contract import Compressor, Exchange, Facts, Feedback
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.errors import ConfigError, TensorTypeError, bad_value
 from stenograd.mlbench.aggregation import Averaging, RememberingAggregation, gradient, unused_names
-from stenograd.mlbench.wrapper import Closure, Marks, check_lr, evaluate, kept_attributes
+from stenograd.mlbench.wrapper import (
+    Closure,
+    Marks,
+    check_lr,
+    evaluate,
+    kept_attributes,
+    whole_or_not_at_all,
+)
+from stenograd.sync.handshake import broadcast_tensors
 from stenograd.wire.carried import wide
 from stenograd.wire.finite import are_finite
 from stenograd.wire.requests import Rounds, mean
@@ -140,14 +148,15 @@ class SparsifiedSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters start with an empty memory."""
-        super().add_param_group(param_group)
-        added: list[Tensor] = self.param_groups[-1]["params"]
-        for p in added:
-            if not p.is_floating_point():
-                raise TensorTypeError(
-                    f"parameters must be real, got {p.dtype}: keep real and imaginary parts"
-                )
-        self._meet(added)
+        with whole_or_not_at_all(self):
+            super().add_param_group(param_group)
+            added: list[Tensor] = self.param_groups[-1]["params"]
+            for p in added:
+                if not p.is_floating_point():
+                    raise TensorTypeError(
+                        f"parameters must be real, got {p.dtype}: keep real and imaginary parts"
+                    )
+            self._meet(added)
         for p in added:
             memory = torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
             # After `_meet`, by which p takes rank 0's values: the estimate begins with them.
@@ -159,6 +168,9 @@ class SparsifiedSGD(torch.optim.Optimizer):
 
     def sparsify_gradients(self, param: Tensor, lr: float) -> tuple[Tensor, Tensor]:
         """Take k coordinates out of `memory + lr g`: those that the next step would send.
+
+        A further call before that step takes those of the step after it. What steps draw stays as it is, so
+        ranks may call it unequally often.
 
         Args:
             param: one of the parameters.
@@ -172,8 +184,10 @@ class SparsifiedSGD(torch.optim.Optimizer):
             shape = tuple(param.shape)
             raise bad_value("param", "must be one of the optimizer's", shape, "pass one that it holds")
         at, group = found
-        share = self._share(at, {**group, "lr": lr}, param)
-        self._remember(param, share)
+        state = self.state[param]
+        taken = state.get("taken", 0)  # by earlier calls since the last step
+        share = self._share(at, {**group, "lr": lr}, param, ahead=taken)
+        state["memory"], state["taken"] = share.memory.view(param.shape), taken + 1
         return share.indices, share.values
 
     @torch.no_grad()
@@ -213,7 +227,10 @@ class SparsifiedSGD(torch.optim.Optimizer):
             tracker.record_batch_agg()
         for group, p, share, average in exchanged:
             # Only now: after a bad gradient there is nothing to go through, and memories stay.
-            self._remember(p, share)
+            state = self.state[p]
+            state["memory"] = share.memory.view(p.shape)
+            state["step"] += 1
+            state.pop("taken", None)
             update = share.spread(average).view(p.shape)
             # p - u - lr weight_decay p, with lr in u already
             p.sub_(update.add_(p, alpha=group["lr"] * group["weight_decay"]).to(p.dtype))
@@ -247,17 +264,13 @@ class SparsifiedSGD(torch.optim.Optimizer):
             return []
         return [(*moving[name], shares[name], average) for name, average in averages.items()]
 
-    def _share(self, at: int, group: dict[str, Any], p: Tensor) -> _Share:
+    def _share(self, at: int, group: dict[str, Any], p: Tensor, ahead: int = 0) -> _Share:
         state = self.state[p]
         # m + lr g
         x = torch.add(state["memory"], gradient(p, wide(p.dtype)), alpha=group["lr"]).reshape(-1)
         # An exchange moves the parameter's step on all ranks or on none, so all draw the same coordinates.
         drawn = _Coordinates(count=group["sparse_grad_size"], scattered=group["random_sparse"])
-        return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"], key=at))
-
-    def _remember(self, p: Tensor, share: _Share) -> None:
-        self.state[p]["memory"] = share.memory.view(p.shape)
-        self.state[p]["step"] += 1
+        return drawn.cut(x, Site(shapes=(p.shape,), step=state["step"] + ahead, key=at))
 
     def __getstate__(self) -> dict[str, Any]:
         return kept_attributes(self)
@@ -322,8 +335,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         options = {"optimizer": type(self).__name__, "average_world": self.average_world}
         group = {key: value for key, value in self.param_groups[-1].items() if key != "params"}
         self._averaging.meet({str(i): p for i, p in enumerate(added)}, {**options, **group})
-        for p in added:
-            self._averaging.driver.broadcast(p.detach())
+        broadcast_tensors(self._averaging.driver, [p.detach() for p in added])
 
     def _average(
         self, values: Mapping[str, Tensor], unused: Collection[str], bad: bool

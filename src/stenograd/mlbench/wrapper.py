@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "checked_model",
     "evaluate",
     "kept_attributes",
+    "whole_or_not_at_all",
 ]
 
 Closure = Callable[[], Any]
@@ -107,8 +109,9 @@ class Wrapper(torch.optim.Optimizer):
         if self._inner is None:
             super().add_param_group(param_group)
         else:
-            self._inner.add_param_group(param_group)
-            self._check_inner(self._inner)
+            with whole_or_not_at_all(self._inner):
+                self._inner.add_param_group(param_group)
+                self._check_inner(self._inner)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer inside, and under keys of their own what else decides a step."""
@@ -152,6 +155,20 @@ class Wrapper(torch.optim.Optimizer):
         if inner is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(inner, name)
+
+
+@contextmanager
+def whole_or_not_at_all(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Take a group that was added out again, with its state, if what is done after that refuses it."""
+    count = len(optimizer.param_groups)
+    try:
+        yield
+    except BaseException:
+        for group in optimizer.param_groups[count:]:
+            for p in group["params"]:
+                optimizer.state.pop(p, None)
+        del optimizer.param_groups[count:]
+        raise
 
 
 def kept_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

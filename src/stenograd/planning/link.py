@@ -383,7 +383,7 @@ class _Timed:
     def _meet(self) -> None:
         """Let all ranks begin at about the same time."""
         # Not by a gather, which between two ranks is a message and could be taken for one that is measured.
-        request = Request(Op.MEAN, (torch.zeros(_SMALL_BYTES // 4, device="cpu"),))
+        request = Request(Op.MEAN, (torch.zeros(_SMALL_BYTES // 4, dtype=torch.float32, device="cpu"),))
         self.driver.start(request, _LABEL).wait()
 
 

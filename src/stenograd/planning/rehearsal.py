@@ -434,7 +434,8 @@ def together(trial: Trial, driver: AnyDriver, seconds: float) -> tuple[float, ..
             start = time.perf_counter()
             work.step()
             taken.append(time.perf_counter() - start)
-            driver.start(Request(Op.MEAN, (torch.zeros(1, device="cpu"),)), label).wait()
+            together = torch.zeros(1, dtype=torch.float32, device="cpu")
+            driver.start(Request(Op.MEAN, (together,)), label).wait()
             at += 1
             if at == 0:
                 each_s = driver.run(gather(torch.tensor(taken[-1], dtype=torch.float64, device="cpu")), label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from stenograd.singa.gradients import DEFAULT_THRESHOLD, Gradients
 from stenograd.singa.launch import join
 from stenograd.singa.optimizers import SGD, Optimizer, Saved, Setting
 from stenograd.singa.slots import named_members
-from stenograd.sync.averaging import average_buffers
+from stenograd.sync.averaging import average_buffers, not_finite
 from stenograd.sync.handshake import broadcast_model, broadcast_tensors, compare
 from stenograd.wire.driver import Driver
 from stenograd.wire.finite import are_finite
@@ -269,18 +270,23 @@ class DistOpt(Saved):
 
         Raises:
             ConfigError: as in `backward_and_update`.
+            NonFiniteError: as in `finalize`; parameters stay as this rank's update has left them.
         """
         walked, partitions = self._gradients.local(loss, threshold)
         # Other ranks do not learn of a bad gradient here, so only this rank's update is left out.
         finite = are_finite(p.grad for p in walked if p.grad is not None)
         self._update_all(walked, finite)
-        # Not `% len`: with another threshold there may be fewer partitions than the last call averaged.
-        self.partial = self.partial + 1 if self.partial < len(partitions) else 1
-        self._average([self._gradients.parameters[name] for name in partitions[self.partial - 1]])
-        self.partial %= len(partitions)
+        # With another threshold there may be fewer partitions than the last call averaged.
+        due = self.partial if self.partial < len(partitions) else 0
+        self._average([self._gradients.parameters[name] for name in partitions[due]])
+        self.partial = (due + 1) % len(partitions)
 
     def finalize(self, model: nn.Module | None = None) -> None:
-        """Average all parameters seen so far and a model's float buffers, so that all ranks end equal."""
+        """Average all parameters seen so far and a model's float buffers, so that all ranks end equal.
+
+        Raises:
+            NonFiniteError: on every rank, if some rank's parameters are not finite; all are kept then.
+        """
         self._average(self._gradients.parameters.values())
         if model is not None:
             average_buffers(model, self._driver)
@@ -433,25 +439,37 @@ class DistOpt(Saved):
         self._inner.step()
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
-        """Replace tensors by their means over the ranks, with one collective per type and device."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for members in kinds.values():
-            self._reduce(members, _plain(), mean=True)
+        """Replace tensors by their means over the ranks, with one collective per type and device.
+
+        Raises:
+            NonFiniteError: on every rank, if a mean is not finite; all tensors are kept then.
+        """
+        named = {str(i): tensor for i, tensor in enumerate(tensors)}
+        if not named:
+            return
+        exchange = TensorExchange(_plain(), self._driver, waits=True, bucket_bytes=sys.maxsize)
+        means = exchange.average(named)
+        exchange.close()
+        # All means before any is written: one that is bad must leave every tensor as it was.
+        if not exchange.finite:
+            raise not_finite("parameters")
+        with torch.no_grad():
+            for name, tensor in named.items():
+                tensor.copy_(means[name])
 
     def _fused(self, tensors: Sequence[Tensor], send: bool, how: Method) -> None:
-        _check(tensors)
+        # With what is held, or a buffer of two types could never be sent.
+        _check([*self._buffered, *tensors])
         if not send:
             # copies: the caller may reuse its tensors before they are sent
             self._buffered += [tensor.detach().reshape(-1).clone() for tensor in tensors]
             return
-        held, self._buffered = self._buffered, []
-        wanted, found = sum(t.numel() for t in tensors), sum(t.numel() for t in held)
-        if held and wanted != found:
+        wanted, found = sum(t.numel() for t in tensors), sum(t.numel() for t in self._buffered)
+        if self._buffered and wanted != found:
             advice = "push each tensor with send=False first, then all of them with send=True"
             raise bad_value("tensors", f"must hold the {found} elements of the buffer", wanted, advice)
-        self._sum(tensors, how, source=held)
+        self._sum(tensors, how, source=self._buffered)
+        self._buffered = []  # only now: a call that is refused loses nothing
 
     def _sum(
         self,
@@ -472,9 +490,8 @@ class DistOpt(Saved):
         accumulation: Tensor | None = None,
         *,
         source: Sequence[Tensor] = (),
-        mean: bool = False,
     ) -> None:
-        """Write the sum (or mean) over the ranks of the source, or of the targets, to the targets."""
+        """Write the sum over the ranks of the source, or of the targets, to the targets."""
         flat = torch.cat([t.reshape(-1) for t in source or targets])
         if accumulation is not None:
             if accumulation.numel() != flat.numel():
@@ -487,11 +504,11 @@ class DistOpt(Saved):
         if accumulation is not None:
             exchange.set_state(0, {"residual": accumulation.reshape(-1)})
         # It relies on `waits=True` in `_exchange`: only then does a dense exchange add up (`Lane.sums`).
-        adds = how == _plain() and not mean  # unless divided first, the average is the sum
+        adds = how == _plain()  # unless divided first, the average is the sum
         exchange.lend(0, flat if adds else flat.mul_(exchange.scale(0)))
         exchange.submit(0)
         (total,) = exchange.finish().result().averages
-        if not (adds or mean):
+        if not adds:
             total.mul_(self.world_size)  # exchanges give averages
         for target, piece in zip(targets, total.split(bucket.numels), strict=True):
             target.copy_(piece.view(target.shape))

@@ -49,10 +49,11 @@ class NcclIdHolder:
         """
         mark = Path(f"{self.path}-rank-{rank}")
         try:
-            # It may exist: a second DistOpt of this process claims the same rank again.
-            with suppress(FileExistsError), mark.open("x") as file:  # claimed: read below by whom
-                file.write(str(os.getpid()))
-            owner = mark.read_text()
+            # It may exist: a second DistOpt of this process claims the same rank again. A link is there with
+            # its content or not at all, so nobody reads a mark that is not written yet.
+            with suppress(FileExistsError):  # claimed: read below by whom
+                mark.symlink_to(str(os.getpid()))
+            owner = os.readlink(mark)
         except OSError as cause:
             raise LaunchError(
                 f"the token's folder {mark.parent} is gone: keep the parent alive until its children end"
