@@ -163,6 +163,28 @@ def test_feedback_and_averages_add_up(name, world):
             np.testing.assert_allclose(applied, wanted, atol=2e-4)
 
 
+@pytest.mark.parametrize("how", ["dense", "fp16"])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_weight_counts_for_one_exchange(how, waits, bad):
+    """Weights 3 and 1 of 0 and 4 give 1; the mean is 2, also after a step that was skipped."""
+
+    def rank_of(driver):
+        exchange, found = TensorExchange(how, driver, waits=waits), []
+        for weight in (3.0 - 2 * driver.rank, None, 3.0 - 2 * driver.rank):
+            if weight is not None:
+                exchange.weigh(weight)
+            spoilt = math.nan if bad and weight is not None else 0.0
+            found.append(exchange.average({"x": torch.tensor([4.0 * driver.rank + spoilt])})["x"].item())
+            found.append(exchange.share)
+        exchange.close()
+        return found
+
+    for share, found in zip((1.5, 0.5), ranks(2, rank_of), strict=True):
+        weighed = math.nan if bad else 1.0
+        assert found == pytest.approx([weighed, share, 2.0, 1.0, weighed, share], nan_ok=True)
+
+
 def test_a_rank_that_stays_away_or_fails_is_named():
     def absent(driver):
         if driver.rank == 0:

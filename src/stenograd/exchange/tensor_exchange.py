@@ -452,12 +452,14 @@ class TensorExchange:
 
     def weighed(self) -> float:
         """Return what this rank's tensors count for, where 1 is the mean; asks the others once in a step."""
+        if self._asked:
+            return self.share
+        self._asked, self.share = True, 1.0  # that of the step before counts no more
         if self._weight is not None:
             own = put([self._weight], torch.float64, self._device)
             label = Label(CONTROL, method=self.method.text)
             (mean_,) = read([self.driver.run(mean(own), label)], torch.float64)[0]
             self.share = self._weight / mean_ if mean_ > 0 else 1.0
-            self._weight = None
         return self.share
 
     def finish(
@@ -544,7 +546,7 @@ class TensorExchange:
         self._slots.give_back()
         self._bad: dict[int, Tensor] = {}
         self._pipeline: Pipeline[Any] | None = None
-        self._weight = None
+        self._weight, self._asked = None, False
 
     def _running(self) -> Pipeline[Any]:
         """Return this step's pipeline; where each bucket asks for one collective only, none waits."""
