@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import stenograd
+from stenograd.simulate import ranks
 from stenograd.wire.driver import Driver, Pipeline
 from stenograd.wire.requests import Op, exchange, gather, mean, scatter
 from stenograd.wire.traffic import ATTACH, CONTROL, TRAINING, Entry, Label, Traffic
@@ -98,6 +99,23 @@ def test_flags_of_a_large_dense_bucket_travel_by_themselves(pool):
             "all-reduce",
             72,
         )
+
+
+def _in_a_part(rank):
+    """Give a part in any order: hosts follow the numbers that its ranks have in it."""
+    driver = Driver(timeout_s=30) if isinstance(rank, int) else rank  # a simulated one
+    driver.traffic.hosts = ["a", "b", "c"]
+    (part,) = driver.split([[2, 0]])
+    if part is None:
+        return None
+    received = [int(other) for (other,) in part.run(gather(torch.tensor([driver.rank])))]
+    return part.rank, received, [part.name_of(r) for r in range(2)], list(part.traffic.hosts)
+
+
+def test_a_part_numbers_its_ranks_in_ascending_order(pool):
+    real = pool.run(3, _in_a_part)
+    assert real == [(0, [0, 2], [0, 2], ["a", "c"]), None, (1, [0, 2], [0, 2], ["a", "c"])]
+    assert [found and found[:3] for found in ranks(3, _in_a_part)] == [found and found[:3] for found in real]
 
 
 def _every_op(rank, world_size):
