@@ -90,12 +90,14 @@ class BucketStates:
         )
         first, later = (self._lane(c, site) for c in self._method.compressors(bucket.dense))
         fresh = later.compressor.init(bucket.empty(), site)
-        known = {name: self._homeless.pop(name) for name in bucket.names if name in self._homeless}
+        known = {name: self._homeless[name] for name in bucket.names if name in self._homeless}
         state = fresh
         if known and fresh:  # a dense bucket keeps none
             # A parameter that is new here, or a key that nobody saved, starts afresh.
             own = {name: {**new, **known.get(name, {})} for name, new in split_state(fresh, bucket).items()}
             state = join_state(fresh, bucket, own)
+        for name in known:  # only now: what was refused still waits for a bucket that fits
+            del self._homeless[name]
         self._slots.append(BucketState(bucket, (first, later), state))
         return True
 
