@@ -12,6 +12,7 @@ import stenograd
 from stenograd.errors import ConfigError, MethodError, PeerLost
 from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.simulate import ranks
+from stenograd.wire.driver import Driver
 
 
 def averages(how, mine, steps=1, **options):
@@ -204,6 +205,17 @@ def test_a_step_begins_when_the_one_before_has_ended(how):
         return found, exchange.step
 
     assert ranks(2, rank_of, timeout_s=10) == [([[2.0]] * 3, 2)] * 2  # 1 by 3 and 5 by 1
+
+
+def test_saved_state_is_a_copy_wherever_it_is():
+    """In a bucket, or waiting for one."""
+    exchange = TensorExchange("topk:ratio=0.5,values=float32", Driver())
+    exchange.average({"x": torch.tensor([3.0, 1.0])})
+    for buckets in (1, 0):
+        exchange.end_at(buckets)
+        exchange.state_dict()["parameters"]["x"]["residual"].fill_(7)
+        assert exchange.state_dict()["parameters"]["x"]["residual"].tolist() == [0.0, 1.0]
+    exchange.close()
 
 
 def test_another_shape_under_the_same_name_is_refused_and_owes_what_it_owed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,7 +130,7 @@ class BucketStates:
     def by_name(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of all state by parameter name and key."""
         # With DDP's hook buckets come one by one; state that waits for its bucket is saved as well.
-        out = dict(self._homeless)
+        out = copy.deepcopy(self._homeless)
         for slot in self._slots:
             out |= split_state(slot.state, slot.bucket)
         return out
