@@ -226,16 +226,21 @@ class Phases:
             self._note(kind, start, time.perf_counter())
 
     def _watch_model(self, model: nn.Module) -> None:
-        self._handles.append(model.register_forward_pre_hook(partial(self.begin, "forward")))
+        self._handles.append(model.register_forward_pre_hook(self._before_forward))
         self._handles.append(model.register_forward_hook(self._after_forward))
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         self._handles.append(optimizer.register_step_pre_hook(partial(self.begin, "step")))
         self._handles.append(optimizer.register_step_post_hook(partial(self.end, "step")))
 
+    def _before_forward(self, *_: object) -> None:
+        self._began.pop("forward", None)  # one that failed
+        self.begin("forward")
+
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         self.end("forward")
-        self._began.pop("backward", None)  # of a backward pass that failed
+        for kind in ("backward", "wait"):  # of a backward pass, or its exchange, that failed
+            self._began.pop(kind, None)
         for leaf in _tensors(output):
             if leaf.requires_grad:
                 leaf.register_hook(self._on_output_gradient)

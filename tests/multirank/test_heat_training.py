@@ -16,7 +16,8 @@ from stenograd.heat.across import Skips
 from stenograd.heat.daso import DASO
 from stenograd.heat.data_parallel import DataParallelMultiGPU
 from stenograd.launch.detect import World
-from stenograd.wire.node_layout import Layout, _placed
+from stenograd.simulate import ranks
+from stenograd.wire.node_layout import Layout, _placed, _placed_part, find_layout
 
 
 def _scaled(rank, unscale_first, world_size=4):
@@ -323,6 +324,37 @@ def test_nodes_follow_from_hosts_or_from_local_ranks():
     with pytest.raises(LaunchError, match="nodes="):
         _placed(places(("a", 0, 2), ("a", 0, 2), ("a", 1, 2), ("a", 1, 2)))
     assert World(0, 1, 0, 1, "alone").one_host
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "found"),
+    [
+        (4, (("a", 1, 0), ("a", 3, 0)), ((0, 1),)),
+        (4, (("a", 1, 0), ("a", 2, 0), ("b", 0, 4), ("b", 3, 4)), ((0, 1), (2, 3))),
+        (2, (("a", 0, 0), ("a", 0, 2), ("a", 1, 2)), ((0,), (1, 2))),  # one host plays several
+        (2, (("a", 0, 0), ("a", 1, 1)), ((0, 1),)),  # ranks 0 and 2, dealt out to hosts a, b, a, b
+        (2, (("a", 0, 0), ("b", 0, 1)), ((0,), (1,))),
+        (3, (("a", 0, 0), ("a", 1, 1), ("b", 1, 2)), None),
+    ],
+)
+def test_nodes_of_a_part_of_the_world(size, rows, found):
+    """A row is a rank's host, its number there, and the world's number of the first rank there."""
+    told = [{"host": host, "local": local, "size": size, "first": first} for host, local, first in rows]
+    if found is not None:
+        assert _placed_part(told) == Layout(found)
+        return
+    with pytest.raises(LaunchError, match="nodes="):
+        _placed_part(told)
+
+
+def _layout_of_a_part(driver):
+    (part,) = driver.split([[0, 1]])
+    world = World(driver.rank, driver.world_size, driver.rank, driver.world_size, "torchrun")
+    return part and find_layout(part, world).nodes
+
+
+def test_a_group_that_is_a_part_of_a_host_is_one_node():
+    assert ranks(4, _layout_of_a_part) == [((0, 1),), ((0, 1),), None, None]
 
 
 def test_groups_and_weights_of_uneven_nodes():

@@ -10,7 +10,7 @@ from torch import nn
 
 import stenograd
 from stenograd.errors import ConfigError
-from stenograd.tracing import Tracer, as_json, clock_offsets
+from stenograd.tracing import Phases, Tracer, as_json, clock_offsets
 from stenograd.wire.driver import Driver
 
 STEPS = 3
@@ -147,6 +147,32 @@ def test_what_goes_wrong(pool, tmp_path):
     assert sum(e["ph"] in ("X", "i") for e in full["traceEvents"]) == 10
     assert all(dropped > 0 for dropped in full["otherData"]["dropped_events"])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["t", "t.error.rank0", "t.error.rank1"]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "exchange"])
+def test_a_phase_that_failed_is_forgotten(where):
+    """What comes after a pause begins after it."""
+    model, seen, fails = nn.Sequential(nn.Linear(2, 1)), [], [where]
+
+    def fail(at):
+        if at in fails:
+            fails.clear()
+            raise RuntimeError(at)
+
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    model[0].register_forward_pre_hook(lambda *_: fail("forward"))
+    model[0].bias.register_hook(lambda grad: fail("backward"))
+    model[0].weight.register_hook(lambda grad: queue(lambda: fail("exchange")))
+    phases = Phases(model, [], lambda kind, start, end: seen.append((kind, start)))
+    phases.watch()
+    with pytest.raises(RuntimeError, match=where):
+        model(torch.ones(1, 2)).sum().backward()
+    seen.clear()
+    again = time.perf_counter()
+    model(torch.ones(1, 2)).sum().backward()
+    phases.close()
+    assert [kind for kind, _ in seen] == ["forward", "wait", "backward"]
+    assert all(start > again for _, start in seen)
 
 
 def _offsets(rank):

@@ -2,16 +2,21 @@
 
 import io
 import json
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import stenograd
+from stenograd.simulate import ranks
 from stenograd.wire.driver import Driver, Pipeline
-from stenograd.wire.requests import Op, exchange, gather, mean, scatter
-from stenograd.wire.traffic import ATTACH, CONTROL, TRAINING, Entry, Label, Traffic
+from stenograd.wire.finite import Finite
+from stenograd.wire.messages import Several
+from stenograd.wire.requests import Op, Request, exchange, gather, mean, scatter
+from stenograd.wire.traffic import ATTACH, CONTROL, TRAINING, Entry, Label, Tally, Traffic
 
 STEPS = 3
 _BYTES = ("payload_bytes", "moved_bytes", "inside_bytes", "across_bytes", "header_bytes")
@@ -98,6 +103,53 @@ def test_flags_of_a_large_dense_bucket_travel_by_themselves(pool):
             "all-reduce",
             72,
         )
+
+
+def _slow(silent):
+    """Compute for 0.05 s before each request and after the last; silent ones send nothing."""
+    for op in (*silent[:1], Op.MEAN, *silent[1:]):
+        time.sleep(0.05)
+        yield Request(op, (torch.full((1,), Finite.BOUNDED, dtype=torch.int32 if op is Op.READ else None),))
+    time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("silent", "before", "after"),
+    [((), 1, 1), ((Op.READ,), 2, 1), ((Op.READ, Op.READ), 2, 2), ((Op.READ, Op.COMMIT), 2, 2)],
+)
+def test_all_computing_is_counted(silent, before, after):
+    """Also what comes before a request that sends nothing; what a collective follows is encoding."""
+
+    def rank_of(driver):
+        driver.run(_slow(silent))
+        return driver.traffic
+
+    (traffic,) = ranks(1, rank_of)
+    assert traffic.encode_s >= 0.05 * before
+    assert traffic.decode_s >= 0.05 * after
+
+
+def test_packing_all_of_several_is_counted():
+    first, second = (SimpleNamespace(tally=Tally(), start=start) for start in (1.0, 2.0))
+    assert Several([first, second]).start == 2.0
+    assert Several([first, second]).tally is first.tally
+
+
+def _in_a_part(rank):
+    """Give a part in any order: hosts follow the numbers that its ranks have in it."""
+    driver = Driver(timeout_s=30) if isinstance(rank, int) else rank  # a simulated one
+    driver.traffic.hosts = ["a", "b", "c"]
+    (part,) = driver.split([[2, 0]])
+    if part is None:
+        return None
+    received = [int(other) for (other,) in part.run(gather(torch.tensor([driver.rank])))]
+    return part.rank, received, [part.name_of(r) for r in range(2)], list(part.traffic.hosts)
+
+
+def test_a_part_numbers_its_ranks_in_ascending_order(pool):
+    real = pool.run(3, _in_a_part)
+    assert real == [(0, [0, 2], [0, 2], ["a", "c"]), None, (1, [0, 2], [0, 2], ["a", "c"])]
+    assert [found and found[:3] for found in ranks(3, _in_a_part)] == [found and found[:3] for found in real]
 
 
 def _every_op(rank, world_size):

@@ -1,5 +1,7 @@
 """Uneven inputs through `Join`, and sparse gradients, against one process that computes the same means."""
 
+import re
+
 import pytest
 import torch
 from models import SMALL_BUCKETS, flat, mlp, shards
@@ -8,6 +10,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
+from stenograd.errors import WireError
+from stenograd.exchange.sparse_rows import Rows, average_rows
 
 
 def _uneven(rank, world_size, method, how, epochs, check_every):
@@ -213,3 +217,19 @@ def test_a_model_of_one_sparse_embedding_sends_its_rows_alone(pool):
         assert rows == [3, 5, 6]
         assert values[:, 0].tolist() == [2.0, 0.5, 0.5]
         assert sent < 200
+
+
+def _answered(rounds, count, row):
+    (own,) = next(rounds).tensors
+    sent = rounds.send([(own,), (torch.tensor([count]),)]).tensors
+    rounds.send([sent, (torch.tensor([row]), torch.ones(1, 4))])
+
+
+@pytest.mark.parametrize(
+    ("count", "row", "rule"),
+    [(1 << 40, 0, "0 to [3] rows"), (-1, 0, "0 to [3] rows"), (1, 3, "[0, 3)"), (1, -1, "[0, 3)")],
+)
+def test_rows_that_a_table_has_not_are_refused(count, row, rule):
+    """Before memory for them is asked for, and before anything is written outside of a dense gradient."""
+    with pytest.raises(WireError, match=re.escape(rule)):
+        _answered(average_rows([Rows(torch.tensor([2]), torch.ones(1, 4), 3)], 2), count, row)

@@ -15,6 +15,7 @@ import stenograd
 from stenograd.errors import ConfigError, StenogradError
 from stenograd.schedules import DiLoCo, EveryStep, Local
 from stenograd.simulate import ranks
+from stenograd.sync.outer import Part
 from stenograd.testing.methods import by_name
 
 WORLD, STEPS = 3, 6
@@ -305,6 +306,25 @@ def test_simulated_ranks_count_alike():
     scaled = ranks(WORLD, _simulated, first, False, False)[0]
     assert torch.allclose(ranks(WORLD, _simulated, first, True, True)[0], scaled, rtol=0, atol=1e-6)
     assert torch.equal(ranks(WORLD, _simulated, first, False, True)[0], scaled)
+
+
+def _rounds_of(driver, how):
+    """Two rounds, as open ones send them: by unequal weights, and without any where all weigh alike."""
+    w = torch.zeros(1)
+    part, found = Part({"w": w}, driver, stenograd.method(how), Local(every=1), 100), []
+    for weight in (3.0 - 2 * driver.rank, None):
+        w += 4.0 * driver.rank
+        part.weight = weight
+        part.send()
+        assert part.merge()
+        found.append(w.item())
+    return found
+
+
+@pytest.mark.parametrize("how", ["dense", "fp16"])
+def test_a_round_of_equal_weights_counts_alike_after_one_of_unequal_ones(how):
+    """0 and 4 by 3 and 1 is 1; then 1 and 5 is 3."""
+    assert ranks(2, _rounds_of, how) == [[1.0, 3.0]] * 2
 
 
 def _one_forgets(rank, method):

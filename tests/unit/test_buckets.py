@@ -100,5 +100,5 @@ def test_a_bucket_needs_room():
 def test_state_of_another_shape_is_refused():
     (bucket,) = assign({"a": torch.ones(2, 2)}, 100)
     saved = {"a": {"residual": torch.ones(3)}}
-    with pytest.raises(ValueError, match="residual of a has shape"):
+    with pytest.raises(ConfigError, match=r"residual of a must have shape \(2, 2\), got \(3,\): "):
         join_state({"residual": torch.ones(4)}, bucket, saved)

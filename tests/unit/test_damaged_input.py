@@ -25,6 +25,7 @@ import stenograd
 from stenograd.compression.contract import Site
 from stenograd.compression.sparse import Message
 from stenograd.errors import StenogradError
+from stenograd.exchange.sparse_rows import Rows, average_rows, write_rows
 from stenograd.kernels.indices import pack_indices, unpack_indices
 from stenograd.kernels.quantize import qsgd_decode_mean, qsgd_encode_feedback
 from stenograd.kernels.scatter import scatter_mean
@@ -226,6 +227,17 @@ def ragged(draw):
     outcome(lambda: run([tampered(parts[0], draw), *parts[1:]]))
 
 
+def sparse_rows(draw):
+    n = draw.randrange(1, 30)
+    kept = [indices(n, draw.randrange(n), draw).long() for _ in range(3)]
+    parts = [average_rows([Rows(at, numbers(len(at), draw)[:, None], n)], 3) for at in kept]
+    name, found = outcome(lambda: run([tampered(parts[0], draw), *parts[1:]]))
+    parameter = torch.zeros(n, 1)
+    parameter.grad = torch.zeros(n, 1)
+    if name == "answer":
+        write_rows(parameter, found[0][0])
+
+
 def packed(draw):
     kinds = (torch.uint8, torch.float64, torch.bfloat16, torch.int32, torch.bool)
     tensors = tuple(
@@ -298,6 +310,7 @@ CASES = {
     },
     **{f"exchange {text}": partial(exchange, text) for text in configurations()},
     "gather of any lengths": ragged,
+    "rows of sparse gradients": sparse_rows,
     "unpack": packed,
     "method text": method_text,
     "roll call": roll_call,

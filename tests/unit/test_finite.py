@@ -9,6 +9,18 @@ import stenograd
 from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.simulate import ranks
 from stenograd.wire import finite as judge
+from stenograd.wire.carried import mean_of_finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.5, 0.75, 0.75], [0.5, 0.25, 0.25]])
+def test_a_mean_of_what_is_finite_does_not_overflow(dtype, weights):
+    """Large numbers a and b of two ranks, of three: (w_a a + w_b b) / (w_a + w_b)."""
+    most = torch.finfo(dtype).max
+    rows = [torch.tensor([x, math.nan], dtype=dtype) for x in (most, most / 2, math.nan)]
+    found = mean_of_finite(rows, weights, torch.full((2,), math.nan, dtype=dtype), torch.zeros(2))
+    share = weights[0] / (weights[0] + weights[1])
+    torch.testing.assert_close(found, torch.tensor([most / 2 * (1 + share), 0.0], dtype=dtype))
 
 
 @pytest.mark.parametrize("n", [0, 1, 1023, 1024, 5000])

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stenograd.compression.sparse import Message, _Rows
 from stenograd.compressors.topk import TopK
 from stenograd.errors import WireError
 from stenograd.kernels.indices import indices_bytes, pack_indices, unpack_indices
@@ -52,6 +53,22 @@ def test_places_take_less_than_two_bits_more_than_their_low_bits(n, share, seed)
     assert torch.equal(back.long(), _places(n, k, seed))
     low = (n // k).bit_length() - 1
     assert 8 * indices_bytes(n, k) <= k * (low + 3) + 8 * (low // 8 + 2)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("n", [1 << 31, 1 << 33])
+def test_places_beyond_int32_come_back(n, compact):
+    """Where int32 holds all of them it is what travels."""
+    places, values = torch.tensor([3, n // 2 + 1, n - 1]), torch.ones(3)
+    form = Message(n, 3, compact, None)
+    sent = form.write(places, values)
+    assert form.read(sent)[0].tolist() == places.tolist()
+    rows = _Rows(3, n - 3, compact, halves=False)
+    sent_rows = rows.write(places[None], values[None])
+    assert rows.read(tuple(t[0] for t in sent_rows))[0].tolist() == places.tolist()
+    if not compact:
+        wanted = torch.int32 if n == 1 << 31 else torch.int64
+        assert sent[0].dtype is sent_rows[0].dtype is wanted
 
 
 def test_other_sizes_are_refused():

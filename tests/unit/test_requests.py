@@ -7,7 +7,18 @@ from hypothesis import strategies as st
 
 from stenograd.errors import WireError
 from stenograd.simulate import run
-from stenograd.wire.requests import Op, Request, Rounds, gather, gather_ragged, mean, means, read, together
+from stenograd.wire.requests import (
+    Op,
+    Request,
+    Rounds,
+    gather,
+    gather_ragged,
+    mean,
+    means,
+    read,
+    summed,
+    together,
+)
 
 
 def test_bytes_are_those_of_all_tensors():
@@ -106,6 +117,26 @@ def test_types_are_not_mixed_in_a_merged_mean():
         == [[5.0, torch.float16]] * 2
     )
     assert [r.tensors[0].dtype for r in requests] == [torch.float32, torch.float16]
+
+
+def test_what_is_together_may_be_a_part_of_more():
+    """Both gathers are one collective; the reply of each is its own, whatever stands beside it."""
+    requests = []
+    ranks = [
+        together(
+            [one_round(r), together([gather(torch.tensor([r])), mean(torch.tensor([r + 1.0]))]), look(r)]
+        )
+        for r in range(2)
+    ]
+    inner = [[(torch.tensor([0]),), (torch.tensor([1]),)], torch.tensor([1.5])]
+    assert run(ranks, spy=requests.append) == [[5.0, inner, [r, 7]] for r in range(2)]
+    assert [r.op for r in requests] == [Op.MEAN, Op.GATHER, Op.READ]
+
+
+def test_averages_of_two_types_at_once_are_summed():
+    halves = [torch.ones(1) / 2, torch.ones(1, dtype=torch.float64) / 2]
+    for found in run([summed(together([mean(t.clone()) for t in halves])) for _ in range(2)]):
+        assert [t.item() for t in found] == [1.0, 1.0]
 
 
 def test_nothing_together_is_nothing():

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograd.catalog.method import method
-from stenograd.checkpoint.reshard import reshard
+from stenograd.checkpoint.files import Found, Manifest, write_rank
+from stenograd.checkpoint.reshard import alike, reshard, share_of
 from stenograd.compression.contract import Site
 from stenograd.errors import CheckpointError, ConfigError, MethodError
 from stenograd.exchange.buckets import Bucket, split_state
@@ -139,6 +141,28 @@ def test_states_that_do_not_belong_together(harm, says):
     harm(states)
     with pytest.raises(CheckpointError, match=says):
         reshard(states, 2)
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_random_states_of_more_ranks(before, tmp_path):
+    """PyTorch's own are derived from rank 0's and the rank, on CUDA too; a caller's one if it was private."""
+    own = [torch.Generator().manual_seed(rank).get_state() for rank in range(before)]
+    cuda = [torch.arange(16, dtype=torch.uint8), torch.arange(16, dtype=torch.uint8) + 100]  # seed and offset
+    contents = [
+        {"random": {"cpu": state, "cuda": cuda}, "generators": {"own": state, "common": own[0]}}
+        for state in own
+    ]
+    files = tuple(write_rank(tmp_path, 1, "ab", rank, content) for rank, content in enumerate(contents))
+    found = Found(Manifest(step=1, set_id="ab", world_size=before, files=files), contents[0], tmp_path, ())
+    new = [share_of(found, rank, 3) for rank in range(3)]
+    random = [(c["random"]["cpu"], *c["random"]["cuda"]) for c in new]
+    assert alike(random[0], (own[0], *cuda))
+    for mine, other in itertools.combinations(random, 2):
+        assert not any(map(torch.equal, mine, other))
+    assert [t.shape for t in random[2]] == [t.shape for t in random[0]]
+    assert all(torch.equal(c["generators"]["common"], own[0]) for c in new)
+    kinds = {bytes(c["generators"]["own"].numpy()) for c in new}
+    assert len(kinds) == (3 if before > 1 else 1)
 
 
 def test_no_ranks():

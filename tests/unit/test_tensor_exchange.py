@@ -2,15 +2,17 @@
 
 import math
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 import stenograd
-from stenograd.errors import MethodError, PeerLost
+from stenograd.errors import ConfigError, MethodError, PeerLost
 from stenograd.exchange.tensor_exchange import TensorExchange
 from stenograd.simulate import ranks
+from stenograd.wire.driver import Driver
 
 
 def averages(how, mine, steps=1, **options):
@@ -161,6 +163,74 @@ def test_feedback_and_averages_add_up(name, world):
             applied = applied + np.mean([s["residual"].double().numpy() for s in states], axis=0)
         if "residual" in states[0] or name == "dense":
             np.testing.assert_allclose(applied, wanted, atol=2e-4)
+
+
+@pytest.mark.parametrize("how", ["dense", "fp16"])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_weight_counts_for_one_exchange(how, waits, bad):
+    """Weights 3 and 1 of 0 and 4 give 1; the mean is 2, also after a step that was skipped."""
+
+    def rank_of(driver):
+        exchange, found = TensorExchange(how, driver, waits=waits), []
+        for weight in (3.0 - 2 * driver.rank, None, 3.0 - 2 * driver.rank):
+            if weight is not None:
+                exchange.weigh(weight)
+            spoilt = math.nan if bad and weight is not None else 0.0
+            found.append(exchange.average({"x": torch.tensor([4.0 * driver.rank + spoilt])})["x"].item())
+            found.append(exchange.share)
+        exchange.close()
+        return found
+
+    for share, found in zip((1.5, 0.5), ranks(2, rank_of), strict=True):
+        weighed = math.nan if bad else 1.0
+        assert found == pytest.approx([weighed, share, 2.0, 1.0, weighed, share], nan_ok=True)
+
+
+@pytest.mark.parametrize("how", ["dense", "topk:ratio=1,values=float32"])
+def test_a_step_begins_when_the_one_before_has_ended(how):
+    """Rank 1 comes late, so rank 0 begins its second step, and weighs it, while the first is under way."""
+
+    def rank_of(driver):
+        exchange = TensorExchange(how, driver, bucket_bytes=1)
+        for step in range(2):
+            if step:
+                exchange.weigh(3.0 - 2 * driver.rank)
+            else:
+                time.sleep(0.3 * driver.rank)
+            mine = {name: torch.full((2, 2), 4.0 * driver.rank + step) for name in "abc"}
+            averages = exchange.start(mine)
+        found = [t.unique().tolist() for t in averages.result().values()]
+        exchange.close()
+        return found, exchange.step
+
+    assert ranks(2, rank_of, timeout_s=10) == [([[2.0]] * 3, 2)] * 2  # 1 by 3 and 5 by 1
+
+
+def test_saved_state_is_a_copy_wherever_it_is():
+    """In a bucket, or waiting for one."""
+    exchange = TensorExchange("topk:ratio=0.5,values=float32", Driver())
+    exchange.average({"x": torch.tensor([3.0, 1.0])})
+    for buckets in (1, 0):
+        exchange.end_at(buckets)
+        exchange.state_dict()["parameters"]["x"]["residual"].fill_(7)
+        assert exchange.state_dict()["parameters"]["x"]["residual"].tolist() == [0.0, 1.0]
+    exchange.close()
+
+
+def test_another_shape_under_the_same_name_is_refused_and_owes_what_it_owed():
+    """What top-1 has left out of [3, 1] is owed in the next exchange of that shape."""
+
+    def rank_of(driver):
+        exchange = TensorExchange("topk:ratio=0.5,values=float32", driver)
+        found = [exchange.average({"x": torch.tensor([3.0, 1.0])})["x"].tolist()]
+        with pytest.raises(ConfigError, match=r"residual of x must have shape \(3,\), got \(2,\)"):
+            exchange.average({"x": torch.ones(3)})
+        found.append(exchange.average({"x": torch.tensor([0.0, 1.0])})["x"].tolist())
+        exchange.close()
+        return found
+
+    assert ranks(1, rank_of) == [[[3.0, 0.0], [0.0, 2.0]]]
 
 
 def test_a_rank_that_stays_away_or_fails_is_named():

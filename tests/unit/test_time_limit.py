@@ -1,5 +1,6 @@
 """A test that takes too long fails, its processes end with it, and the next test finds sound ranks."""
 
+import importlib
 import os
 import shutil
 import signal
@@ -127,6 +128,15 @@ def test_a_rank_that_stops_in_the_middle_of_a_message_is_late_like_any_other(poo
 
 def _number(_):
     return os.getpid()
+
+
+def test_a_function_is_imported_from_where_the_caller_finds_it(pool, tmp_path, monkeypatch):
+    """Also where that folder is younger than the ranks."""
+    pool.run(2, _number)  # they have started then
+    (tmp_path / "younger_than_the_ranks.py").write_text("def twice(rank, x):\n    return rank, 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("younger_than_the_ranks")
+    assert pool.run(2, module.twice, 3) == [(0, 6), (1, 6)]
 
 
 def test_a_rank_that_ended_between_two_runs_is_replaced(pool):

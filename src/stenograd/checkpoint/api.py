@@ -191,8 +191,9 @@ def load_checkpoint(
     With as many ranks as saved it, the next steps equal an uninterrupted run's bit for bit. With another
     number the state is re-sharded: residuals as in `stenograd.reshard`; model, optimizer, scheduler and
     `extra` are rank 0's; PyTorch's random state is derived from rank 0's and the rank. A generator that was
-    equal on all ranks is copied; otherwise each rank keeps its own, and new ranks derive theirs from rank
-    0's. A sampler's state must have been equal on all ranks.
+    equal on all ranks is copied, so also what one rank saved: seed it anew if it is private. Otherwise each
+    rank keeps its own, and new ranks derive theirs from rank 0's. A sampler's state must have been equal on
+    all ranks.
 
     Args:
         folder: where `save_checkpoint` wrote.

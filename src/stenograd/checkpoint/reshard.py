@@ -352,7 +352,8 @@ def share_of(found: Found, rank: int, world_size: int) -> dict[str, Any]:
     if "sync" in first:
         new["sync"] = joint.share(rank, world_size)
     if first["random"] is not None:
-        new["random"] = {"cpu": _derived(first["random"]["cpu"], rank), "cuda": []}
+        cuda = [_derived(state, rank) for state in first["random"]["cuda"]]
+        new["random"] = {"cpu": _derived(first["random"]["cpu"], rank), "cuda": cuda}
     new["generators"] = {
         name: _generator_state([states[name] for states in generators], rank) for name in generators[0]
     }
@@ -360,7 +361,11 @@ def share_of(found: Found, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _generator_state(states: Sequence[Tensor], rank: int) -> Tensor:
-    """Return the state if all ranks had the same; otherwise the rank's own, or a new one for a new rank."""
+    """Return the state if all ranks had the same; otherwise the rank's own, or a new one for a new rank.
+
+    One rank's may have been private or common. It is copied: ranks that should draw alike and do not would
+    mix up their data.
+    """
     if all(torch.equal(states[0], state) for state in states):
         return states[0]
     return states[rank] if rank < len(states) else _derived(states[0], rank)

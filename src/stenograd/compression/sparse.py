@@ -174,7 +174,8 @@ class Message:
     Args:
         numel: n.
         count: k.
-        compact: whether indices travel as an Elias-Fano code, in ascending order, not as int32.
+        compact: whether indices travel as an Elias-Fano code, in ascending order, not as int32 (int64 above
+            2**31 elements).
         values: one of `VALUES` for float32 values; None to send them as they are.
         numels: lengths of the tensors among which the n indices are divided; only "int2" needs them.
 
@@ -200,7 +201,8 @@ class Message:
 
     def write(self, indices: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Write indices, which ascend, and their values."""
-        where = pack_indices(indices, self.numel) if self.compact else indices.to(torch.int32)
+        plain = index_type(self.numel)
+        where = pack_indices(indices, self.numel) if self.compact else indices.to(plain)
         if self.values is None:
             return where, values
         if self.values == "int2":
@@ -426,9 +428,9 @@ class _Rows:
     def write(self, indices: Tensor, values: Tensor) -> Payload:
         """Write rows as tensors whose first dimension is the number of rows."""
         values = self.rounded(values)
-        if not self.compact:
-            return indices.to(torch.int32), values
         universe = self.length + self.count
+        if not self.compact:
+            return indices.to(index_type(universe)), values
         return torch.stack([pack_indices(row, universe) for row in indices]), values
 
     def rounded(self, values: Tensor) -> Tensor:

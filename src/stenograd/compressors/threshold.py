@@ -13,6 +13,7 @@ from torch import Tensor
 from stenograd.compression.codec import Codec, gathered
 from stenograd.compression.contract import Exchange, Facts, Feedback, Payload, Site, State
 from stenograd.errors import MethodError, bad_value
+from stenograd.kernels.indices import index_type
 from stenograd.kernels.scatter import scatter_mean
 from stenograd.wire.finite import finite_of
 from stenograd.wire.requests import Rounds, gather_lengths, gather_padded
@@ -25,8 +26,8 @@ class Threshold(Codec):
     """Send every element of magnitude `value` or more: `S = {i : |x_i| >= value}`, `sent = x` on S, else 0.
 
     Biased, and no contraction: an x whose elements are all small is not sent at all, so use error feedback.
-    An exact zero is never sent. Wire: one int32 count, then as many int32 indices and values as the rank
-    with the most has, `4 + 8 max_r |S_r|` bytes for float32, two all-gathers.
+    An exact zero is never sent. Wire: one int32 count, then as many int32 indices (int64 for n above 2**31)
+    and values as the rank with the most has, `4 + 8 max_r |S_r|` bytes for float32, two all-gathers.
 
     Args:
         value: smallest magnitude that is sent, in units of the gradient; positive and finite.
@@ -116,7 +117,7 @@ def _reaches(x: Tensor, value: float) -> Tensor:
 
 
 def _taken(x: Tensor, indices: Tensor) -> Payload:
-    return indices.to(torch.int32), x.index_select(0, indices)
+    return indices.to(index_type(x.numel())), x.index_select(0, indices)
 
 
 def _left(x: Tensor, payload: Payload) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,12 +91,14 @@ class BucketStates:
         )
         first, later = (self._lane(c, site) for c in self._method.compressors(bucket.dense))
         fresh = later.compressor.init(bucket.empty(), site)
-        known = {name: self._homeless.pop(name) for name in bucket.names if name in self._homeless}
+        known = {name: self._homeless[name] for name in bucket.names if name in self._homeless}
         state = fresh
         if known and fresh:  # a dense bucket keeps none
             # A parameter that is new here, or a key that nobody saved, starts afresh.
             own = {name: {**new, **known.get(name, {})} for name, new in split_state(fresh, bucket).items()}
             state = join_state(fresh, bucket, own)
+        for name in known:  # only now: what was refused still waits for a bucket that fits
+            del self._homeless[name]
         self._slots.append(BucketState(bucket, (first, later), state))
         return True
 
@@ -127,7 +130,7 @@ class BucketStates:
     def by_name(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of all state by parameter name and key."""
         # With DDP's hook buckets come one by one; state that waits for its bucket is saved as well.
-        out = dict(self._homeless)
+        out = copy.deepcopy(self._homeless)
         for slot in self._slots:
             out |= split_state(slot.state, slot.bucket)
         return out

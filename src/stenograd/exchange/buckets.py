@@ -129,7 +129,7 @@ def join_state(
 
     Raises:
         KeyError: a parameter or key is missing in saved.
-        ValueError: a saved tensor has another shape.
+        ConfigError: a saved tensor has another shape.
     """
     out: dict[str, Tensor] = {}
     for key, like in template.items():
@@ -141,9 +141,9 @@ def join_state(
         for name, target in zip(names, targets, strict=True):
             value = saved[name][base]
             if value.shape != target.shape:
-                raise ValueError(
-                    f"{base} of {name} has shape {tuple(value.shape)}, not {tuple(target.shape)}"
-                )
+                rule = f"must have shape {tuple(target.shape)}"
+                advice = "keep a tensor's shape, or give it another name"
+                raise bad_value(f"{base} of {name}", rule, tuple(value.shape), advice)
             target.copy_(value)
     return out
 

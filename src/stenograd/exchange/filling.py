@@ -377,7 +377,7 @@ class SparseFiller:
 
     def _averages(self, rows: Sequence[Rows]) -> Rounds[list[Rows]]:
         share = self._share()
-        scaled = [Rows(r.indices, r.values * share) for r in rows] if share != 1.0 else rows
+        scaled = [r._replace(values=r.values * share) for r in rows] if share != 1.0 else rows
         return (yield from average_rows(scaled, self._world_size))
 
     def write_back(self, outcome: Outcome) -> None:

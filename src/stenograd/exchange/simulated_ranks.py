@@ -235,7 +235,7 @@ class SimulatedDriver:
         self._splits += 1
         found: list[SimulatedDriver | None] = []
         for number, part in enumerate(parts):
-            members = list(part)
+            members = sorted(part)
             if self.rank not in members:
                 found.append(None)
                 continue

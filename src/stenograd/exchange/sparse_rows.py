@@ -10,16 +10,18 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from stenograd.errors import WireError
+from stenograd.kernels.scatter import inside
 from stenograd.wire.requests import Rounds, gather
 
 __all__ = ["Rows", "average_rows", "rows_of", "sparse_parameters", "write_rows"]
 
 
 class Rows(NamedTuple):
-    """Some rows of a matrix or of a larger tensor: their indices, ascending, and their values."""
+    """Some rows of a matrix or of a larger tensor: indices, ascending, and values."""
 
     indices: Tensor  # (n,)
     values: Tensor  # (n, ...)
+    length: int  # of the whole, >= n
 
 
 def sparse_parameters(model: nn.Module) -> set[int]:
@@ -34,13 +36,13 @@ def rows_of(parameter: Tensor, used: bool = True) -> Rows:
     grad = parameter.grad
     if grad is None or not used:
         index = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        return Rows(index, parameter.new_empty((0, *parameter.shape[1:])))
+        return Rows(index, parameter.new_empty((0, *parameter.shape[1:])), len(parameter))
     if grad.layout is torch.strided:  # a tied layer added a dense gradient to it
         # NaN is unequal to 0, so its row is among them, where `SparseFiller.rounds` finds it.
         (index,) = grad.flatten(1).ne(0).any(1).nonzero(as_tuple=True)
-        return Rows(index, grad[index])
+        return Rows(index, grad[index], len(grad))
     grad = grad.coalesce()  # ascending, and each row once: `_added` relies on it
-    return Rows(grad.indices()[0], grad.values())
+    return Rows(grad.indices()[0], grad.values(), len(grad))
 
 
 def average_rows(rows: Sequence[Rows], world_size: int) -> Rounds[list[Rows]]:
@@ -56,28 +58,33 @@ def average_rows(rows: Sequence[Rows], world_size: int) -> Rounds[list[Rows]]:
     Returns:
         The averages, in rows that at least one rank had.
 
+    Raises:
+        WireError: a rank has more rows than there are, or others.
+
     Example:
         >>> from stenograd.simulate import run
-        >>> one = Rows(torch.tensor([0, 2]), torch.tensor([[2.0], [4.0]]))
-        >>> other = Rows(torch.tensor([2]), torch.tensor([[6.0]]))
+        >>> one = Rows(torch.tensor([0, 2]), torch.tensor([[2.0], [4.0]]), 3)
+        >>> other = Rows(torch.tensor([2]), torch.tensor([[6.0]]), 3)
         >>> told = run([average_rows([one], 2), average_rows([other], 2)])
         >>> told[1][0].indices.tolist(), told[1][0].values.tolist()
         ([0, 2], [[1.0], [5.0]])
     """
     counts = torch.tensor([len(r.indices) for r in rows], device=rows[0].indices.device)
     everyone = [other.tolist() for (other,) in (yield from gather(counts))]
-    most = [max(column) for column in zip(*everyone, strict=True)]
-    if min(map(min, everyone)) < 0:
-        raise WireError(f"a rank cannot have fewer than no rows, got {everyone}: the message is damaged")
+    lengths = [r.length for r in rows]
+    if not all(0 <= n <= most for other in everyone for n, most in zip(other, lengths, strict=True)):
+        # before memory for as many is asked for
+        raise WireError(f"a rank has 0 to {lengths} rows, got {everyone}: the message is damaged")
     own: list[Tensor] = []
-    for (indices, values), n in zip(rows, most, strict=True):
+    counts_of = list(zip(*everyone, strict=True))
+    for (indices, values, _), n in zip(rows, map(max, counts_of), strict=True):
         lacking = n - len(indices)
         own += [
             pad(indices, (0, lacking)),
             torch.cat([values, values.new_zeros(lacking, *values.shape[1:])]),
         ]
     received = yield from gather(*own)
-    return [_added(received, i, [counts[i] for counts in everyone], world_size) for i in range(len(rows))]
+    return [_added(received, i, n, world_size, lengths[i]) for i, n in enumerate(counts_of)]
 
 
 def write_rows(parameter: Tensor, average: Rows) -> None:
@@ -94,9 +101,12 @@ def write_rows(parameter: Tensor, average: Rows) -> None:
     parameter.grad = grad.to_dense() if dense else grad
 
 
-def _added(received: Sequence[tuple[Tensor, ...]], i: int, counts: Sequence[int], world_size: int) -> Rows:
+def _added(
+    received: Sequence[tuple[Tensor, ...]], i: int, counts: Sequence[int], world_size: int, length: int
+) -> Rows:
     """Add the rows of tensor i of all ranks, in rank order."""
-    indices = torch.cat([other[2 * i][:n] for other, n in zip(received, counts, strict=True)])
+    given = torch.cat([other[2 * i][:n] for other, n in zip(received, counts, strict=True)])
+    indices = inside(given, length)
     values = torch.cat([other[2 * i + 1][:n] for other, n in zip(received, counts, strict=True)])
     kept, at = torch.unique(indices, return_inverse=True)
     total = values.new_zeros(len(kept), *values.shape[1:])
@@ -104,4 +114,4 @@ def _added(received: Sequence[tuple[Tensor, ...]], i: int, counts: Sequence[int]
     for n in counts:  # one rank at a time: within one, every row is another, so no order is left to chance
         total[at[start : start + n]] += values[start : start + n] / world_size
         start += n
-    return Rows(kept, total)
+    return Rows(kept, total, length)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar
@@ -310,16 +310,16 @@ class TensorExchange:
         self.method.require_every_step("one exchange")
         self.driver = driver
         self.step = self.skipped = 0
-        self.finite, self.share = True, 1.0
+        self.finite, self.share, self._asked = True, 1.0, False
         self._reported = False  # an overflow
         self._failure: BaseException | None = None
         self._device = torch.device("cpu")  # for what travels besides the buckets
-        self._want_errors, self._waits = want_errors, waits
-        self._bucket_bytes = bucket_bytes
+        self._want_errors, self._waits, self._bucket_bytes = want_errors, waits, bucket_bytes
         self._slots = BucketStates(self.method, driver, waits=waits, want_errors=want_errors)
         self._streams = Streams()
         # One worker: collectives leave in the order of submission, which is equal on all ranks.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stenograd")
+        self._ending: list[Future[Outcome]] = []  # what `finish` last handed to the thread
         self._jobs: list[Future[None]] = []
         self._held: _Filled | None = None
         self._weight: float | None = None
@@ -342,10 +342,11 @@ class TensorExchange:
             values: floating; not modified.
 
         Returns:
-            The averages, by name; NaN where some rank's tensors were not finite (`finite` is False then).
-            They may lie in memory that the next step fills. On CUDA, the stream on which `result()` is called
-            waits for them.
+            The averages, by name; NaN where some rank's were not finite (`finite` is False then). They may
+            lie in memory that the next step fills, which begins once this one has ended. On CUDA, the stream
+            on which `result()` is called waits for them.
         """
+        wait(self._ending)
         # No bucket for the last gradients: nothing is computed meanwhile that could hide the others.
         buckets = assign(values, self._bucket_bytes, tail=False, dense_below=self.method.dense_below)
         if buckets != self.buckets:
@@ -449,16 +450,19 @@ class TensorExchange:
         encoded, because what a method leaves out stays in units of the gradient. If all are 0, all count
         alike.
         """
+        wait(self._ending)  # a step under way has a weight of its own
         self._weight = n
 
     def weighed(self) -> float:
         """Return what this rank's tensors count for, where 1 is the mean; asks the others once in a step."""
+        if self._asked:
+            return self.share
+        self._asked, self.share = True, 1.0  # that of the step before counts no more
         if self._weight is not None:
             own = put([self._weight], torch.float64, self._device)
             label = Label(CONTROL, method=self.method.text)
             (mean_,) = read([self.driver.run(mean(own), label)], torch.float64)[0]
             self.share = self._weight / mean_ if mean_ > 0 else 1.0
-            self._weight = None
         return self.share
 
     def finish(
@@ -484,11 +488,12 @@ class TensorExchange:
         marks = [float(flag and (math.inf if stop else 1.0)) for flag in end.packed()]
         jobs, self._jobs = self._jobs, []
         held, self._held = self._held, None
-        if not self._waits:
-            # The one worker has done all `jobs` when it comes to this, so it never waits for itself.
-            return self._hand_over(self._collect, jobs, held, end, marks, extra)
         done: Future[Outcome] = Future()
-        done.set_result(self._collect(jobs, held, end, marks, extra))
+        if self._waits:
+            done.set_result(self._collect(jobs, held, end, marks, extra))
+        else:  # the one worker has done all `jobs` when it comes to this, so it never waits for itself
+            done = self._hand_over(self._collect, jobs, held, end, marks, extra)
+            self._ending = [done]
         return done
 
     def join_streams(self, handed: Iterable[Tensor] = ()) -> None:
@@ -542,10 +547,10 @@ class TensorExchange:
 
     def _begin(self) -> None:
         self._jobs, self._held = [], None
+        self._weight, self._asked = None, False
         self._slots.give_back()
         self._bad: dict[int, Tensor] = {}
         self._pipeline: Pipeline[Any] | None = None
-        self._weight = None
 
     def _running(self) -> Pipeline[Any]:
         """Return this step's pipeline; where each bucket asks for one collective only, none waits."""

@@ -69,11 +69,12 @@ class RankPool:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
+        call = pickle.dumps((fn, args))
         with tempfile.TemporaryDirectory(prefix="stenograd-pool-") as folder:
             files = [Path(folder, f"rank{rank}") for rank in range(world_size)]
             try:
                 for rank, file in enumerate(files):
-                    job = (rank, world_size, str(Path(folder, "store")), sys.path, fn, args)
+                    job = (rank, world_size, str(Path(folder, "store")), sys.path, call)
                     try:
                         self._members[rank].send(file, job)
                     except OSError:  # it ended between two calls, as by the system for want of memory
@@ -180,25 +181,18 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
             file = Path(os.fsdecode(pipe.recv_bytes()))
         except EOFError:
             return
-        try:
-            job = pickle.loads(file.read_bytes())
-        except Exception:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        else:
-            answer = _answer(*job)
-        file.write_bytes(answer)
+        file.write_bytes(_answer(*pickle.loads(file.read_bytes())))
         pipe.send_bytes(b"")
 
 
-def _answer(
-    rank: int, world_size: int, store: str, path: list[str], fn: Callable[..., Any], args: Any
-) -> bytes:
+def _answer(rank: int, world_size: int, store: str, path: list[str], call: bytes) -> bytes:
     from stenograd.launch import process_group
 
     sys.path[:] = path
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({k: str(v) for k, v in place.items()}, STENOGRAD_STORE=store)
     try:
+        fn, args = pickle.loads(call)  # which imports the function, from where the caller finds it
         process_group.init(timeout_s=60)
         return pickle.dumps((True, fn(rank, *args)))
     except BaseException:

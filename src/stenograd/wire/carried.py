@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -146,10 +147,12 @@ def mean_of_finite(
     if is_finite(mean):  # the usual case ends here
         return mean
     total, weight = torch.zeros_like(mean), torch.zeros_like(mean)
+    # Together below 1, so that no sum of finite numbers overflows; by a power of two, which costs no bit.
+    scale = math.ldexp(1.0, -math.frexp(sum(weights))[1])
     for row, share in zip(given, weights, strict=True):
         fit = row.isfinite()
-        total.add_(torch.where(fit, row, 0.0), alpha=share)
-        weight.add_(fit, alpha=share)
+        total.add_(torch.where(fit, row, 0.0), alpha=share * scale)
+        weight.add_(fit, alpha=share * scale)
     fallback = given[0] if otherwise is None else otherwise.to(mean.dtype)
     mended = torch.where(weight > 0, total / weight, fallback)
     return torch.where(same | mean.isfinite(), mean, mended)

@@ -167,7 +167,7 @@ class Driver:
         """Make a driver for each of several parts of this group; all ranks call it with the same parts.
 
         Args:
-            parts: this group's ranks; parts may overlap.
+            parts: this group's ranks; parts may overlap. Each numbers its ranks anew, in ascending order.
             what: what the parts are for; a word for their names.
 
         Returns:
@@ -179,7 +179,7 @@ class Driver:
         """
         # Each rank goes through all parts, its own or not: `make_group` names groups by a count.
         # A rank that left one out would wait for the others under another name.
-        return [self._part(part, what) for part in parts]
+        return [self._part(sorted(part), what) for part in parts]
 
     def _part(self, part: Sequence[int], what: str) -> Driver | None:
         if self.world_size == 1:

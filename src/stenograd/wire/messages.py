@@ -63,7 +63,8 @@ class Several(Pending):
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         # The pipeline counts seconds of coding by one tally, so the first part stands for all.
-        self._parts, self.tally, self.start = parts, parts[0].tally, parts[0].start
+        self._parts, self.tally = parts, parts[0].tally
+        self.start = parts[-1].start  # packing the later ones is coding, too
 
     def wait(self) -> list[Reply]:
         """Wait for all."""

@@ -77,10 +77,10 @@ def find_layout(
         return _listed(nodes, driver.world_size)
     if node_size is not None:
         return _even(node_size, driver.world_size)
-    if driver.group is not None:
-        world = World(driver.rank, driver.world_size, world.local_rank, world.local_world_size, "group")
     place = {"host": socket.gethostname(), "local": world.local_rank, "size": world.local_world_size}
-    return _placed([json.loads(text) for text in everyone(driver, json.dumps(place))])
+    own = json.dumps({**place, "first": world.rank - world.local_rank})
+    indices = [json.loads(text) for text in everyone(driver, own)]
+    return _placed_part(indices) if driver.world_size < world.world_size else _placed(indices)
 
 
 def _even(node_size: int, world_size: int) -> Layout:
@@ -127,3 +127,20 @@ def _placed(indices: Sequence[Mapping[str, object]]) -> Layout:
             f"the launcher's local ranks and sizes do not tell the nodes apart, got {seen}: {_ADVICE}"
         )
     return Layout(tuple(map(tuple, blocks)))
+
+
+def _placed_part(indices: Sequence[Mapping[str, object]]) -> Layout:
+    """Group ranks of a part of the world, beside which others may run on their hosts.
+
+    Where nodes are numbered one after another, the world's rank less the local one names the node, also
+    where one host plays several.
+    """
+    nodes: dict[object, dict[object, list[int]]] = {}
+    for rank, place in enumerate(indices):
+        nodes.setdefault(place["host"], {}).setdefault(place["first"], []).append(rank)
+    for of_host in nodes.values():
+        local = [indices[rank]["local"] for node in of_host.values() for rank in node]
+        # Ranks that are dealt out to nodes in turns: only hosts that are in the group as a whole tell.
+        if len(of_host) > 1 and len({*local}) == len(local):
+            return _placed(indices)
+    return Layout(tuple(sorted(tuple(node) for of_host in nodes.values() for node in of_host.values())))

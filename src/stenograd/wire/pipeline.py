@@ -14,7 +14,7 @@ from stenograd.checks import Doubt, doubts_kept_in, refuse
 from stenograd.errors import WireError
 from stenograd.wire.finite import Finite, read
 from stenograd.wire.requests import Op, Reply, Request, Rounds
-from stenograd.wire.traffic import PLAIN, Label
+from stenograd.wire.traffic import PLAIN, Label, Tally
 
 if TYPE_CHECKING:
     from stenograd.wire.drivers import AnyDriver, AnyPending
@@ -45,6 +45,7 @@ class Pipeline(Generic[T]):
         self._running: dict[int, tuple[Rounds[T], AnyPending, Label]] = {}
         self._waiting: dict[int, tuple[Rounds[T], AnyPending | None, Label]] = {}
         self._reading: dict[int, tuple[Rounds[T], AnyPending | None, Label, Request]] = {}
+        self._before: dict[int, list[tuple[float, float]]] = {}  # computing that nobody has counted yet
         self._finite: list[Tensor] = []
         self._doubts: list[Doubt] = []
         self._results: dict[int, T] = {}
@@ -140,8 +141,10 @@ class Pipeline(Generic[T]):
         except StopIteration as stop:
             self._results[index] = stop.value
             if last is not None:
-                self._driver.spent("decode", last.tally, start, label)
+                self._spent("decode", index, last.tally, label, (start, time.perf_counter()))
             return
+        if request.op in (Op.COMMIT, Op.READ):
+            self._before.setdefault(index, []).append((start, time.perf_counter()))
         if request.op is Op.COMMIT:
             # `last` stays with it: the seconds of decoding count where the message was counted.
             self._finite += request.tensors
@@ -152,8 +155,13 @@ class Pipeline(Generic[T]):
             return
         label = label if last is None else label.next()
         pending = self._driver.start(request, label)
-        self._driver.spent("encode", pending.tally, start, label, pending.start)
+        self._spent("encode", index, pending.tally, label, (start, pending.start))
         self._running[index] = (rounds, pending, label)
+
+    def _spent(self, on: str, index: int, tally: Tally, label: Label, now: tuple[float, float]) -> None:
+        """Count when a coroutine computed, also before it asked for what sends nothing and has no tally."""
+        for start, end in [*self._before.pop(index, []), now]:
+            self._driver.spent(on, tally, start, label, end)
 
 
 def _span(kind: str, needed: bool = True) -> AbstractContextManager[Any]:

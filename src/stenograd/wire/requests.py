@@ -8,7 +8,7 @@ with N ranks in one process) sends back the reply. So the same compressor runs e
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, TypeAlias, TypeVar
 
@@ -140,7 +140,13 @@ def summed(rounds: Rounds[T]) -> Rounds[T]:
         except StopIteration as stop:
             # StopIteration has no type parameter: its value is Any.
             return stop.value  # type: ignore[no-any-return]
-        reply = yield Request(Op.SUM, request.tensors) if request.op is Op.MEAN else request
+        reply = yield _as_sum(request)
+
+
+def _as_sum(request: Request) -> Request:
+    if request.op is Op.SEVERAL:
+        return replace(request, parts=tuple(map(_as_sum, request.parts)))
+    return replace(request, op=Op.SUM) if request.op is Op.MEAN else request
 
 
 def mean(tensor: Tensor) -> Rounds[Tensor]:
@@ -289,7 +295,7 @@ def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
 
     Requests with the same op (and, for MEAN and SUM, the same dtype; for EXCHANGE, the same peers and
     sources) become one collective, and different ones are under way at once, so k small exchanges cost one
-    latency.
+    latency. A part may be `together` itself.
     """
     results: dict[int, T] = {}
     waiting: dict[int, Request] = {}
@@ -306,12 +312,14 @@ def together(parts: Sequence[Rounds[T]]) -> Rounds[list[T]]:
 
 
 def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
+    # What is together already is merged with the rest: SEVERAL has no parts of its own kind.
+    asked = [part for request in waiting.values() for part in request.parts or (request,)]
     groups: dict[tuple[Op, torch.dtype | None, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for i, request in waiting.items():
+    for i, request in enumerate(asked):
         dtype = request.tensors[0].dtype if request.op in REDUCTIONS and request.tensors else None
         groups.setdefault((request.op, dtype, request.peers, request.senders), []).append(i)
     requests = [
-        Request(op, tuple(t for i in members for t in waiting[i].tensors), peers, sources)
+        Request(op, tuple(t for i in members for t in asked[i].tensors), peers, sources)
         for (op, _, peers, sources), members in groups.items()
     ]
     answers: list[Reply] = []
@@ -325,11 +333,12 @@ def _merged(waiting: dict[int, Request]) -> Rounds[dict[int, Reply]]:
     for ((op, *_), members), reply in zip(groups.items(), answers, strict=True):
         start = 0
         for i in members:
-            stop = start + len(waiting[i].tensors)
+            stop = start + len(asked[i].tensors)
             replies[i] = _part(op, reply, slice(start, stop))
             start = stop
     # In the order of the parts, whatever was merged: it decides the order of the next collectives.
-    return dict(sorted(replies.items()))
+    found = iter([replies[i] for i in range(len(asked))])
+    return {i: [next(found) for _ in r.parts] if r.parts else next(found) for i, r in waiting.items()}
 
 
 def _part(op: Op, reply: Reply, part: slice) -> Reply:

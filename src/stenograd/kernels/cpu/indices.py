@@ -1,4 +1,4 @@
-"""Elias-Fano codes of ascending indices on the CPU; the format is that of `reference.indices`."""
+"""Elias-Fano codes of ascending indices on the CPU; the format is that of `kernels.indices`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def take_out(x: Tensor, place: Place, factors: Factors) -> None:
 
 
 def orthonormal(rows: Tensor, spare: Tensor, degenerate: float) -> Tensor:
-    """Make rows orthonormal in order; see `linalg.orthogonalize`."""
+    """Make rows orthonormal in order; see `kernels.lowrank.orthonormal`."""
     out = torch.empty_like(rows)
     _orthonormal(view(rows), view(spare), degenerate, view(out))
     return out
