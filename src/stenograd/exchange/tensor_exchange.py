@@ -90,8 +90,7 @@ class Flags:
             except StopIteration as stop:
                 if self._any is None:
                     yield from self.alone()
-                # StopIteration has no type parameter: its value is Any.
-                return stop.value  # type: ignore[no-any-return]
+                return stop.value  # type: ignore[no-any-return]  # it has no type parameter
             loaded = self._loaded(request) if self._any is None else None
             reply = (yield request) if loaded is None else self._unloaded(request, (yield loaded))
 
