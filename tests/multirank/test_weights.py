@@ -307,6 +307,27 @@ def test_simulated_ranks_count_alike():
     assert torch.equal(ranks(WORLD, _simulated, first, False, True)[0], scaled)
 
 
+@pytest.mark.parametrize("again", [4, 8, None], ids=["other", "equal", "none"])
+@pytest.mark.parametrize("kept", [False, True], ids=["set_to_none", "zeros"])
+def test_a_number_without_a_pass_changes_nothing(again, kept):
+    """A batch is skipped after its weight was given, and the step is made all the same."""
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    with stenograd.distribute(layer, optimizer, "local:every=2") as sync:
+        sync.weight(8)
+        layer(torch.ones(1, 1)).sum().backward()
+        sync.weight(24)
+        optimizer.step()
+        assert layer.weight.grad.item() == 1.0
+        assert sync._weighing.trained == 8
+        optimizer.zero_grad(set_to_none=not kept)
+        if again is not None:
+            sync.weight(again)
+        layer(torch.ones(1, 1)).sum().backward()
+        assert layer.weight.grad.item() == 1.0
+        assert sync._weighing.trained == 8 + (24 if again is None else again)
+
+
 def _one_forgets(rank, method):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
