@@ -191,9 +191,10 @@ class OpenRounds(ParameterSync):
 
         A round that is due is held first. All workers of a run may load what one has saved.
         """
+        found = super().state_dict()  # first: it holds the round, of which the rest tells
         since = {str(f): self._counted - self._counted_at.get(f, 0) for f in range(len(self._parts))}
         more = {"state": self._state, "tokens": [*map(list, self._tokens.items())], "since": since}
-        return {**super().state_dict(), **more}
+        return {**found, **more}
 
     @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
