@@ -306,6 +306,7 @@ def _refused(rank):
     attempt(_sharded(mesh["shard"]))
     attempt(_sharded(mesh["shard"]), group=mesh["shard"])
     attempt(_sharded(mesh["shard"]), "local:every=4", **across)
+    attempt(_sharded(mesh["shard"]), "diloco:quorum=0.75", **across)
     attempt(_net(), group=mesh)
     partly = _net()
     fully_shard(partly[2], mesh=mesh["shard"])
@@ -318,7 +319,8 @@ def test_what_cannot_work_is_refused_with_the_fix(pool):
         'mesh=mesh["shard"]',
         'group=mesh["replicate"]',
         "other dimension",
-        "topk",
+        "a sharded model (FSDP) cannot be trained with local:every=4",
+        "a sharded model (FSDP) cannot be trained with diloco:quorum=0.75",
         "one dimension",
         "root",
     ]
