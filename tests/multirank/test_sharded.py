@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import stenograd
+from stenograd.wire.traffic import ATTACH
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(VERSION < (2, 8), reason="FSDP2 of torch 2.6 does not run on CPU")
@@ -288,6 +289,37 @@ def test_every_shard_has_files_and_keys_of_its_own(pool, tmp_path):
     keys = pool.run(4, _files, str(tmp_path), timeout_s=200)
     assert sorted(k for (k,) in keys) == [f"rank{r}-shard{s}of2" for r in (0, 1) for s in (0, 1)]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trace-shard0of2.json", "trace-shard1of2.json"]
+
+
+def _partly_frozen(rank):
+    """A frozen layer that is whole on each rank, before one that is sharded; and two calls of refresh()."""
+    mesh = _mesh()
+    torch.manual_seed(rank)
+    frozen, trained = nn.Linear(12, 4).requires_grad_(False), nn.Linear(4, 1)
+    model = nn.Sequential(frozen, fully_shard(trained, mesh=mesh["shard"]))
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    sync = stenograd.distribute(model, optimizer, group=mesh["replicate"], timeout_s=60, check_every=1)
+    with sync:
+        brought = []
+        for _ in range(2):
+            before = _broadcast(sync)
+            sync.refresh()
+            brought.append(_broadcast(sync) - before)
+        nn.functional.mse_loss(model(_batch(0, rank)[0]), _batch(0, rank)[1]).backward()
+        optimizer.step()
+        return brought, frozen.weight.clone(), trained.weight.full_tensor()
+
+
+def _broadcast(sync):
+    return sum(e.payload_bytes for e in sync.traffic.entries() if e.op == "broadcast" and e.kind == ATTACH)
+
+
+def test_a_frozen_parameter_may_be_whole_and_a_refresh_brings_nothing_twice(pool):
+    found = pool.run(4, _partly_frozen, timeout_s=200)
+    for at, (brought, frozen, trained) in enumerate(found):
+        assert brought == [0, 0]
+        assert torch.equal(frozen, found[at % 2][1])  # equal where the same shards are
+        assert torch.equal(trained, found[0][2])
 
 
 def _refused(rank):

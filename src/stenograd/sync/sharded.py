@@ -344,9 +344,12 @@ def _nothing() -> Rounds[None]:
 
 
 def _local(tensor: Any) -> Any:
-    """Return this rank's part of a distributed tensor; the same object each time, without a graph."""
+    """Return this rank's part of a tensor; the same object each time, without a graph.
+
+    One that is not distributed, as a frozen parameter may be, is whole on each rank.
+    """
     with torch.no_grad():
-        return tensor.to_local()
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _like(owner: Any, part: Tensor) -> Tensor:
