@@ -20,6 +20,7 @@ from stenograd.mlbench.aggregation import AllReduceAggregation
 from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
 from stenograd.simulate import ranks
 from stenograd.singa import DistOpt
+from stenograd.sync.averaging import take_states
 from stenograd.sync.gradients import GradientSync
 from stenograd.testing.methods import by_name
 
@@ -248,6 +249,20 @@ def test_after_uneven_inputs_all_ranks_go_on_with_the_last_ones_settings(pool, w
     assert first == second
     assert first[2][0] == 6
     assert first[2][2]["scale"] == 4.0 * 2**4  # 9 batches are 4 times 2, and one
+
+
+def _with_states(driver, source):
+    p = torch.ones(2)
+    plain = {"pair": (1, 2.5), 3: None, "rows": [(1,), [2]], "by": {4: "four", (5, 6): True}}
+    state = {p: {**plain, "moment": torch.ones(2)}} if driver.rank == source else {}
+    take_states(driver, [p], [state], source)
+    assert state[p].pop("moment").tolist() == [1, 1]
+    return state[p], plain
+
+
+def test_plain_values_of_states_arrive_as_they_are():
+    for found, plain in ranks(2, _with_states, 1):
+        assert found == plain
 
 
 def _parting_rates(rank):
