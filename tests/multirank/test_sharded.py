@@ -322,6 +322,38 @@ def test_a_frozen_parameter_may_be_whole_and_a_refresh_brings_nothing_twice(pool
         assert torch.equal(trained, found[0][2])
 
 
+def _by_closure(rank, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 2))  # LBFGS takes even shards only
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    x, _ = _batch(0, rank)
+    evaluations = 0
+
+    def closure():
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * 10.0 ** (-10 * rank)
+        loss.backward()
+        return loss.detach()
+
+    with stenograd.distribute(model, optimizer, group=mesh["replicate"], timeout_s=60):
+        optimizer.step(closure)
+    return evaluations, _whole(model)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 2)], ids=str)
+def test_lbfgs_decides_alike_on_all_shards_of_all_replicas(pool, mesh_shape):
+    """Losses on rank 1 and beyond are such that LBFGS would end there at once."""
+    found = pool.run(mesh_shape[0] * 2, _by_closure, mesh_shape, timeout_s=60)
+    assert found[0][0] > 1
+    for evaluations, whole in found:
+        assert evaluations == found[0][0]
+        assert torch.equal(whole, found[0][1])
+
+
 def _refused(rank):
     mesh = _mesh()
     said = []

@@ -228,6 +228,14 @@ class ShardedSync(GradientSync):
         if not self._finite and self._passes.skips:
             self._spoil()
 
+    def _mean(self, loss: float) -> float:
+        """Return the mean over all shards, too: FSDP's ranks must evaluate a closure equally often."""
+        received = self._row.driver.run(
+            gather(torch.tensor([super()._mean(loss)], dtype=torch.float64, device="cpu"))
+        )
+        found = [float(other) for (other,) in received]
+        return sum(found) / len(found)  # in rank order, as of the replicas
+
     def _ask_all(self, own: Tensor) -> list[tuple[Tensor, ...]]:
         (found,) = self._row.each([any(int(other) for (other,) in super()._ask_all(own))])
         return [(torch.tensor([int(found)], device="cpu"),)]
