@@ -109,7 +109,7 @@ class GradientSync(Sync, Joinable):
         self._group = group
         self._driver = Driver.own(group, timeout_s=timeout_s)
         self._slots: dict[int, Slot] = {}
-        self._met: list[Tensor] = []  # parameters that ranks have alike; kept, so that ids stay theirs
+        self._met: list[Tensor] = []  # parameters that ranks have alike; kept, so that nobody gets their ids
         self._watches, self._wrapping = [], Wrapping(self)
         self._left = Leftovers()
         with self._wholly():

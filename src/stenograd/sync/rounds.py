@@ -452,7 +452,7 @@ class ParameterSync(RoundSync):
     def _count_anew(self, fragment: int, *, lost: bool) -> None:
         """Count no more what this rank has brought to a round: all have taken that, or it is lost."""
         self._kept.pop(fragment, None)
-        # What was trained while the round was under way is lost, too; in a node only in some places.
+        # What was trained while the round was under way is lost, too; in a node only of a part of the model.
         if lost and self._weighing is not None and self._nodes is None:
             self._trained_at[fragment] = self._weighing.trained
 
