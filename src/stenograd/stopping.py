@@ -55,7 +55,9 @@ class StopOn:
         self._earlier: dict[int, Any] = {}
         _active = (*_active, self)
         for number in self.signals:
-            self._earlier[number] = signal.signal(number, self._note)
+            # Noted first: a signal may come as soon as ours is in place.
+            self._earlier[number] = signal.getsignal(number)
+            signal.signal(number, self._note)
 
     @property
     def requested(self) -> bool:
@@ -79,7 +81,7 @@ class StopOn:
         # Compared by `==`, because each access to `_note` makes another bound method.
         for number, earlier in self._earlier.items():
             if signal.getsignal(number) == self._note:  # else whoever came later keeps it
-                signal.signal(number, _usable(earlier))
+                signal.signal(number, _usable(number, earlier))
         _active = tuple(other for other in _active if other is not self)
         self.requested_at = None
         if not _active:
@@ -94,8 +96,10 @@ class StopOn:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Note a request, and let an earlier handler have it; the second one is for that alone."""
-        now, earlier = time.monotonic(), _usable(self._earlier[number])
-        if now - self._seen.setdefault(number, now) > SAME_S:
+        now, earlier = time.monotonic(), _usable(number, self._earlier[number])
+        again = now - self._seen.setdefault(number, now) > SAME_S
+        # One that has ended may be called by a handler that was put over it.
+        if again or self not in _active:
             signal.signal(number, earlier)
             # Raised again, because the default action is nothing that could be called.
             signal.raise_signal(number)
@@ -174,7 +178,7 @@ def alone() -> Callable[[], None]:
     def undo() -> None:
         for number, handler in before.items():
             if signal.getsignal(number) == ours[number]:
-                signal.signal(number, _usable(handler))
+                signal.signal(number, _usable(number, handler))
 
     return undo
 
@@ -198,7 +202,11 @@ def _check_thread() -> None:
         )
 
 
-def _usable(handler: Any) -> Any:
+def _usable(number: int, handler: Any) -> Any:
+    """Return an earlier handler, or what it had found itself if it is of a `StopOn` that has ended."""
+    one = getattr(handler, "__self__", None)
+    if isinstance(one, StopOn) and one not in _active and handler == one._note:
+        return _usable(number, one._earlier[number])
     return signal.SIG_DFL if handler is None else handler  # None: installed by C code
 
 
@@ -209,7 +217,7 @@ def _forget() -> None:
     for one in reversed(_active):
         for number, earlier in one._earlier.items():
             if signal.getsignal(number) == one._note:
-                signal.signal(number, _usable(earlier))
+                signal.signal(number, _usable(number, earlier))
     _active = ()
 
 

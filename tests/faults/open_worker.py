@@ -85,6 +85,8 @@ def main(folder, method, step_s):
         if "WEIGH" in os.environ:
             sync.weight(8 + world.rank)
         (model(x) - x[:, :4]).square().mean().backward()
+        if sync.step == int(os.environ.get("SPOIL", "-1")):
+            nn.init.constant_(model[0].bias, torch.nan)
         optimizer.step()
         time.sleep(step_s * slower)
     end = {"steps": sync.step, "tokens": sync.tokens, "events": sync.events, "final": _final(model, sync)}

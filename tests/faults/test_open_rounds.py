@@ -316,6 +316,15 @@ def test_a_slow_rank_is_not_waited_for_and_counts_for_what_it_has_trained(run):
     assert ends[1]["brought"]["0"] == slow
 
 
+def test_after_a_void_round_all_count_for_what_they_have_kept(run):
+    one = run(2, "diloco:every=5,quorum=0.5,grace=60", 0.0)
+    one.last(5)
+    one.start(0)
+    one.start(1, SPOIL="8")
+    tokens = one.ends()[0]["tokens"]
+    assert tokens["0"] == tokens["1"] + 5  # in the second round
+
+
 def test_a_copy_that_did_not_arrive_whole_is_sent_again(run):
     one = run(2, "diloco:every=5,quorum=0.5,grace=0.5")
     for rank in range(2):

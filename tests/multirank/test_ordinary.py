@@ -12,6 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 import stenograd
 
 
+class _Calls(nn.Module):
+    """Calls a model that is no part of it."""
+
+    def __init__(self, called):
+        super().__init__()
+        self.last, self.called = nn.Linear(3, 1), [called]
+
+    def forward(self, x):
+        return self.last(self.called[0](x))
+
+
 def _double(rank):
     """Both orders of wrapping; and a model that DDP only looks at without averaging."""
     model = mlp(0)
@@ -25,12 +36,18 @@ def _double(rank):
             wrapped(x)
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stenograd.distribute(model, optimizer, "topk", timeout_s=30):
+    with stenograd.distribute(model, optimizer, "topk", timeout_s=30) as sync:
         later = DistributedDataParallel(model)
         with pytest.raises(stenograd.errors.ConfigError, match="inside DistributedDataParallel"):
             later(x)
         other = DistributedDataParallel(mlp(1))
         other(x).sum().backward()  # another model of the program's
+        around = DistributedDataParallel(_Calls(model))
+        around(x)
+        assert [*sync._wrapping._harmless] == [around]
+        del around
+        gc.collect()
+        assert not sync._wrapping._harmless  # the next one may come to lie there
     with pytest.raises(stenograd.errors.ConfigError, match=r"stenograd\.ddp\.register"):
         stenograd.distribute(wrapped, optimizer, "topk")
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import stenograd
 from stenograd.errors import NonFiniteError, PeerLost
+from stenograd.schedules import Local
 from stenograd.simulate import ranks
 from stenograd.topology import RandomPairs, mixing_matrix
 from stenograd.topology.pairs import spread_per_round
@@ -36,6 +37,13 @@ def test_pending_tells_of_what_is_under_way_and_flush_finishes_it():
         return seen
 
     assert ranks(2, rank_of) == [[False, False, False, True, False, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("lr", "steps"), [(0.02, 4), (0.008, 6), (1e-6, 4 * 10**8), (1e-160, 2**31 - 1), (5e-324, 2**31 - 1)]
+)
+def test_a_period_is_bounded_at_every_rate(lr, steps):
+    assert Local(every=4, qsr=0.02).period(lr) == pytest.approx(steps, rel=1e-9)
 
 
 def test_quadratic_rule_makes_rounds_rarer_as_the_rate_falls():

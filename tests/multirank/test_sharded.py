@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import stenograd
+from stenograd.wire.traffic import ATTACH
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(VERSION < (2, 8), reason="FSDP2 of torch 2.6 does not run on CPU")
@@ -290,6 +291,69 @@ def test_every_shard_has_files_and_keys_of_its_own(pool, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trace-shard0of2.json", "trace-shard1of2.json"]
 
 
+def _partly_frozen(rank):
+    """A frozen layer that is whole on each rank, before one that is sharded; and two calls of refresh()."""
+    mesh = _mesh()
+    torch.manual_seed(rank)
+    frozen, trained = nn.Linear(12, 4).requires_grad_(False), nn.Linear(4, 1)
+    model = nn.Sequential(frozen, fully_shard(trained, mesh=mesh["shard"]))
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    sync = stenograd.distribute(model, optimizer, group=mesh["replicate"], timeout_s=60, check_every=1)
+    with sync:
+        brought = []
+        for _ in range(2):
+            before = _broadcast(sync)
+            sync.refresh()
+            brought.append(_broadcast(sync) - before)
+        nn.functional.mse_loss(model(_batch(0, rank)[0]), _batch(0, rank)[1]).backward()
+        optimizer.step()
+        return brought, frozen.weight.clone(), trained.weight.full_tensor()
+
+
+def _broadcast(sync):
+    return sum(e.payload_bytes for e in sync.traffic.entries() if e.op == "broadcast" and e.kind == ATTACH)
+
+
+def test_a_frozen_parameter_may_be_whole_and_a_refresh_brings_nothing_twice(pool):
+    found = pool.run(4, _partly_frozen, timeout_s=200)
+    for at, (brought, frozen, trained) in enumerate(found):
+        assert brought == [0, 0]
+        assert torch.equal(frozen, found[at % 2][1])  # equal where the same shards are
+        assert torch.equal(trained, found[0][2])
+
+
+def _by_closure(rank, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 2))  # LBFGS takes even shards only
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    x, _ = _batch(0, rank)
+    evaluations = 0
+
+    def closure():
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * 10.0 ** (-10 * rank)
+        loss.backward()
+        return loss.detach()
+
+    with stenograd.distribute(model, optimizer, group=mesh["replicate"], timeout_s=60):
+        optimizer.step(closure)
+    return evaluations, _whole(model)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (1, 2)], ids=str)
+def test_lbfgs_decides_alike_on_all_shards_of_all_replicas(pool, mesh_shape):
+    """Losses on rank 1 and beyond are such that LBFGS would end there at once."""
+    found = pool.run(mesh_shape[0] * 2, _by_closure, mesh_shape, timeout_s=60)
+    assert found[0][0] > 1
+    for evaluations, whole in found:
+        assert evaluations == found[0][0]
+        assert torch.equal(whole, found[0][1])
+
+
 def _refused(rank):
     mesh = _mesh()
     said = []
@@ -306,6 +370,7 @@ def _refused(rank):
     attempt(_sharded(mesh["shard"]))
     attempt(_sharded(mesh["shard"]), group=mesh["shard"])
     attempt(_sharded(mesh["shard"]), "local:every=4", **across)
+    attempt(_sharded(mesh["shard"]), "diloco:quorum=0.75", **across)
     attempt(_net(), group=mesh)
     partly = _net()
     fully_shard(partly[2], mesh=mesh["shard"])
@@ -318,7 +383,8 @@ def test_what_cannot_work_is_refused_with_the_fix(pool):
         'mesh=mesh["shard"]',
         'group=mesh["replicate"]',
         "other dimension",
-        "topk",
+        "a sharded model (FSDP) cannot be trained with local:every=4",
+        "a sharded model (FSDP) cannot be trained with diloco:quorum=0.75",
         "one dimension",
         "root",
     ]

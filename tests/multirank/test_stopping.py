@@ -1,5 +1,6 @@
 """Requests to stop: heard on all ranks at one step, whatever the method, without a byte or bit."""
 
+import itertools
 import os
 import signal
 import threading
@@ -299,3 +300,39 @@ def test_earlier_handlers_are_called_and_come_back():
         assert signal.getsignal(signal.SIGUSR1) == earlier
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "wrapped"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_signals_are_given_back_whichever_ends_first(order, wrapped):
+    """Also where the program calls what it has found from a handler of its own."""
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("earlier"))
+    try:
+        earlier = signal.getsignal(signal.SIGUSR1)
+        made = [stenograd.stop_on(signal.SIGUSR1) for _ in range(3)]
+        if wrapped:
+            newest = signal.getsignal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, lambda *about: newest(*about))
+        for at in order:
+            made[at].close()
+        assert wrapped or signal.getsignal(signal.SIGUSR1) == earlier
+        signal.raise_signal(signal.SIGUSR1)
+        assert heard == ["earlier"]
+        assert not any(one.requested for one in made)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_comes_at_once_is_a_request(monkeypatch):
+    install = signal.signal
+
+    def raising(number, handler):
+        found = install(number, handler)
+        if handler not in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.raise_signal(number)
+        return found
+
+    monkeypatch.setattr(signal, "signal", raising)
+    with stenograd.stop_on(signal.SIGUSR1) as stop:
+        assert stop.requested

@@ -1,6 +1,7 @@
 """Ranks and passes that count differently, by tokens: as one process over all tokens would train."""
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -160,6 +161,55 @@ def test_rounds_count_what_each_rank_has_trained(pool, method):
     wanted = pool.run(WORLD, _linear, method, False)
     for other, one in zip(found, wanted, strict=True):
         assert torch.allclose(other, one, rtol=0, atol=1e-9)
+
+
+def _void(driver, method, weighted, saves):
+    """Return for what each part of a rank counts in the second round, after one that ranks 0 and 1 spoilt."""
+    state = None
+    for start, stop in ((0, 2), (2, 4)) if saves else ((0, 4),):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = stenograd.distribute(model, optimizer, method, group=driver, timeout_s=60)
+        if state is not None:
+            for part, kept in zip((model, optimizer, sync), state, strict=True):
+                part.load_state_dict(kept)
+        for step in range(start, stop):
+            sync._ends_at = 0.0 if step % 2 else math.inf  # by time, two passes are a round as well
+            if weighted:
+                sync.weight(10**step * (driver.rank + 1))
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            if step == 1 and driver.rank < 2:
+                torch.nn.init.constant_(model.weight, torch.nan)
+            optimizer.step()
+        state = [part.state_dict() for part in (model, optimizer, sync)]
+        state[0] = {name: value.clone() for name, value in state[0].items()}
+        weight = sync._parts[0].weight
+        sync.close()
+    return weight
+
+
+ALL, SECOND = 1111, 1100  # what a rank counts by weights, with the first round and without
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["", "saved"])
+@pytest.mark.parametrize(
+    ("method", "weighted", "counts"),
+    [
+        ("local:every=2", True, [SECOND, 2 * SECOND, 3 * ALL, 4 * ALL]),
+        ("diloco:every=2", True, [SECOND, 2 * SECOND, 3 * ALL, 4 * ALL]),
+        # What was trained while the void round was under way is lost, too.
+        ("diloco:every=2,delay=1,mix=0.5", True, [1000, 2000, 3 * ALL, 4 * ALL]),
+        # Ranks 1 and 3 speak for the bias, of which the first round was sound.
+        ("diloco:every=2,inside=dense,node_size=2", True, [3 * SECOND, 3 * SECOND, 7 * ALL, 7 * SECOND]),
+        ("diloco:every=1000s", True, [SECOND, 2 * SECOND, 3 * ALL, 4 * ALL]),
+        ("diloco:every=1000s", False, [2, 2, 4, 4]),
+    ],
+)
+def test_what_a_void_round_has_left_counts_in_the_next(method, weighted, counts, saves):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ranks(4, _void, method, weighted, saves) == counts
 
 
 def _idle(rank, method):
@@ -325,6 +375,27 @@ def _rounds_of(driver, how):
 def test_a_round_of_equal_weights_counts_alike_after_one_of_unequal_ones(how):
     """0 and 4 by 3 and 1 is 1; then 1 and 5 is 3."""
     assert ranks(2, _rounds_of, how) == [[1.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("again", [4, 8, None], ids=["other", "equal", "none"])
+@pytest.mark.parametrize("kept", [False, True], ids=["set_to_none", "zeros"])
+def test_a_number_without_a_pass_changes_nothing(again, kept):
+    """A batch is skipped after its weight was given, and the step is made all the same."""
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    with stenograd.distribute(layer, optimizer, "local:every=2") as sync:
+        sync.weight(8)
+        layer(torch.ones(1, 1)).sum().backward()
+        sync.weight(24)
+        optimizer.step()
+        assert layer.weight.grad.item() == 1.0
+        assert sync._weighing.trained == 8
+        optimizer.zero_grad(set_to_none=not kept)
+        if again is not None:
+            sync.weight(again)
+        layer(torch.ones(1, 1)).sum().backward()
+        assert layer.weight.grad.item() == 1.0
+        assert sync._weighing.trained == 8 + (24 if again is None else again)
 
 
 def _one_forgets(rank, method):

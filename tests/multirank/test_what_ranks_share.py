@@ -20,7 +20,9 @@ from stenograd.mlbench.aggregation import AllReduceAggregation
 from stenograd.mlbench.decentralized import DecentralizedAggregation, DecentralizedSGD
 from stenograd.simulate import ranks
 from stenograd.singa import DistOpt
+from stenograd.sync.averaging import take_states
 from stenograd.sync.gradients import GradientSync
+from stenograd.sync.step_settings import StepSettings
 from stenograd.testing.methods import by_name
 
 EVERY_SCHEDULE = ["dense", *(f"{name}:every=2" for name in schedules())]
@@ -248,6 +250,43 @@ def test_after_uneven_inputs_all_ranks_go_on_with_the_last_ones_settings(pool, w
     assert first == second
     assert first[2][0] == 6
     assert first[2][2]["scale"] == 4.0 * 2**4  # 9 batches are 4 times 2, and one
+
+
+def _made_otherwise(driver):
+    """Schedulers that ranks find in different orders, as Python's garbage collector does not keep them."""
+    optimizers = [_sgd(mlp(0)), _sgd(mlp(0))]
+    kinds = torch.optim.lr_scheduler
+    makes = {
+        1: lambda: kinds.ExponentialLR(optimizers[0], 0.9),
+        2: lambda: kinds.ExponentialLR(optimizers[0], 0.5),
+        3: lambda: kinds.ExponentialLR(optimizers[1], 0.5),
+        4: lambda: kinds.StepLR(optimizers[1], 3),
+    }
+    order = list(makes) if driver.rank else reversed(makes)
+    made = {number: makes[number]() for number in order}
+    for number, scheduler in made.items():
+        scheduler.last_epoch = 10 * number + driver.rank
+    StepSettings(optimizers).share(driver, 1)
+    gammas = [made[number].gamma for number in makes]
+    return [made[number].last_epoch for number in makes], gammas
+
+
+def test_schedulers_are_shared_in_whichever_order_they_are_found():
+    assert ranks(2, _made_otherwise) == [([11, 21, 31, 41], [0.9, 0.5, 0.5, 0.1])] * 2
+
+
+def _with_states(driver, source):
+    p = torch.ones(2)
+    plain = {"pair": (1, 2.5), 3: None, "rows": [(1,), [2]], "by": {4: "four", (5, 6): True}}
+    state = {p: {**plain, "moment": torch.ones(2)}} if driver.rank == source else {}
+    take_states(driver, [p], [state], source)
+    assert state[p].pop("moment").tolist() == [1, 1]
+    return state[p], plain
+
+
+def test_plain_values_of_states_arrive_as_they_are():
+    for found, plain in ranks(2, _with_states, 1):
+        assert found == plain
 
 
 def _parting_rates(rank):

@@ -369,3 +369,16 @@ def test_a_quorum_without_a_store_and_a_store_without_a_quorum_are_refused(monke
             stenograd.distribute(*_tiny(), "local:quorum=0.5")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_state_is_of_the_round_that_saving_it_has_held(monkeypatch, tmp_path):
+    monkeypatch.setenv("STENOGRAD_OPEN", str(tmp_path / "store"))
+    model, optimizer = _tiny()
+    try:
+        with stenograd.distribute(model, optimizer, "diloco:every=2,quorum=0.5", timeout_s=10) as sync:
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()  # no step, which would hold the round
+            state = sync.state_dict()
+    finally:
+        stenograd.shutdown()
+    assert (state["round"], state["state"], state["tokens"], state["since"]) == (1, 1, [[0, 2.0]], {"0": 0})

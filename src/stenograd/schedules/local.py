@@ -13,6 +13,8 @@ from stenograd.schedules.schedule import Codec, What, refused
 
 __all__ = ["Local"]
 
+_ENOUGH = 1 << 16  # its square is beyond the longest round; that of a larger ratio may be beyond floats
+
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Rounds):
@@ -82,5 +84,6 @@ class Local(Rounds):
         # A scheduler may reach a rate of 0, by which nothing can be divided.
         if not self.qsr or lr <= 0:
             return self.every
+        steps = math.floor(min(self.qsr / lr, _ENOUGH) ** 2)
         # the bound of `every` itself
-        return min(max(self.every, math.floor((self.qsr / lr) ** 2)), (1 << 31) - 1)
+        return min(max(self.every, steps), (1 << 31) - 1)

@@ -433,7 +433,7 @@ def take_states(
         said = json.dumps(form)
     except TypeError as cause:
         said = json.dumps(str(cause))
-    form = json.loads(driver.gather_bytes(said.encode())[source])
+    form = json.loads(driver.gather_bytes(said.encode())[source], object_hook=_unpacked)
     if isinstance(form, str):
         raise StenogradError(
             f"an optimizer's state must be tensors and plain values to be shared with ranks that lack it "
@@ -442,9 +442,10 @@ def take_states(
     tensors: list[Tensor] = []
     for p, entries, kept in zip(parameters, form, states, strict=True):
         state = kept.setdefault(p, {}) if entries else {}
-        for key, (kind, value, where) in entries.items():
+        for key, kind, value, where in entries:
             if kind == "value":
-                state[key] = value
+                if not own:
+                    state[key] = value
                 continue
             if not own:
                 dtype, place = getattr(torch, kind), p.device if where == "parameter" else torch.device("cpu")
@@ -484,16 +485,31 @@ def _moments(
     return found
 
 
-def _form(state: Mapping[str, Any]) -> dict[str, tuple[str, Any, str]]:
-    """Describe one parameter's state: of tensors the type, shape and place."""
-    form: dict[str, tuple[str, Any, str]] = {}
+def _form(state: Mapping[Any, Any]) -> list[list[Any]]:
+    """Describe one parameter's state: for each entry the key, and of tensors the type, shape and place."""
+    form: list[list[Any]] = []
     for key, value in state.items():
         if isinstance(value, Tensor):
             place = "cpu" if value.device.type == "cpu" else "parameter"
-            form[key] = (str(value.dtype).removeprefix("torch."), list(value.shape), place)
+            form.append([_packed(key), str(value.dtype).removeprefix("torch."), list(value.shape), place])
         else:
-            form[key] = ("value", value, "")
+            form.append([_packed(key), "value", _packed(value), ""])
     return form
+
+
+def _packed(value: Any) -> Any:
+    """Return a plain value as JSON can write it, which knows neither tuples nor keys that are no strings."""
+    if isinstance(value, dict):
+        return {"dict": [[_packed(key), _packed(entry)] for key, entry in value.items()]}
+    if isinstance(value, (tuple, list)):
+        entries = [_packed(entry) for entry in value]
+        return {"tuple": entries} if isinstance(value, tuple) else entries
+    return value
+
+
+def _unpacked(found: dict[str, Any]) -> Any:
+    """Return what `_packed` has made an object of."""
+    return tuple(found["tuple"]) if "tuple" in found else dict(found["dict"])
 
 
 _SAMPLE = 256  # elements by which a tensor is told to be a copy

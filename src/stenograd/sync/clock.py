@@ -430,7 +430,7 @@ class RoundSync(Sync):
         refuse_step(optimizer, self._averaged())
         self._skip_bad(optimizer, zeros)
         if self._weighing is not None:
-            self._weighing.end()
+            self._weighing.end(self._learning())
         self._copies.steps()
 
     def _skip_bad(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:

@@ -97,13 +97,13 @@ def distribute(
     kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
     guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
     chosen = parse(method)
-    # FSDP comes first: it refuses schedules by itself, with its own reason.
-    kind = ShardedSync if is_sharded(model) else _KINDS.get(chosen.schedule.what, ParameterSync)
-    if getattr(chosen.schedule, "quorum", 0):
-        kind = OpenRounds
-    elif OPEN_VARIABLE in os.environ:
+    quorum = getattr(chosen.schedule, "quorum", 0)
+    if OPEN_VARIABLE in os.environ and not quorum:
         raise ConfigError(
             f"{OPEN_VARIABLE} is set, so this process is a worker of an open run, which needs rounds with a "
             f"quorum, got {chosen}: use diloco:every=30,quorum=0.75, or unset it"
         )
+    kind = OpenRounds if quorum else _KINDS.get(chosen.schedule.what, ParameterSync)
+    # FSDP comes before all schedules: it refuses them by itself, with its own reason.
+    kind = ShardedSync if is_sharded(model) else kind
     return kind(model, optimizer, chosen, skip_bad_steps=skip_bad_steps, **kept, **guard)

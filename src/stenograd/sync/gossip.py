@@ -342,7 +342,7 @@ class Gossip:
             self._estimates.load_state_dict(state.get("estimates", {}))
         if self.share is not None:
             self.share.fill_(float(state.get("share", 1.0)))
-        self.step = state["step"]
+        self.step, self._skip_to = state["step"], 0  # a loss before says nothing of what comes now
 
 
 _SHARE = "push-sum in rounds"  # names no parameter: a state's tensors are sorted by name

@@ -109,7 +109,7 @@ class GradientSync(Sync, Joinable):
         self._group = group
         self._driver = Driver.own(group, timeout_s=timeout_s)
         self._slots: dict[int, Slot] = {}
-        self._met: list[Tensor] = []  # parameters that are equal on all ranks; kept, so that ids stay theirs
+        self._met: list[Tensor] = []  # parameters that ranks have alike; kept, so that nobody gets their ids
         self._watches, self._wrapping = [], Wrapping(self)
         self._left = Leftovers()
         with self._wholly():
@@ -153,7 +153,7 @@ class GradientSync(Sync, Joinable):
         parameters = self._found()
         settings = {"bucket_bytes": self._bucket_bytes, _SETTINGS: self._checks}
         met = {id(p) for p in self._met}
-        new = [name for name, p in parameters.items() if self._met and id(p) not in met]
+        new = [name for name, p in parameters.items() if self._met and id(self._owner(p)) not in met]
         self._compare(parameters, {**settings, "new parameters": new})
         thin = sparse_parameters(self._model)
         # autograd makes gradients about in the reverse of the order of definition.
@@ -170,7 +170,7 @@ class GradientSync(Sync, Joinable):
         before, now = vars(self).get("_parameters", {}), {id(p): name for name, p in parameters.items()}
         # `new` was compared above, so all ranks send the same tensors in the same order.
         broadcast_tensors(self._driver, [parameters[name].detach() for name in new])
-        self._met = list(self._model.parameters())
+        self._met = list(self._trained.parameters())
         kept = {name: now.get(id(p), "") for name, p in before.items()}
         if lost := sorted(set(self._exchange.arrange(buckets, device, kept)) & parameters.keys()):
             warnings.warn(

@@ -321,7 +321,7 @@ class Wrapping:
     def __init__(self, keeps: object = None) -> None:
         self._keeps = keeps
         self._own: dict[int, Tensor] = {}  # torch cannot swap (`model.to`) what has a weak reference
-        self._harmless: set[int] = set()
+        self._harmless: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._members = Members()
         self._looked = False
         with self._lock:
@@ -335,7 +335,7 @@ class Wrapping:
 
     def watch(self, parameters: Iterable[Tensor], members: Members | None = None) -> None:
         """Take the parameters that are averaged here; none when that has ended."""
-        self._own, self._harmless = {id(p): p for p in parameters}, set()
+        self._own, self._harmless = {id(p): p for p in parameters}, weakref.WeakSet()
         self._members = members or Members()
 
     def look(self) -> None:
@@ -363,7 +363,7 @@ class Wrapping:
         self._members()
         active = DistributedDataParallel._active_ddp_module
         # A pass in no_sync() says nothing of later ones, so its model is not noted as harmless.
-        if active is None or id(active) in self._harmless or not active.require_backward_grad_sync:
+        if active is None or active in self._harmless or not active.require_backward_grad_sync:
             return
         if self.watches(set(map(id, active.parameters()))):
             raise ConfigError(
@@ -371,7 +371,7 @@ class Wrapping:
                 "so nothing would be saved: use stenograd.ddp.register(ddp_model, method) instead of "
                 "distribute, or train the model without DistributedDataParallel"
             )
-        self._harmless.add(id(active))
+        self._harmless.add(active)
 
 
 def synced_parameters(

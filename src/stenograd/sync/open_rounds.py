@@ -192,9 +192,10 @@ class OpenRounds(ParameterSync):
 
         A round that is due is held first. All workers of a run may load what one has saved.
         """
+        found = super().state_dict()  # first: it holds the round, of which the rest tells
         since = {str(f): self._counted - self._counted_at.get(f, 0) for f in range(len(self._parts))}
         more = {"state": self._state, "tokens": [*map(list, self._tokens.items())], "since": since}
-        return {**super().state_dict(), **more}
+        return {**found, **more}
 
     @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -372,19 +373,21 @@ class OpenRounds(ParameterSync):
         if k == 0:  # all have the same parameters now, and that is all
             self.hold(lambda: None, self._parts, None, k)
             return
-        part, counted = self._parts[fragment], self._counted
-        trained = 0.0 if self._weighing is None else self._weighing.trained
+        part = self._parts[fragment]
         # A number that all members know, so that messages are as long as in a fixed world, and summed alike.
         part.passes, part.stop = k, self._asks()
         self._sent_fragment = fragment
         self._send(part)
-        # Only after a sound round: what was trained before a void one is still to be counted.
         if self._finish(fragment):
-            self._counted_at[fragment], self._trained_at[fragment] = counted, trained
             plan = self._plan
             assert plan is not None
             for rank, weight in zip(plan.ranks, plan.weights, strict=True):
                 self._tokens[rank] = self._tokens.get(rank, 0.0) + weight / self._schedule.fragments
+
+    def _count_anew(self, fragment: int, *, lost: bool) -> None:
+        # Not after a void round: what was trained before it is still to be counted, unless it is lost.
+        self._counted_at[fragment] = self._counted
+        self._trained_at[fragment] = 0.0 if self._weighing is None else self._weighing.trained
 
     @property
     def _plan_weight(self) -> float:

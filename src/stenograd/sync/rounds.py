@@ -50,11 +50,13 @@ class _Outcome:
         bad: names of the nodes that made it void, which stay when ranks are lost.
         hopeless: whether no node is left in some place from which the others could start.
         lost: places in this rank's node that have lost their part of it.
+        taken: whether this rank takes what its part brought.
         start: gives the ranks that made the round void finite parameters.
     """
 
     sound: bool
     lost: list[int]
+    taken: bool
     bad: frozenset[int] = frozenset()
     hopeless: bool = False
     start: Callable[[], object] = bool  # called without arguments, it does nothing
@@ -112,6 +114,7 @@ class ParameterSync(RoundSync):
         self._void: set[int] = set()  # names of the nodes that made the last round void
         self._parts: list[Part] = []
         self._trained_at: dict[int, float] = {}  # what was trained when each fragment's last round began
+        self._kept: dict[int, float] = {}  # what each fragment's rounds counted that are under way or void
         self._ends_at, self._held_at = 0.0, 0  # by time: when the next round is due; passes at the last
         self._side: Driver | None = None  # for what is under way while training goes on, whichever fragment
 
@@ -136,7 +139,7 @@ class ParameterSync(RoundSync):
                 shared["beside"] = self._buffers
             self._parts.append(Part(part, driver, how, schedule, chunk, **shared))
         self._common_at = max(self._counted - schedule.after, 0)
-        self._ends_at, self._held_at = time.monotonic() + schedule.seconds, self._counted
+        self._count_afresh()
 
     def _check_weighing(self) -> None:
         diloco = self._schedule if isinstance(self._schedule, DiLoCo) else None
@@ -148,12 +151,17 @@ class ParameterSync(RoundSync):
             )
 
     def _begin_rounds(self) -> None:
-        if self._weighing is not None:
-            self._trained_at = dict.fromkeys(range(len(self._parts)), self._weighing.trained)
         for part in self._parts:
             part.anchor()
-        self._next, self._held_at = self._period(), self._counted
-        self._ends_at = time.monotonic() + self._schedule.seconds
+        self._next = self._period()
+        self._count_afresh()
+
+    def _count_afresh(self) -> None:
+        """Let the next rounds count what is trained from now on."""
+        trained = 0.0 if self._weighing is None else self._weighing.trained
+        self._trained_at = dict.fromkeys(range(len(self._parts)), trained)
+        self._kept.clear()
+        self._ends_at, self._held_at = time.monotonic() + self._schedule.seconds, self._counted
 
     def _dismantle(self) -> None:
         for part in self._parts:
@@ -261,7 +269,7 @@ class ParameterSync(RoundSync):
             **joined(self._parts, own=not self._is_common),
             "flying": flying,
             "void": [i for i, name in enumerate(self._names()) if name in self._void],
-            "own": {"skipped": self.skipped, **self._trained_since()},
+            "own": {"skipped": self.skipped, **self._counts_so_far()},
         }
 
     @as_in_training
@@ -282,6 +290,7 @@ class ParameterSync(RoundSync):
         # `Weights` begins at 0 in each process, so states hold differences.
         trained = 0.0 if self._weighing is None else self._weighing.trained
         self._trained_at = {int(f): trained - n for f, n in state["own"].get("trained", {}).items()}
+        self._kept = {int(f): float(n) for f, n in state["own"].get("kept", {}).items()}
         self._void = {name for i, name in enumerate(self._names()) if i in state["void"]}
         self._flying = {int(f): int(t) for f, t in state["flying"].items()}
         self._saved_by = int(state.get("saved_by", self.world_size))
@@ -313,6 +322,7 @@ class ParameterSync(RoundSync):
             ]
         self.round += any(ended)
         self._common_at = self._counted - self._dense_passes
+        self._count_afresh()
 
     # The steps of a round, in their order.
 
@@ -403,9 +413,8 @@ class ParameterSync(RoundSync):
         """Hold a round of ranks that have made as many steps as they could since the last."""
         (part,) = self._parts
         steps, self._held_at = self._counted - self._held_at, self._counted
-        counted = self._counts(0)
         # `part.stop` stays as it is: `_assemble` has asked, and without `passes` no flag travels to carry it.
-        part.passes, part.weight = None, float(steps) if counted is None else counted
+        part.passes, part.weight = None, self._counts(0, float(steps))
         part.send()
         self._finish(0)
         self._due = []  # another rank's round was this one's, too
@@ -422,25 +431,39 @@ class ParameterSync(RoundSync):
             return self._asks()
         return self._gradients is not None and self._gradients._stopping
 
-    def _counts(self, fragment: int) -> float | None:
-        """Return what this rank (or node) has trained since the fragment's last round; None if unweighted."""
-        if self._weighing is None:
-            return None
-        # First: what follows are collectives that only ranks with weights take part in.
-        self._weighing.agree()
-        trained = self._weighing.trained
-        since, self._trained_at[fragment] = trained - self._trained_at.get(fragment, 0.0), trained
-        if self._nodes is None:
-            return since
-        return sum(sum_over_ranks(self._nodes.inside, [since]))
+    def _counts(self, fragment: int, steps: float | None = None) -> float | None:
+        """Return what this rank (or node) counts for: what it has trained since the fragment's last round.
 
-    def _trained_since(self) -> dict[str, Any]:
-        """Return for a state what this rank has trained since each fragment's last round."""
+        With what void rounds counted that it has kept. Unweighted, that is of `steps`, or None.
+        """
+        since = steps
+        if self._weighing is not None:
+            # First: what follows are collectives that only ranks with weights take part in.
+            self._weighing.agree()
+            trained = self._weighing.trained
+            since, self._trained_at[fragment] = trained - self._trained_at.get(fragment, 0.0), trained
+            if self._nodes is not None:
+                since = sum(sum_over_ranks(self._nodes.inside, [since]))
+        if since is None:
+            return None
+        self._kept[fragment] = self._kept.get(fragment, 0.0) + since
+        return self._kept[fragment]
+
+    def _count_anew(self, fragment: int, *, lost: bool) -> None:
+        """Count no more what this rank has brought to a round: all have taken that, or it is lost."""
+        self._kept.pop(fragment, None)
+        # What was trained while the round was under way is lost, too; in a node only of a part of the model.
+        if lost and self._weighing is not None and self._nodes is None:
+            self._trained_at[fragment] = self._weighing.trained
+
+    def _counts_so_far(self) -> dict[str, Any]:
+        """Return for a state what this rank would count for: since each fragment's last round, and before."""
+        found = {"kept": {str(f): n for f, n in self._kept.items()}} if self._kept else {}
         if self._weighing is None:
-            return {}
+            return found
         now = self._weighing.trained
         since = {str(i): now - self._trained_at.get(i, 0.0) for i in range(len(self._parts))}
-        return {"trained": since}
+        return {"trained": since, **found}
 
     def _finish(self, fragment: int) -> bool:
         """Take what was sent, and do what belongs to a round when its first fragment has come.
@@ -456,6 +479,10 @@ class ParameterSync(RoundSync):
             self._flying.pop(fragment, None)
             self._hear(part.stopped)
             sound = self._end(fragment, outcome)
+        # A void round leaves the others what they have trained, so it counts in the next one.
+        lost = (0 if self._nodes is None else self._nodes.place) in outcome.lost
+        if outcome.taken or lost:
+            self._count_anew(fragment, lost=lost)
         if not sound:
             return False
         if self._schedule.states == "reset":
@@ -487,7 +514,7 @@ class ParameterSync(RoundSync):
         for put in puts:
             put()
         if not part.merge() and outcome.sound:  # the step led too far, on all ranks alike
-            return replace(outcome, sound=False, lost=[])
+            return replace(outcome, sound=False, lost=[], taken=False)
         return outcome
 
     def _outcome(self, part: Part, sound: bool) -> _Outcome:
@@ -499,7 +526,7 @@ class ParameterSync(RoundSync):
             received, node, place = self._nodes.tell(code), self._nodes.node, self._nodes.place
             names = list(range(len(received)))
         elif sound:  # nobody asks the others
-            return _Outcome(True, [0] if lost else [])
+            return _Outcome(True, [0] if lost else [], taken=True)
         else:
             driver = part.driver
             own = torch.tensor([code], dtype=torch.uint8, device="cpu")
@@ -513,6 +540,7 @@ class ParameterSync(RoundSync):
         return _Outcome(
             not any(code & _VOID for codes in received for code in codes),
             [at for at, code in enumerate(received[node]) if code & _LOST],
+            sound,
             frozenset(names[i] for nodes in bad for i in nodes),
             hopeless,
             bool if sound or hopeless else part.restart(bad[place]),

@@ -228,6 +228,14 @@ class ShardedSync(GradientSync):
         if not self._finite and self._passes.skips:
             self._spoil()
 
+    def _mean(self, loss: float) -> float:
+        """Return the mean over all shards, too: FSDP's ranks must evaluate a closure equally often."""
+        received = self._row.driver.run(
+            gather(torch.tensor([super()._mean(loss)], dtype=torch.float64, device="cpu"))
+        )
+        found = [float(other) for (other,) in received]
+        return sum(found) / len(found)  # in rank order, as of the replicas
+
     def _ask_all(self, own: Tensor) -> list[tuple[Tensor, ...]]:
         (found,) = self._row.each([any(int(other) for (other,) in super()._ask_all(own))])
         return [(torch.tensor([int(found)], device="cpu"),)]
@@ -344,9 +352,12 @@ def _nothing() -> Rounds[None]:
 
 
 def _local(tensor: Any) -> Any:
-    """Return this rank's part of a distributed tensor; the same object each time, without a graph."""
+    """Return this rank's part of a tensor; the same object each time, without a graph.
+
+    One that is not distributed, as a frozen parameter may be, is whole on each rank.
+    """
     with torch.no_grad():
-        return tensor.to_local()
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _like(owner: Any, part: Tensor) -> Tensor:

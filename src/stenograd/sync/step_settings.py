@@ -98,23 +98,26 @@ class StepSettings:
         """Take one rank's settings: parameter groups without parameters, schedulers, and scalers."""
         own = json.dumps(self._all()).encode() if driver.rank == source else b"null"
         received = json.loads(driver.gather_bytes(own)[source])
+        if driver.rank == source:
+            return
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         for group, other in zip(groups, received["groups"], strict=True):
             _take(group, other)
-        schedulers = self._schedulers()
-        if [type(scheduler).__name__ for scheduler in schedulers] == received["kinds"]:
-            for scheduler, other in zip(schedulers, received["schedulers"], strict=True):
+        left = self._schedulers()
+        if sorted(kind for kind, _ in left) == sorted(kind for kind, _ in received["schedulers"]):
+            for kind, other in received["schedulers"]:
+                # Of several of a kind the likest: what they were made with stays as it is.
+                fitting = [at for at, (own_kind, _) in enumerate(left) if own_kind == kind]
+                _, scheduler = left.pop(max(fitting, key=lambda at: _alike(vars(left[at][1]), other)))
                 _take(vars(scheduler), other)
         # Not strict: a rank that has never stepped knows no scaler yet.
         for scaler, other in zip(self._known(), received["scalers"], strict=False):
             scaler.load_state_dict(other)
 
     def _all(self) -> dict[str, Any]:
-        schedulers = self._schedulers()
         return {
             "groups": [_plain(group) for o in self._optimizers for group in o.param_groups],
-            "kinds": [type(scheduler).__name__ for scheduler in schedulers],
-            "schedulers": [_plain(vars(scheduler)) for scheduler in schedulers],
+            "schedulers": [(kind, _plain(vars(scheduler))) for kind, scheduler in self._schedulers()],
             "scalers": [scaler.state_dict() for scaler in self._known()],
         }
 
@@ -122,15 +125,17 @@ class StepSettings:
         found = (known() for known in self._scalers)
         return [scaler for scaler in found if scaler is not None and scaler.is_enabled()]
 
-    def _schedulers(self) -> list[LRScheduler]:
-        """Return the optimizers' schedulers in the order in which they were made; no optimizer knows its own.
+    def _schedulers(self) -> list[tuple[list[Any], LRScheduler]]:
+        """Return the optimizers' schedulers, each with its kind: its optimizer's number, and its type.
 
-        Looking through all objects takes some 0.1 s, once where inputs were uneven.
+        No optimizer knows its own, and the order in which they are found may differ between ranks. Looking
+        through all objects takes some 0.1 s, once where inputs were uneven.
         """
-        ids = {id(optimizer) for optimizer in self._optimizers}
+        ids = {id(optimizer): number for number, optimizer in enumerate(self._optimizers)}
         # Not `isinstance`, which reads `__class__` of every object there is: a proxy of a dead one raises.
         found = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
-        return [scheduler for scheduler in found if id(getattr(scheduler, "optimizer", None)) in ids]
+        numbers = [ids.get(id(getattr(scheduler, "optimizer", None))) for scheduler in found]
+        return [([n, type(o).__name__], o) for n, o in zip(numbers, found, strict=True) if n is not None]
 
 
 def hashed(settings: Mapping[str, Any], number: int) -> int:
@@ -183,6 +188,12 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif key != "params" and all(isinstance(v, (bool, int, float)) for v in _row(value)):
             found[key] = value
     return found
+
+
+def _alike(settings: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """Return how many settings another rank's, as they were received, have the same."""
+    own = json.loads(json.dumps(_plain(settings)))
+    return sum(own.get(key) == value for key, value in other.items())
 
 
 def _take(settings: Any, other: Mapping[str, Any]) -> None:

@@ -28,15 +28,12 @@ class Weights:
 
     Args:
         driver: the way to all ranks that give weights.
-
-    Attributes:
-        trained: what all passes so far count for.
     """
 
     def __init__(self, driver: AnyDriver) -> None:
-        self.trained = 0.0
         self._driver, self._agreed = driver, False
-        self._total = self._last = 0.0  # of the passes since an exchange or a step; of the last pass
+        self._counted = self._total = 0.0  # before the last number: of all, and since an exchange or step
+        self._last = self._unit = 0.0  # the last number; what a gradient of its pass counts for
         self._factor = self._shrunk = 1.0  # of this pass's gradients, and of those from before it
         self._given, self._made = False, True  # whether since the last exchange; whether its pass has begun
         self._handles: dict[int, Any] = {}
@@ -48,25 +45,39 @@ class Weights:
         """Return whether another rank has given weights, so that this one must count for nothing."""
         return driver.announced(_WHAT)
 
+    @property
+    def trained(self) -> float:
+        """What all passes so far count for; a number counts once its pass has begun."""
+        return self._counted + (self._last if self._made else 0.0)
+
     @torch.no_grad()
     def tell(self, n: float, reduce: str, divided: float, parameters: Iterable[Tensor]) -> None:
         """Take what the next backward pass counts for; see `Sync.weight`."""
         n, held = _checked(n, reduce, divided), list(parameters)
         self._hook(held)
         grads = [p.grad for p in held if p.grad is not None]
-        if not self._made:  # no pass came of the last number
-            self.trained -= self._last
-            self._total -= self._last
-            _scale(grads, 1.0 / self._shrunk)
+        self._close_last(grads)
         if not grads:  # zero_grad(): what was accumulated is gone
             self._total = 0.0
-        total = self._total + n
+        self._last, self._unit = n, (n if reduce == "mean" else 1.0) * divided
+        self._given, self._made = True, False
+        self._expect(grads)
+
+    def _close_last(self, grads: list[Tensor]) -> None:
+        """Count the last number if its pass has begun, else undo what was done for that pass."""
+        if self._made:
+            self._counted += self._last
+            self._total += self._last
+            self._last = 0.0
+        else:
+            _scale(grads, 1.0 / self._shrunk)
+
+    def _expect(self, grads: list[Tensor]) -> None:
+        """Make gradients their share of the mean that the coming pass, of the last number, adds to."""
+        total = self._total + self._last
         self._shrunk = self._total / total if self._total else 1.0
         _scale(grads, self._shrunk)
-        self._factor = (n if reduce == "mean" else 1.0) * divided / total if n else 0.0
-        self._total, self._last = total, n
-        self.trained += n
-        self._given, self._made = True, False
+        self._factor = self._unit / total if self._last else 0.0
 
     def take(self) -> float:
         """Return what the gradients count for that are exchanged now, and begin anew.
@@ -80,13 +91,25 @@ class Weights:
                 "before each backward pass, on every rank"
             )
         self.agree()
-        total = self._total
-        self.end()
+        self._made = True  # its pass exchanges now
+        total = self._total + self._last
+        self.end(())
         return total
 
-    def end(self) -> None:
-        """Begin anew: gradients were exchanged or applied."""
-        self._total, self._given = 0.0, False
+    @torch.no_grad()
+    def end(self, parameters: Iterable[Tensor]) -> None:
+        """Begin anew: gradients were exchanged, or are about to be applied.
+
+        Args:
+            parameters: as `tell` got them. If the last number's pass has not begun, their gradients become
+                what they were before, and the number is for a pass that is still to come.
+        """
+        grads = [p.grad for p in parameters if p.grad is not None]
+        waits = not self._made
+        self._close_last(grads)
+        self._total, self._given = 0.0, waits
+        if waits:
+            self._expect(grads)
 
     def agree(self) -> None:
         """Wait, once, until all ranks give weights: messages are not the same without.
