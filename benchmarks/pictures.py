@@ -104,6 +104,7 @@ def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]
     axes = figure.subplots()
     runs, right = list(seeds.values()), 0.0
     drawn = [n for n in runs[0] if n in _COLOURS or n.partition(":")[0] == "diloco"]
+    drawn.sort(key=lambda name: runs[0][name][-1][1])
     for name in drawn:
         points = list(zip(*(run[name] for run in runs), strict=True))
         seconds = [statistics.median(p[1] for p in at) for at in points]
@@ -120,7 +121,9 @@ def bands(path: Path, seeds: Mapping[str, Mapping[str, Sequence[Sequence[float]]
             color=colour,
             fontsize=15,
             fontweight="bold",
-            ha="center",
+            ha="center"
+            if right
+            else "right",  # the first ends left of the others, which its label would cross
         )
         right = max(right, seconds[-1])
     axes.set(xscale="log", xlabel="wall seconds of training")
