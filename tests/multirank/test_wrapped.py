@@ -125,6 +125,7 @@ def _overlapping(rank):
     dist.new_group([0, 1])
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 2])]
     group = pairs[rank % 2] if rank < 2 else pairs[0]
+    dist.barrier()  # a rank that has left the world would break a group that others still connect
     if rank == 1:
         return None
     model = mlp(rank)
