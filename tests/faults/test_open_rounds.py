@@ -253,6 +253,54 @@ def _network_drill(folder, number):
             keeper.wait()
 
 
+_SENDER = """
+import os, socket, sys, time
+from stenograd.launch.network import silent
+deadline = time.monotonic() + 20
+while True:
+    try:
+        peer = socket.create_connection(("10.77.0.2", 29400), 5)
+        break
+    except OSError:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+own = frozenset({(peer.fileno(), os.fstat(peer.fileno()).st_ino)})
+peer.sendall(b"x")
+time.sleep(1.5)
+print(silent(own, 1.0), flush=True)
+sys.stdin.readline()
+peer.sendall(b"x")
+while not silent(own, 1.0) and time.monotonic() < deadline:
+    time.sleep(0.05)
+print(silent(own, 1.0), flush=True)
+"""
+_RECEIVER = """
+import socket, time
+server = socket.create_server(("10.77.0.2", 29400))
+peer, _ = server.accept()
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"no emulated hosts: {why_not()}")
+def test_a_peer_behind_a_cut_link_is_silent_and_one_that_says_nothing_is_not():
+    with Hosts(2) as hosts:
+        started = []
+        for host, code in enumerate((_SENDER, _RECEIVER)):
+            command = ["ip", "netns", "exec", hosts._host(host), sys.executable, "-c", code]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            started.append(subprocess.Popen(command, env=clean_env(), **pipes))
+        sender, receiver = started
+        try:
+            assert sender.stdout.readline() == "False\n"
+            hosts.cut(1)
+            assert sender.communicate("go\n", timeout=40)[0] == "True\n"
+        finally:
+            for process in (sender, receiver):
+                process.kill()
+                process.communicate()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(why_not() is not None, reason=f"no emulated hosts: {why_not()}")
