@@ -11,6 +11,7 @@ from torch import nn
 
 import stenograd  # +
 
+torch.manual_seed(0)
 world = stenograd.init()  # +
 digits = load_digits()
 share = slice(world.rank, None, world.world_size)  # + each rank its share of the data
@@ -18,7 +19,7 @@ x = torch.tensor(digits.data, dtype=torch.float32)[share] / 16
 y = torch.tensor(digits.target)[share]
 
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 sync = stenograd.distribute(model, optimizer, "topk:ratio=0.05")  # +
 
 for epoch in range(5):

@@ -17,7 +17,7 @@ def test_the_plain_loop_learns_and_sends_little(pool):
     assert other == ""
     lines = re.findall(r"epoch (\d) accuracy (\d\.\d+) sent (\d+\.\d+) MB", out)
     assert [int(epoch) for epoch, *_ in lines] == [0, 1, 2, 3, 4]
-    assert float(lines[-1][1]) > 0.9
+    assert float(lines[-1][1]) > 0.94  # 0.959 to 0.966 from twelve initial models
     assert 0 < float(lines[-1][2]) < 0.15 * 5 * 29 * 4 * 9610 / 1e6
 
 
