@@ -213,9 +213,9 @@ def standings(results: Mapping[str, Any], work: str, hosts: int) -> dict[str, di
     """Return for each rival what the seeds say of it, in their order.
 
     `scores` and `seconds` at the end, seconds `to` the target (None where a seed did not reach it), how many
-    times `faster` than DDP, and the same for the score at which it `ended` itself; `used`, the share of
-    its seconds that computing alone takes in the same run, samples or characters that all ranks have learnt
-    from `per_s`, and `megabytes` sent by a host.
+    times `faster` than DDP, and the same for the score at which it `ended` itself (at least, by all seconds
+    of DDP, where DDP ended worse); `used`, the share of its seconds that computing alone takes in the same
+    run, samples or characters that all ranks have learnt from `per_s`, and `megabytes` sent by a host.
     """
     plan, seeds = EVIDENCE[work], list(results["seeds"].values())
     curves = [
@@ -229,10 +229,11 @@ def standings(results: Mapping[str, Any], work: str, hosts: int) -> dict[str, di
         ends = [run[name][-1] for run in curves]
         to, ddp = ([when(run[one], score, goal) for run in curves] for one in (name, "ddp"))
         own = [when(run["ddp"], score, end[score]) for run, end in zip(curves, ends, strict=True)]
+        dense = [run["ddp"][-1]["seconds"] for run in curves]
         found[name] = {
             "scores": [end[score] for end in ends],
             "seconds": [end["seconds"] for end in ends],
-            "ended": [at and at / end["seconds"] for at, end in zip(own, ends, strict=True)],
+            "ended": [(at or d) / end["seconds"] for at, d, end in zip(own, dense, ends, strict=True)],
             "to": to,
             "faster": [b / a if a and b else None for a, b in zip(to, ddp, strict=True)],
             "used": [
@@ -276,7 +277,7 @@ def summary(results: Mapping[str, Any], work: str, hosts: int) -> str:
         whole = None not in of["faster"]
         line = [f"`{name}`", f"{results['rates'][name]:g}", _spread(of["scores"], 3)]
         line += [_spread(of["to"], 1) if whole else "", number(min(of["faster"]), 2) if whole else ""]
-        line += ["" if None in of["ended"] else number(min(of["ended"]), 2), _spread(of["seconds"], 1)]
+        line += [number(min(of["ended"]), 2), _spread(of["seconds"], 1)]
         line += [_spread([100 * share for share in of["used"]], 0), number(statistics.median(of["per_s"]), 0)]
         lines.append([*line, number(statistics.median(of["megabytes"]))])
     unit = "samples" if plan.context == 1 else "characters"
