@@ -117,6 +117,21 @@ def test_adam_has_momentum_of_its_own_too(text):
             stenograd.distribute(model, [matrices, vectors], text)
 
 
+@pytest.mark.parametrize("text", ["demo", "dion"])
+def test_a_scaler_would_divide_a_direction_by_its_scale(text):
+    """Not vectors, of which dion delivers the mean."""
+    model, _ = _program()
+    matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1)
+    vectors = torch.optim.SGD([p for p in model.parameters() if p.ndim < 2], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with stenograd.distribute(model, [matrices, vectors], text):
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        if text == "dion":
+            scaler.step(vectors)
+        with pytest.raises(MethodError, match=f"{text} delivers a direction, which .* by its scale, 1024"):
+            scaler.step(matrices)
+
+
 def _hooked(rank):
     model = nn.parallel.DistributedDataParallel(_program()[0])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -124,9 +139,13 @@ def _hooked(rank):
         model(torch.ones(2, 3)).sum().backward()
         with pytest.raises(MethodError, match=r"demo has momentum of its own, and AdamW has betas"):
             optimizer.step()
+        scaler, sgd = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        with pytest.raises(MethodError, match="demo delivers a direction"):
+            scaler.step(sgd)
 
 
-def test_the_hook_refuses_adam_at_its_first_step(pool):
+def test_the_hook_refuses_adam_and_a_scaler_at_their_first_steps(pool):
     pool.run(2, _hooked)
 
 

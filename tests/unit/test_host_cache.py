@@ -194,3 +194,31 @@ def test_nothing_is_kept_where_nothing_can_be_written(tmp_path):
     assert host_cache.folder(str(file), ("1",)) is None
     assert host_cache.folder(str(tmp_path), ("1",)).is_dir()
     assert host_cache.folder(str(tmp_path), ("1",)) != host_cache.folder(str(tmp_path), ("2",))
+
+
+def test_a_user_without_a_name_and_a_home_has_kernels(tmp_path, monkeypatch):
+    """As in a container that runs under a number: HOME is not set, and nothing knows the user."""
+
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert host_cache.folder(str(tmp_path), ("no home",)).is_dir()
+
+
+def test_a_disk_that_is_read_only_or_full_still_has_what_was_kept(tmp_path, monkeypatch, recwarn):
+    """As in an image where a training has run once. Without kernels a folder is no use."""
+
+    def full(**where):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    place = host_cache.folder(str(tmp_path), ("kept",))
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    host_cache.folder.cache_clear()
+    assert host_cache.folder(str(tmp_path), ("kept",)) is None
+    (place / "some.kernel").touch()
+    host_cache.folder.cache_clear()
+    assert host_cache.folder(str(tmp_path), ("kept",)) == place
+    assert not recwarn.list

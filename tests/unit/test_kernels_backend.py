@@ -18,6 +18,15 @@ from stenograd.kernels.select import select
 from stenograd.kernels.sign import sign_decode_mean
 from stenograd.kernels.values import pack_values
 
+UNCOMPILED = """
+import torch
+from stenograd.compressors import TopK
+from stenograd.kernels.backend import wanted
+from stenograd.simulate import exchange
+exchange(TopK(ratio=0.5), [torch.ones(4)])
+print(wanted())
+"""
+
 
 @pytest.fixture
 def _fresh():
@@ -60,6 +69,14 @@ def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch):
     monkeypatch.setenv("STENOGRAD_KERNELS", "numba")
     with pytest.raises(ConfigError, match="STENOGRAD_KERNELS is 'numba', which cannot be used"):
         chosen(torch.zeros(3))
+
+
+def test_where_numba_compiles_nothing_the_reference_runs(monkeypatch):
+    """A program may want that for kernels of its own, to debug them; ours are not plain Python."""
+    monkeypatch.delenv("STENOGRAD_KERNELS", raising=False)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    done = subprocess.run([sys.executable, "-c", UNCOMPILED], check=False, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("reference\n", "")
 
 
 def test_kernels_run_where_no_cache_can_be_kept(monkeypatch):

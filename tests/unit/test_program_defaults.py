@@ -74,27 +74,28 @@ def defaults(dtype, device):
 
 
 def exchanged(compressor, inputs):
-    """Return every rank's exchange after a few steps, as in training and as a caller sees its error."""
-    states, seen = None, []
+    """Return every rank's exchange after a few steps, as a caller sees its error, and what was sent."""
+    states, seen, asked = None, [], []
     for step, xs in enumerate(inputs):
-        done = exchange(compressor, xs, states, shapes=SHAPES, step=step, want_error=True)
+        done = exchange(compressor, xs, states, shapes=SHAPES, step=step, want_error=True, spy=asked.append)
         states = [e.state for e in done]
         seen += done
-    last = exchange(compressor, inputs[0], states, shapes=SHAPES, step=STEPS, commits=True)
-    return seen + last
+    seen += exchange(compressor, inputs[0], states, shapes=SHAPES, step=STEPS, commits=True)
+    return seen, [request.nbytes for request in asked]
 
 
 @pytest.mark.parametrize("kernels", ["numba", "reference"])
-def test_other_defaults_change_no_bit_of_any_method(kernels, monkeypatch):
+def test_other_defaults_change_neither_bits_nor_bytes_of_any_method(kernels, monkeypatch):
     """Nothing can be computed on "meta", so whatever was made there would raise."""
     monkeypatch.setenv("STENOGRAD_KERNELS", kernels)
     inputs = [data(3, seed=step) for step in range(STEPS)]
     for name, compressor in CASES.items():
-        wanted = exchanged(compressor, inputs)
+        wanted, sent = exchanged(compressor, inputs)
         for dtype in (torch.float64, torch.bfloat16):
             with defaults(dtype, "meta"):
-                got = exchanged(compressor, inputs)
+                got, nbytes = exchanged(compressor, inputs)
             _expect_same((name, dtype), got, wanted)
+            assert nbytes == sent, (name, dtype)
 
 
 def _expect_same(name, got, wanted):

@@ -48,6 +48,8 @@ def test_clipping_limits_each_tensor_by_its_root_mean_square():
     (e,) = exchange(TernGrad(clip=2.0), [x], want_error=True)
     top = 2 * math.sqrt((15 + 81) / 16)
     assert float(e.average[3]) == pytest.approx(top, rel=1e-6)
+    huge = exchange(TernGrad(clip=2.0), [1e20 * x])[0].average  # whose squares are beyond float32
+    assert float(huge[3]) == pytest.approx(1e20 * top, rel=1e-6)
     assert float(e.error[3]) == pytest.approx(9 - top, rel=1e-5)
     assert {round(v, 4) for v in e.average.tolist()} <= {0.0, round(top, 4)}
     same = torch.full((5,), 7.0)

@@ -75,6 +75,15 @@ def test_the_error_is_what_the_docstring_says(values, block):
     assert float(exact) <= (1 - 1 / block) * energy * (1 + 1e-9)
 
 
+def test_means_of_short_types_are_taken_in_float32():
+    """An eighth of float16's least number is none, and bfloat16 holds no 32 + 1/8."""
+    least = torch.full((64,), 2.0**-24, dtype=torch.float16)
+    assert torch.equal(exchange(Sign(), [least])[0].average, least)
+    x = torch.zeros(256, dtype=torch.bfloat16)
+    x[::32], x[0] = 1.0, 256.0
+    assert float(exchange(Sign(), [x])[0].average[0]) == float(torch.tensor(263 / 256).bfloat16())
+
+
 def test_a_block_of_nothing_is_refused():
     with pytest.raises(MethodError, match="block must be at least 1, got 0: use 1024"):
         Sign(block=0)

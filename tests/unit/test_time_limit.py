@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -88,6 +89,7 @@ def test_the_time_limit_of_a_run_is_one_for_all_ranks(pool):
     with pytest.raises(RanksFailed) as caught:
         pool.run(3, _slow_one_after_another, 1.2, timeout_s=2.0)
     assert "no answer in 2 s" in caught.value.errors[2]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def _stops_when_it_has_answered(rank):

@@ -160,7 +160,14 @@ class Method:
 
     def moves(self, shape: torch.Size) -> bool:
         """Return whether what is delivered of a tensor of this shape has momentum in it."""
-        return self.compressor.facts(Site(shapes=(shape,))).average.has_momentum
+        return self._delivers(shape).has_momentum
+
+    def directs(self, *shapes: torch.Size) -> bool:
+        """Return whether what is delivered of a tensor of one of these shapes is a direction."""
+        return any(self._delivers(shape) is Average.DIRECTION for shape in shapes)
+
+    def _delivers(self, shape: torch.Size) -> Average:
+        return self.compressor.facts(Site(shapes=(shape,))).average
 
     @property
     def amplifies(self) -> bool:

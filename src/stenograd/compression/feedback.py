@@ -22,7 +22,7 @@ from stenograd.compression.contract import (
     StateKind,
 )
 from stenograd.errors import MethodError, bad_value, check_count
-from stenograd.kernels.bits import block_views
+from stenograd.kernels.bits import block_views, scale_blocks
 from stenograd.wire.requests import Rounds, mean
 
 __all__ = ["EF21", "ErrorFeedback", "LoCo", "Wrapper"]
@@ -350,11 +350,7 @@ def _read(state: State, site: Site) -> Tensor:
         [state[f"loco_scales/{i}"] for i in range(len(site.shapes))]
         or [torch.zeros(0, dtype=torch.float32, device=state["loco_codes"].device)]
     )
-    values, start = state["loco_codes"].to(torch.float32), 0
-    for rows in block_views(values, _BLOCK, site.numels):
-        rows.mul_(scales[start : start + len(rows), None])
-        start += len(rows)
-    return values
+    return scale_blocks(state["loco_codes"].to(torch.float32), scales, _BLOCK, site.numels)
 
 
 def _written(values: Tensor, site: Site) -> State:

@@ -81,7 +81,8 @@ def check_ramp(ratio: float, ratio_from: float, ramp_steps: int) -> None:
     """
     if not 0 < ratio <= 1:
         raise bad_value("ratio", "must be in (0, 1]", ratio, "use 0.01 to send 1 %", MethodError)
-    if not ratio <= ratio_from <= 1:
+    # without a ramp it does not matter where it would start
+    if not ratio <= (ratio_from if ramp_steps else max(ratio, ratio_from)) <= 1:
         rule = f"must be in [{ratio}, 1], from the ratio up"
         raise bad_value("ratio_from", rule, ratio_from, "use 0.25", MethodError)
     if ramp_steps != 0:

@@ -45,8 +45,9 @@ class DeMo(Compressor):
         delivered = sign(D^-1(mean of each coefficient over the ranks that sent it))
 
     So it delivers a direction, not a gradient: use `torch.optim.SGD(lr, momentum=0)` with a learning rate as
-    for sign descent (1e-3 and below), whose weight decay is then decoupled. The paper multiplies g by the
-    learning rate, which differs from this where the rate changes; signs do not see a constant factor.
+    for sign descent (1e-3 and below), whose weight decay is then decoupled, and no `GradScaler`, which would
+    divide the direction by its scale. The paper multiplies g by the learning rate, which differs from this
+    where the rate changes; signs do not see a constant factor.
 
     Wire: `keep` coefficients of 16 + 32 bits per block of up to `chunk^2` elements, in an all-gather, which
     moves N-1 times that. Blocks of one element, which sides without a divisor give, take 32 bits.

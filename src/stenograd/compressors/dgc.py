@@ -87,9 +87,7 @@ class DGC(Compressor):
     clip: float = 0.0
 
     def __post_init__(self) -> None:
-        check_ramp(self.ratio, max(self.ratio, self.ratio_from), 0)  # its start matters to a ramp only
-        if self.ramp_steps:
-            check_ramp(self.ratio, self.ratio_from, self.ramp_steps)
+        check_ramp(self.ratio, self.ratio_from, self.ramp_steps)
         if not 0 <= self.momentum < 1:
             raise bad_value("momentum", "must be in [0, 1)", self.momentum, "use 0.9", MethodError)
         if self.nesterov and not self.momentum:

@@ -49,8 +49,9 @@ class Dion(Compressor):
     depends, is the same; but what sets ranks apart would stay in M_r for ever, and add up.
 
     It delivers a direction, not a gradient: use `torch.optim.SGD(lr, momentum=0)`, whose weight decay is then
-    decoupled, with a learning rate as for Muon (about 0.01). Tensors of one dimension, and those with one row
-    or column, are averaged exactly: give them an optimizer of their own, such as AdamW.
+    decoupled, with a learning rate as for Muon (about 0.01), and no `GradScaler`, which would divide the
+    direction by its scale. Tensors of one dimension, and those with one row or column, are averaged exactly:
+    give them an optimizer of their own, such as AdamW.
 
     Wire: `32 k (n + m)` bits per matrix, two all-reduces, whatever the number of ranks.
 

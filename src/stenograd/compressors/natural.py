@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stenograd.compression.blocks import WHOLE, BlockCodec
 from stenograd.compression.contract import Payload, Site
-from stenograd.kernels.bits import block_views, unpack_bits
+from stenograd.kernels.bits import block_views, scale_blocks, unpack_bits
 from stenograd.kernels.quantize import uniforms
 from stenograd.kernels.sign import block_count, check_scales
 
@@ -80,9 +80,7 @@ class Natural(BlockCodec):
         powers[0] = 0
         levels = torch.cat([powers, -powers])
         values = levels.index_select(0, unpack_bits(codes, _BITS, sum(site.numels)).to(torch.int32))
-        for rows, scale in zip(block_views(values, WHOLE, site.numels), scales, strict=True):
-            rows.mul_(scale)
-        return values
+        return scale_blocks(values, scales, WHOLE, site.numels)
 
 
 def _codes(share: Tensor, draw: Tensor) -> Tensor:
@@ -96,7 +94,7 @@ def _codes(share: Tensor, draw: Tensor) -> Tensor:
 
 def _power_below(x: Tensor) -> Tensor:
     """Return the largest power of two that does not exceed x; 0, NaN and infinity as they are."""
-    mantissa, exponent = torch.frexp(x)
-    power = torch.ldexp(torch.full_like(x, 0.5), exponent)
+    # Not `ldexp`, whose powers are of the program's default dtype. The quotient has no rounding.
+    power = x / (2 * torch.frexp(x).mantissa)
     # NaN and infinity stay, because `BlockCodec.finite` looks at the scales only.
-    return torch.where((mantissa == 0) | ~x.isfinite(), x, power)
+    return torch.where((x == 0) | ~x.isfinite(), x, power)

@@ -48,10 +48,10 @@ class PowerSGD(Compressor):
 
     With `alternate` an exchange is half a step of the iteration: `P = mean(M Q)` for the last Q, made
     orthonormal, with `P Q^T` as the average, and next time `Q = mean(M^T P)` likewise. One factor travels
-    instead of two, in one all-reduce, and one projection is computed instead of two.
+    instead of two, in one average, and one projection is computed instead of two.
 
     Wire: `16 r (n + m)` bits a matrix with `r = min(n, m, rank)` and 16 bits an element for the others, in
-    two rounds; with `alternate` `16 r n` and `16 r m` in turns. Twice as many with `values=float32`, four
+    two averages; with `alternate` `16 r n` and `16 r m` in turns. Twice as many with `values=float32`, four
     times for float64. What rounding loses stays in the error (`stenograd.compression.means`).
 
     Args:

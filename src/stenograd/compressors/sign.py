@@ -11,7 +11,7 @@ from torch import Tensor
 from stenograd.compression.blocks import BlockCodec, Chunks
 from stenograd.compression.contract import Average, Facts, Feedback, Payload, Site, average_of
 from stenograd.errors import MethodError, check_count
-from stenograd.kernels.bits import block_views, unpack_bits
+from stenograd.kernels.bits import scale_blocks, unpack_bits
 from stenograd.kernels.sign import sign_decode_mean, sign_encode_feedback
 
 __all__ = ["Sign"]
@@ -106,7 +106,8 @@ class Sign(BlockCodec):
         votes = site.out(like).zero_()  # at most the world size, exact in every dtype up to 256 ranks
         for signs, _ in payloads:
             votes += self._signs(signs, like)
-        return self._scaled(votes.sign_(), average_of(scales for _, scales in payloads), site)
+        scales = average_of(scales for _, scales in payloads)
+        return scale_blocks(votes.sign_(), scales.to(votes.dtype), self.block, site.numels)
 
     def _mean(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         messages = [(bits, scales) for bits, scales in payloads]
@@ -114,11 +115,3 @@ class Sign(BlockCodec):
 
     def _signs(self, packed: Tensor, like: Tensor) -> Tensor:
         return unpack_bits(packed, 1, like.numel()).to(like.dtype).mul_(2).sub_(1)
-
-    def _scaled(self, signs: Tensor, scales: Tensor, site: Site) -> Tensor:
-        """Multiply each block by its scale, in place."""
-        start = 0
-        for rows in block_views(signs, self.block, site.numels):
-            rows.mul_(scales[start : start + len(rows), None].to(signs.dtype))
-            start += len(rows)
-        return signs

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from stenograd.compression.blocks import WHOLE, Chunks
 from stenograd.compression.contract import Payload, Site
 from stenograd.compressors.qsgd import Rounding
 from stenograd.errors import MethodError, bad_value
+from stenograd.wire.finite import norm_of
 
 __all__ = ["TernGrad"]
 
@@ -94,8 +94,6 @@ class TernGrad(Rounding):
         x = x.clone()  # `encode_error` still needs x, for what is cut off
         for part in x.split(site.numels):
             if part.numel():
-                # In float32: squares of more than 255 are beyond float16.
-                bound = torch.linalg.vector_norm(part, dtype=torch.promote_types(x.dtype, torch.float32))
-                bound = (bound * (self.clip / math.sqrt(part.numel()))).to(x.dtype)
+                bound = (norm_of(part) * (self.clip / math.sqrt(part.numel()))).to(x.dtype)
                 part.clamp_(-bound, bound)
         return x

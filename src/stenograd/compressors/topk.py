@@ -101,9 +101,7 @@ class TopK(Codec):
     ramp_steps: int = 0
 
     def __post_init__(self) -> None:
-        # without a ramp it does not matter where it would start
-        start = self.ratio_from if self.ramp_steps else max(self.ratio, self.ratio_from)
-        check_ramp(self.ratio, start, self.ramp_steps)
+        check_ramp(self.ratio, self.ratio_from, self.ramp_steps)
         if self._values not in VALUES:
             wanted = f"must be one of {', '.join(VALUES)}"
             raise bad_value("values", wanted, self.values, "float32 is exact", MethodError)
@@ -219,6 +217,4 @@ class TopK(Codec):
         return math.ceil(self._ratio(site) * x.numel())
 
     def _ratio(self, site: Site) -> float:
-        return (
-            ramped(self.ratio, self.ratio_from, self.ramp_steps, site.step) if self.ramp_steps else self.ratio
-        )
+        return ramped(self.ratio, self.ratio_from, self.ramp_steps, site.step)

@@ -10,7 +10,7 @@ from torch import Tensor
 from stenograd.catalog.method import Method
 from stenograd.catalog.registry import compressors
 from stenograd.compression.contract import Compressor
-from stenograd.compression.feedback import ErrorFeedback
+from stenograd.compression.feedback import Wrapper
 from stenograd.exchange.simulate import exchange
 from stenograd.kernels.backend import wanted
 from stenograd.kernels.hash import hash_tensor
@@ -23,6 +23,7 @@ __all__ = ["load_kernels"]
 _SHAPES = ((torch.Size((420, 420)), torch.Size((7,))), (torch.Size((5,)),))
 # Ranks from which on exchanges take no other path: two phases begin at 4, adding up regions at 5.
 _MOST_RANKS = 5
+_LATE = 2**40 + 1  # a step when ramps have long ended, and the second of two turns
 
 _loaded: set[tuple[str, int, tuple[torch.dtype, ...], bool]] = set()  # by this process
 
@@ -66,19 +67,14 @@ def _call_all(whole: Compressor, shapes: Sequence[torch.Size], dtype: torch.dtyp
 
     Zeros matter to top-k, whose guess of a bound fails on them.
     """
-    corrected = isinstance(whole, ErrorFeedback)
-    codec = whole.inner if isinstance(whole, ErrorFeedback) else whole
+    codec = whole.inner if isinstance(whole, Wrapper) else whole
     if type(codec) not in compressors():
         return
-    noise = torch.randn(
-        sum(shape.numel() for shape in shapes),
-        generator=torch.Generator(device="cpu").manual_seed(0),
-        dtype=torch.float32,
-        device="cpu",
-    ).to(dtype)
-    used = ErrorFeedback(inner=codec) if corrected else codec
+    numel, generator = sum(shape.numel() for shape in shapes), torch.Generator(device="cpu").manual_seed(0)
+    noise = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
+    inside = dtype if codec is whole else torch.promote_types(dtype, torch.float32)  # what wrappers hand on
     for ranks in sorted({1, min(world_size, _MOST_RANKS)}):
-        # Without a residual here, and with one below where feedback is on: encoding takes other kernels.
-        exchange(codec, [noise] * ranks, shapes=shapes, want_error=True)
-        for x in (noise, torch.zeros_like(noise)):
-            exchange(used, [x] * ranks, shapes=shapes, commits=True)
+        for x, step in ((noise, 0), (noise, _LATE), (torch.zeros_like(noise), _LATE)):
+            # Without a residual here, and with one below where feedback is on: encoding takes other kernels.
+            exchange(codec, [x.to(inside)] * ranks, shapes=shapes, step=step, want_error=True)
+            exchange(whole, [x.to(dtype)] * ranks, shapes=shapes, step=step, commits=True)

@@ -1,6 +1,7 @@
 """Which version of a kernel runs: numba for float32 in the CPU's memory, plain torch for everything else.
 
 The environment variable STENOGRAD_KERNELS forces one: `reference`, `numba`, or `triton` (for CUDA tensors).
+Without it, NUMBA_DISABLE_JIT forces `reference`.
 numba is a dependency of the package; where it cannot be imported all the same, plain torch runs, and a
 warning says so once.
 """
@@ -46,7 +47,7 @@ def pick(function: F, *tensors: Tensor, numel: int = 0) -> F | None:
         >>> pick(sign_encode_feedback, torch.zeros(3, dtype=torch.float64)) is None
         True
     """
-    asked = os.environ.get("STENOGRAD_KERNELS", "")
+    asked = _asked()
     if asked and asked not in _CHOICES:
         raise ConfigError(
             f"STENOGRAD_KERNELS must be one of {list(_CHOICES)}, got {asked!r}: or leave it out"
@@ -90,8 +91,13 @@ def wanted() -> str:
         >>> wanted() in ("reference", "numba", "triton")
         True
     """
-    asked = os.environ.get("STENOGRAD_KERNELS", "")
-    return asked or ("numba" if importlib.util.find_spec("numba") else "reference")
+    return _asked() or ("numba" if importlib.util.find_spec("numba") else "reference")
+
+
+def _asked() -> str:
+    # Where the program has numba compile nothing, for its own kernels say, ours cannot run.
+    is_off = os.environ.get("NUMBA_DISABLE_JIT", "0") != "0"
+    return os.environ.get("STENOGRAD_KERNELS", "") or "reference" * is_off
 
 
 @cache

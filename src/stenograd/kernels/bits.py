@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from stenograd.errors import WireError
 
-__all__ = ["block_views", "pack_bits", "packed_bytes", "unpack_bits"]
+__all__ = ["block_views", "pack_bits", "packed_bytes", "scale_blocks", "unpack_bits"]
 
 # A packed word of `bits` bytes is also an integer of this type, so it needs no byte-wise copy.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -115,6 +115,26 @@ def block_views(flat: Tensor, block: int, numels: Sequence[int]) -> list[Tensor]
             views += [flat[begin:end].view(-1, block), flat[end : end + rest].view(1, -1)]
             begin = end = end + rest
     return [v for v in [*views, flat[begin:end].view(-1, block)] if v.numel()]
+
+
+def scale_blocks(flat: Tensor, scales: Tensor, block: int, numels: Sequence[int]) -> Tensor:
+    """Multiply each block by its scale, in place.
+
+    Args:
+        flat: as for `block_views`, and so are block and numels.
+        scales: one for each block.
+        block: see there.
+        numels: see there.
+
+    Example:
+        >>> scale_blocks(torch.ones(3), torch.tensor([2.0, 5.0]), block=2, numels=[3])
+        tensor([2., 2., 5.])
+    """
+    start = 0
+    for rows in block_views(flat, block, numels):
+        rows.mul_(scales[start : start + len(rows), None])
+        start += len(rows)
+    return flat
 
 
 def _mask(period: int, start: int, width: int) -> int:

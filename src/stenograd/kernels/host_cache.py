@@ -52,7 +52,7 @@ def folder(base: str, versions: Sequence[str]) -> Path | None:
 
     Args:
         base: where the user wants it (NUMBA_CACHE_DIR); empty for beside the source, or if that cannot be
-            written, in the user's cache folder.
+            written and holds nothing, in the user's cache folder.
         versions: of all that decides the machine code, besides Python and the sources.
 
     Example:
@@ -64,19 +64,23 @@ def folder(base: str, versions: Sequence[str]) -> Path | None:
     known = hashlib.sha256(repr((str(here), __version__, sys.version, versions)).encode())
     for source in sorted(here.rglob("*.py")):
         known.update(source.name.encode() + b"\0" + source.read_bytes())
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # Not `Path.home`, which raises where a user has no name, as in a container. The path is relative then.
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     refused: list[str] = []
-    for parent in [Path(base)] if base else [here / "__pycache__", user]:
+    for parent in [Path(base)] if base else [here / "__pycache__", *[user] * user.is_absolute()]:
         place = parent / f"stenograd-{known.hexdigest()[:16]}"
         try:
             private_folder(place)
-            # Only a try tells: the folder may be there and right, on a file system that is read-only or full.
-            tempfile.TemporaryFile(dir=place).close()
         except OSError as cause:
             if os.path.lexists(place):
                 refused.append(f"{place}: {cause.strerror}")
             continue
-        return place
+        # Only a try tells whether a file system is read-only or full; what is there already can be loaded.
+        with suppress(OSError):
+            tempfile.TemporaryFile(dir=place).close()
+            return place
+        if any(place.glob("*.kernel")):
+            return place
     if refused:
         warnings.warn(
             "every process compiles its kernels for itself, because a folder is not to be trusted "

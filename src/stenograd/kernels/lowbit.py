@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.backend import pick
-from stenograd.kernels.bits import block_views, pack_bits, unpack_bits
+from stenograd.kernels.bits import block_views, pack_bits, scale_blocks, unpack_bits
 from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = ["BITS", "SMALLEST", "levels", "lowbit_decode", "lowbit_encode", "top_of"]
@@ -115,8 +115,4 @@ def lowbit_decode(payload: tuple[Tensor, Tensor], name: str, block: int, numels:
     check_scales([payload], block_count(block, numels, sum(numels)))
     indices = unpack_bits(codes, BITS[name], sum(numels)).to(torch.int32)
     values = levels(name, codes.device).index_select(0, indices)
-    start = 0
-    for rows in block_views(values, block, numels):
-        rows.mul_(scales[start : start + len(rows), None])
-        start += len(rows)
-    return values
+    return scale_blocks(values, scales, block, numels)

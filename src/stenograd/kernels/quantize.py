@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stenograd.errors import ConfigError
 from stenograd.kernels.backend import check_out, corrected, landed, length_of, matching, pick, present
-from stenograd.kernels.bits import block_views, pack_bits, unpack_bits
+from stenograd.kernels.bits import block_views, pack_bits, scale_blocks, unpack_bits
 from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = [
@@ -116,11 +116,7 @@ def qsgd_decode_mean(
     total.zero_()
     for codes, scales in payloads:
         y = unpack_bits(codes, bits, n).to(total.dtype).sub_(levels)
-        start = 0
-        for rows in block_views(y, block, numels):
-            rows.mul_(scales[start : start + len(rows), None] / levels)
-            start += len(rows)
-        total += y
+        total += scale_blocks(y, scales / levels, block, numels)
     return landed(total.div_(len(payloads)), out)
 
 

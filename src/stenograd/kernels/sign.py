@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.backend import check_out, corrected, landed, length_of, matching, pick, present
-from stenograd.kernels.bits import block_views, pack_bits, unpack_bits
+from stenograd.kernels.bits import block_views, pack_bits, scale_blocks, unpack_bits
 
 __all__ = ["block_count", "check_scales", "lane_means", "sign_decode_mean", "sign_encode_feedback"]
 
@@ -69,10 +69,11 @@ def lane_means(rows: Tensor) -> Tensor:
         >>> lane_means(torch.tensor([[1.0, -3.0]]))
         tensor([2.])
     """
+    wide = torch.promote_types(rows.dtype, torch.float32)  # float16 holds no eighth of its least numbers
     lanes = torch.zeros(len(rows), _LANES, dtype=torch.float64, device=rows.device)
     for piece in rows.split(8 * _LANES, dim=1):
-        eighths = functional.pad(piece.abs() * 0.125, (0, 8 * _LANES - piece.shape[1])).chunk(8, dim=1)
-        lanes += functools.reduce(torch.add, eighths)
+        shares = functional.pad(piece.abs().to(wide) * 0.125, (0, 8 * _LANES - piece.shape[1]))
+        lanes += functools.reduce(torch.add, shares.chunk(8, dim=1))
     while lanes.shape[1] > 1:
         left, right = lanes.chunk(2, dim=1)
         lanes = left + right
@@ -109,11 +110,7 @@ def sign_decode_mean(
     total.zero_()
     for bits, scales in payloads:
         signs = unpack_bits(bits, 1, n).to(total.dtype).mul_(2).sub_(1)
-        start = 0
-        for rows in block_views(signs, block, numels):
-            rows.mul_(scales[start : start + len(rows), None].to(total.dtype))
-            start += len(rows)
-        total += signs
+        total += scale_blocks(signs, scales.to(total.dtype), block, numels)
     return landed(total.div_(len(payloads)), out)
 
 
@@ -135,17 +132,14 @@ def block_count(block: int, numels: Sequence[int], n: int) -> int:
 
 
 def check_scales(payloads: Sequence[tuple[Tensor, Tensor]], blocks: int) -> None:
-    """Refuse no payloads, and payloads with another number of scales than there are blocks.
+    """Refuse payloads with another number of scales than there are blocks.
 
     Raises:
-        ConfigError: there are no payloads.
-        WireError: one has another number of scales.
+        WireError: one has.
 
     Example:
         >>> check_scales([(torch.zeros(1), torch.zeros(5))], 5)
     """
-    if not payloads:
-        raise ConfigError("payloads must not be empty, got []: give one per rank")
     for _, scales in payloads:
         if scales.numel() != blocks:
             raise WireError(f"{blocks} blocks have as many scales, got {scales.numel()}")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.backend import pick
-from stenograd.kernels.bits import block_views
+from stenograd.kernels.bits import block_views, scale_blocks
 
 __all__ = [
     "VALUE_BLOCK",
@@ -78,12 +78,7 @@ def unpack_values(packed: tuple[Tensor, ...], kind: str, count: int) -> Tensor:
     if fast is not None and kind == "int8":
         return fast(packed, kind, count)
     y = packed[0].to(torch.float32)
-    if kind == "int8":
-        start = 0
-        for rows in block_views(y, VALUE_BLOCK, [count]):
-            rows.mul_(packed[1][start : start + len(rows), None] / 127)
-            start += len(rows)
-    return y
+    return scale_blocks(y, packed[1] / 127, VALUE_BLOCK, [count]) if kind == "int8" else y
 
 
 def check_values(packed: tuple[Tensor, ...], kind: str, count: int) -> None:

@@ -302,7 +302,7 @@ class DDPHook(Sync):
 
     def _other_step(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""
-        self._passes.settings.look()
+        self._passes.settings.look(self.method, optimizer)
         before, now = self._seen.get(optimizer), self.step + self.skipped
         self._seen[optimizer] = now
         if before not in (None, now) and (self.finite or not self._passes.skips):

@@ -345,7 +345,7 @@ class GradientSync(Sync, Joinable):
     ) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
         self._wrapping.look_before_step()
-        self._passes.settings.look()
+        self._passes.settings.look(self.method, optimizer)
         received = self._slots, self._pass_id != -1, self.finite
         self._passes.check_step(optimizer, *received, parameters=self._parameters.values(), zeros=zeros)
 

@@ -272,7 +272,7 @@ class ShardedSync(GradientSync):
     def _check_step(
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
-        self._passes.settings.look()
+        self._passes.settings.look(self.method, optimizer)
         slots = {id(self._owners[at]): _Seen(slot) for at, slot in self._slots.items()}
         under_way = self._pass_id != -1
         received: Any = slots, under_way, self.finite

@@ -16,7 +16,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stenograd.errors import MismatchError
+from stenograd.catalog.method import Method
+from stenograd.errors import MethodError, MismatchError
 from stenograd.wire.drivers import AnyDriver
 
 __all__ = ["BITS", "StepSettings", "hashed", "refuse", "tell", "unequal"]
@@ -38,9 +39,11 @@ class StepSettings:
 
     Example:
         >>> import torch
+        >>> from stenograd.catalog.method import method
         >>> layer = torch.nn.Linear(1, 1)
-        >>> settings = StepSettings([torch.optim.SGD(layer.parameters(), lr=0.5)])
-        >>> settings.look()
+        >>> sgd = torch.optim.SGD(layer.parameters(), lr=0.5)
+        >>> settings = StepSettings([sgd])
+        >>> settings.look(method("dense"), sgd)
         >>> settings.read()
         {'loss scale': 1.0, 'learning rates': [0.5]}
     """
@@ -51,10 +54,13 @@ class StepSettings:
         self._looked = False
         self._hashed: tuple[dict[str, Any], list[list[bool]]] = {}, []
 
-    def look(self) -> None:
+    def look(self, how: Method, optimizer: Optimizer) -> None:
         """Find the GradScaler that steps, if one does; called in the step's pre-hook.
 
         Optimizers are not told of it, and neither is the backward pass, so its frame is looked for.
+
+        Raises:
+            MethodError: it divides by its scale what the method delivers without one.
         """
         self._looked = True
         frame: Any = sys._getframe(1)
@@ -63,6 +69,7 @@ class StepSettings:
                 return
             if frame.f_code is GradScaler.step.__code__:
                 self.add(frame.f_locals["self"])
+                _refuse_division(how, optimizer, frame.f_locals["self"])
                 return
             frame = frame.f_back
 
@@ -136,6 +143,18 @@ class StepSettings:
         found = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
         numbers = [ids.get(id(getattr(scheduler, "optimizer", None))) for scheduler in found]
         return [([n, type(o).__name__], o) for n, o in zip(numbers, found, strict=True) if n is not None]
+
+
+def _refuse_division(how: Method, optimizer: Optimizer, scaler: GradScaler) -> None:
+    """Refuse a scaler that would make steps along a direction too short by the factor of its scale."""
+    if not (scaler.is_enabled() and how.own_momentum):  # the usual case, without a look at every parameter
+        return
+    held = (p for group in optimizer.param_groups for p in group["params"] if p.numel() >= how.dense_below)
+    if how.directs(*(p.shape for p in held)):
+        raise MethodError(
+            f"{how} delivers a direction, which GradScaler divides by its scale, {scaler.get_scale():g}, so "
+            "that steps change next to nothing: train in bfloat16, which needs no GradScaler"
+        )
 
 
 def hashed(settings: Mapping[str, Any], number: int) -> int:

@@ -36,7 +36,7 @@ def cases() -> Iterator[tuple[str, Compressor]]:
 
 
 def check(compressor: Compressor) -> None:
-    """Run every rule on one configuration, on 1 to 4 simulated ranks.
+    """Run every rule on one configuration, on 1 to 8 simulated ranks.
 
     Args:
         compressor: what to test.

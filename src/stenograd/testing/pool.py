@@ -25,8 +25,11 @@ class RanksFailed(StenogradError):
     """Some ranks raised or died; `errors` holds what each of them said, by rank."""
 
     def __init__(self, errors: dict[int, str]) -> None:
+        super().__init__(errors)  # pickling an exception keeps its arguments
         self.errors = errors
-        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {text}" for rank, text in sorted(self.errors.items()))
 
 
 class RankPool:

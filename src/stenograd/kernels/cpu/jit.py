@@ -78,6 +78,8 @@ def _compiled(function: F, **more: Any) -> F:
     settings: Any = {"nogil": True, "boundscheck": False, "error_model": "numpy", **more}
     compiler: Any = njit  # numba's own types differ from version to version
     config: Any = numba.config
+    if config.DISABLE_JIT:
+        raise ImportError("kernels cannot run as plain Python: leave out NUMBA_DISABLE_JIT")
     place = folder(config.CACHE_DIR, (numba.__version__, llvmlite_version, get_host_cpu_name()))
     if place is None:
         return cast(F, compiler(**settings)(function))
