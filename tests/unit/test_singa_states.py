@@ -165,6 +165,17 @@ def test_register_overrides_settings():
     assert got == pytest.approx([-0.2, -2.5, -1.5, 0.62])
 
 
+@pytest.mark.parametrize(("ahead", "expected"), [(True, 0.081), (False, 0.09)])
+def test_register_takes_the_whole_config_that_singa_needs(ahead, expected):
+    """Of what is registered SINGA's own SGD reads all five: .1 - .1 * 1.9 * .1, or .1 - .1 * .1."""
+    optimizer, w = SGD(lr=0.1, momentum=0.9, nesterov=not ahead), torch.tensor([0.1])
+    rest = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0}
+    optimizer.register([w], {**rest, "nesterov": ahead})
+    optimizer.update(w, torch.tensor([0.1]))
+    assert w.item() == pytest.approx(expected)
+    assert optimizer.nesterov is not ahead
+
+
 def test_an_override_switches_momentum_off():
     optimizer, w = SGD(lr=1, momentum=0.9), leaf(0.0)
     optimizer.register(w, {"momentum": 0})

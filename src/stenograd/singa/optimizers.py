@@ -276,13 +276,17 @@ class SGD(Optimizer):
         nesterov: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.nesterov = nesterov
-        inertia = {"momentum": momentum, "dampening": dampening}
+        inertia: dict[str, Setting] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
         super().__init__({"lr": lr, **inertia, "weight_decay": weight_decay}, dtype)
+
+    @property
+    def nesterov(self) -> bool:
+        """Whether updates look ahead."""
+        return bool(self._values["nesterov"])
 
     def _check(self, config: Mapping[str, DecayScheduler]) -> None:
         momentum, dampening = config["momentum"].init_value, config["dampening"].init_value
-        if self.nesterov and (momentum <= 0 or dampening != 0):
+        if config["nesterov"].init_value and (momentum <= 0 or dampening != 0):
             raise bad_value(
                 "nesterov",
                 "needs momentum > 0 and dampening 0",
@@ -302,7 +306,7 @@ class SGD(Optimizer):
             else:
                 velocity = slot.state["moments"] = grad.clone()  # the first is not damped, as in torch
             # Nesterov: g + momentum v
-            grad = grad.add(velocity, alpha=values["momentum"]) if self.nesterov else velocity
+            grad = grad.add(velocity, alpha=values["momentum"]) if values["nesterov"] else velocity
         param.add_(grad, alpha=-values["lr"])
 
 
