@@ -1,7 +1,9 @@
 """States of SINGA's optimizers, saved and restored, and settings for single parameters."""
 
+import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from singa_training import MAKERS, leaf, model, train, updated
@@ -147,6 +149,20 @@ def test_damaged_files_are_refused(tmp_path):
     Adam().save(path)
     with pytest.raises(CheckpointError, match="same kind"):
         SGD().load(path)
+
+
+def test_a_save_that_breaks_off_leaves_the_earlier_file(tmp_path):
+    path, optimizer = tmp_path / "state", SGD()
+    optimizer.save(path)
+    before = path.read_bytes()
+    for step_counter in (lambda: 0, np.float64(1)):  # cannot be saved, or not loaded again
+        optimizer.step_counter = step_counter
+        with pytest.raises(CheckpointError, match="cannot be saved: step_counter is a"):
+            optimizer.save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        SGD().save(tmp_path / "nowhere" / "state")
 
 
 # Register
