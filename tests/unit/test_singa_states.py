@@ -46,6 +46,17 @@ def test_states_are_a_snapshot_and_can_be_gone_back_to():
         assert torch.equal(train(net, optimizer, range(3, 6)), first)
 
 
+def test_a_copy_goes_on_with_what_was_copied_with_it_or_with_the_same_model():
+    net, optimizer = model(), SGD(lr=0.1, momentum=0.9)
+    train(net, optimizer, range(3))
+    other, its_own = copy.deepcopy((net, optimizer))
+    weights, earlier = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer)
+    end = train(net, optimizer, range(3, 6))
+    assert torch.equal(train(other, its_own, range(3, 6)), end)
+    net.load_state_dict(weights)
+    assert torch.equal(train(net, earlier, range(3, 6)), end)
+
+
 def test_keys_are_names_or_numbers():
     optimizer, w, b = SGD(momentum=0.9), torch.ones(2), torch.ones(1)
     optimizer.apply("fc.weight", w, torch.ones(2))
