@@ -196,7 +196,7 @@ class DistOpt(Saved):
 
         Raises:
             ConfigError: threshold is negative, or loss has no graph or several elements.
-            MismatchError: at the first step, the ranks' parameters, modes or thresholds differ.
+            MismatchError: at the first step, the ranks' parameters, modes, thresholds or optimizers differ.
             PeerLost: a rank did not answer within the timeout.
         """
         self._train(loss, threshold, _plain())
@@ -369,10 +369,12 @@ class DistOpt(Saved):
         """
         if isinstance(tensors, nn.Module):
             compare(self._driver, {}, dict(tensors.named_parameters()), model=tensors)
-            broadcast_model(self._driver, tensors)
+            with self._followed(tensors.parameters()):
+                broadcast_model(self._driver, tensors)
             return
-        several = [tensors] if isinstance(tensors, Tensor) else tensors
-        broadcast_tensors(self._driver, [tensor.detach() for tensor in several])
+        several = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        with self._followed(several):
+            broadcast_tensors(self._driver, [tensor.detach() for tensor in several])
 
     def register(
         self, param_group: Tensor | Iterable[Tensor | tuple[str, Tensor]], config: Mapping[str, Setting]
@@ -423,8 +425,16 @@ class DistOpt(Saved):
     def _identity(self) -> dict[str, Any]:
         return {"format": _FORMAT, "rank": self.global_rank, "world_size": self.world_size}
 
+    def _settings(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks for equal gradients to make equal steps."""
+        inner = self._inner
+        if isinstance(inner, TorchOptimizer):
+            return describe_optimizers(nn.Module(), [inner.optimizer], alike=True)
+        kind = type(inner).__name__
+        return {"optimizer": kind, "step_counter": inner.step_counter, **inner._values}
+
     def _train(self, loss: Tensor, threshold: int, how: Method) -> None:
-        walked, finite = self._gradients.averaged(loss, threshold, how)
+        walked, finite = self._gradients.averaged(loss, threshold, how, self._settings)
         self._update_all(walked, finite)
 
     def _update_all(self, parameters: Iterable[Tensor], finite: bool) -> None:
