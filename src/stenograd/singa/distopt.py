@@ -74,8 +74,15 @@ class TorchOptimizer:
         return copy.deepcopy(self.optimizer.state_dict())  # torch's state_dict shares its tensors
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Load a `state_dict()`."""
-        self.optimizer.load_state_dict(copy.deepcopy(dict(states)))
+        """Load a `state_dict()`.
+
+        Raises:
+            ConfigError: it is of another kind of optimizer, or of one with other groups.
+        """
+        try:
+            self.optimizer.load_state_dict(copy.deepcopy(dict(states)))
+        except (KeyError, ValueError) as cause:
+            raise ConfigError(f"the states do not fit ({cause}): use the same kind of optimizer") from cause
 
 
 class DistOpt(Saved):
