@@ -340,6 +340,7 @@ class DASO:
             PeerLost: a rank did not answer in time.
         """
         self._check_model()
+        self._driver.check_groupless()
         batch, last = self.current_batch, self.last_batch
         if not isinstance(last, int) or isinstance(last, bool) or last < batch:
             rule = f"must be the index of the epoch's last batch, at least {batch} now"

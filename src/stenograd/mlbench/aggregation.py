@@ -110,6 +110,7 @@ class Averaging:
         Raises:
             MismatchError: as in `meet`.
         """
+        self.driver.check_groupless()
         if self._met is None or self._met() is not model:
             self.meet(dict(model.named_parameters()), {}, model)
 
@@ -144,6 +145,7 @@ class Averaging:
                 compressors with memory.
             by_layer: as in `arrange`.
         """
+        self.driver.check_groupless()
         exchange = self.arrange(values, by_layer=by_layer)
         for index, bucket in enumerate(exchange.buckets):
             flat, scale = exchange.flat(index), exchange.scale(index)
@@ -310,6 +312,7 @@ class AllReduceAggregation(Aggregation):
         self, values: Mapping[str, Tensor], unused: Collection[str], divisor: float, by_layer: bool
     ) -> dict[str, Tensor]:
         """Return `sum_r x_r / divisor` of those that some rank used."""
+        self.driver.check_groupless()
         exact = divisor == self.world_size  # Stenograd's drivers always divide by N before they add
         if self.divide_before and not exact:
             values = {name: x / divisor for name, x in values.items()}

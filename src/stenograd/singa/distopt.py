@@ -535,6 +535,7 @@ class DistOpt(Saved):
 
     def _exchange(self, how: Method, bucket: Bucket) -> TensorExchange:
         """Return the exchange of such tensors by a method; the newest are kept."""
+        self._driver.check_groupless()
         key = how.text, bucket
         exchange = self._exchanges.pop(key, None)
         if exchange is None:

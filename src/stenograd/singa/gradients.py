@@ -332,7 +332,7 @@ class Gradients:
     def local(self, loss: Tensor, threshold: int) -> tuple[list[Tensor], list[Group]]:
         """Run backward without averaging; return the parameters in backward order, and their groups."""
         fusion = Fusion(threshold)
-        self._compare_ranks(loss, threshold, None)
+        self._compare_ranks(loss, threshold, None, dict)
         walked: list[Tensor] = []
         backward(loss, walked.append, self._walker)
         groups = [fusion.add(self.name(p), p) for p in walked]
