@@ -109,6 +109,15 @@ def test_sign_sgd():
     assert v.item() == 1.5
 
 
+def test_sign_sgd_takes_sparse_gradients():
+    """Row 0 comes twice, with 1 and -3; row 2 once, with 1."""
+    rows = nn.Embedding(3, 2, sparse=True)
+    nn.init.zeros_(rows.weight)
+    (rows(torch.tensor([0, 2, 0])) * torch.tensor([[1.0], [1.0], [-3.0]])).sum().backward()
+    SignSGD(rows.parameters(), lr=0.5).step()
+    assert rows.weight.tolist() == [[0.5, 0.5], [0.0, 0.0], [-0.5, -0.5]]
+
+
 def test_sparsified_keeps_weights_and_counts_lr_and_decay_d_m4():
     """k covers all: p - lr g - lr wd p = 2 - .5 * .4 - .5 * .1 * 2 = 1.7."""
     for shape in [(3,), (2, 2), (), (1, 4, 1)]:

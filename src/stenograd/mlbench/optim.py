@@ -427,13 +427,13 @@ class SignSGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(self._direction(p, p.grad, group).sign_(), alpha=group["lr"])
+                    p.add_(self._direction(p, p.grad, group).sign(), alpha=-group["lr"])
         return loss
 
     def _direction(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return d, with momentum if there is any; in memory of its own."""
-        d = grad.add(p, alpha=group["weight_decay"])
-        mu = group["momentum"]
+        """Return d, with momentum if there is any."""
+        decay, mu = group["weight_decay"], group["momentum"]
+        d = grad.add(p, alpha=decay) if decay else grad  # which may be sparse
         if not mu:
             return d
         buffer: Tensor | None = self.state[p].get("momentum_buffer")
@@ -441,7 +441,7 @@ class SignSGD(torch.optim.Optimizer):
             buffer = self.state[p]["momentum_buffer"] = d.clone()
         else:
             buffer.mul_(mu).add_(d, alpha=1 - group["dampening"])  # b <- mu b + (1 - dampening) d
-        return d.add_(buffer, alpha=mu) if group["nesterov"] else buffer.clone()  # Nesterov: d + mu b
+        return d.add(buffer, alpha=mu) if group["nesterov"] else buffer  # Nesterov: d + mu b
 
 
 def _share_of_newest(t: int, tau: float) -> float:
