@@ -228,6 +228,18 @@ def test_schedulers_groups_and_attributes_reach_the_inner_optimizer():
     assert len(optimizer.param_groups) == 2
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_unscales_for_the_optimizer_inside(fused):
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    optimizer = CustomCentralizedOptimizer(model, 1, inner, average_world=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    assert model.weight.tolist() == [[-0.5, -0.5]]
+
+
 def test_a_refused_group_leaves_no_trace():
     optimizer = SparsifiedSGD(nn.Linear(2, 1).parameters(), lr=0.1)
     with pytest.raises(TensorTypeError, match="parameters must be real"):

@@ -53,6 +53,8 @@ class Wrapper(torch.optim.Optimizer):
     """
 
     aggregation: Aggregation
+    # Else a GradScaler would leave its scale here, for a fused optimizer that does not look here.
+    _step_supports_amp_scaling = False
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         # Before super, whose `self.state = ...` comes to the setter below and asks for it.
