@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.arguments import number
-from stenograd.errors import ConfigError, bad_value
+from stenograd.errors import CheckpointError, ConfigError, bad_value
 from stenograd.mlbench.aggregation import AVG_CUSTOM, AVG_WORLD, Aggregation, Denominator, trainable
+from stenograd.sync.step_settings import learning_rates
 from stenograd.wire.traffic import Traffic
 
 __all__ = [
@@ -128,11 +129,14 @@ class Wrapper(torch.optim.Optimizer):
         own = self._extra_state().keys()
         missing = [key for key in own if key not in state_dict]
         if missing:
-            rule = f"must have {missing[0]!r}"
-            raise bad_value("state_dict", rule, sorted(state_dict), "save it from here")
+            got = f"{missing[0]!r}, got {sorted(state_dict)}"
+            raise CheckpointError(f"state_dict must have {got}: save it from here")
         # First, because it refuses states of other ranks and models, which torch's optimizers would take.
         self._load_extra_state({key: state_dict[key] for key in own})
-        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
+        try:
+            self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
+        except (KeyError, ValueError) as cause:
+            raise CheckpointError(f"the state does not fit ({cause}): load it into the same model") from cause
 
     def _check_inner(self, inner: torch.optim.Optimizer) -> None:
         """Check that the optimizer inside holds what it may hold."""
