@@ -21,6 +21,7 @@ from stenograd.mlbench.wrapper import (
     checked_clip,
     checked_model,
     evaluate,
+    step_settings,
 )
 from stenograd.sync.handshake import broadcast_model
 
@@ -217,7 +218,8 @@ class FP16Optimizer(Wrapper):
         number("multiplier", multiplier, "count the batches", above=0)
         inner = self.optimizer
         loss = evaluate(closure)
-        self.aggregation.scale = float(self.loss_scaler.loss_scale)
+        scale = {"loss scale": float(self.loss_scaler.loss_scale)}
+        self.aggregation.settings = scale | step_settings(inner, denom)
         self.aggregation.agg_grad(self.by_layer)(self.fp16_model, self.agg_mode, denom)
         if tracker is not None:
             tracker.record_batch_agg()

@@ -21,6 +21,7 @@ from stenograd.mlbench.wrapper import (
     check_lr,
     evaluate,
     kept_attributes,
+    step_settings,
     whole_or_not_at_all,
 )
 from stenograd.sync.handshake import broadcast_tensors
@@ -340,6 +341,8 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
     def _average(
         self, values: Mapping[str, Tensor], unused: Collection[str], bad: bool
     ) -> Mapping[str, Tensor] | None:
+        decays = any(group["weight_decay"] for group in self.param_groups)  # by this rank's own rate
+        self._averaging.settings = step_settings(self if decays else None, None)
         averages = self._averaging.average(values, unused, bad=bad)
         if not self._averaging.finite:
             return None

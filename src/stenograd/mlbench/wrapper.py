@@ -27,6 +27,7 @@ __all__ = [
     "checked_model",
     "evaluate",
     "kept_attributes",
+    "step_settings",
     "whole_or_not_at_all",
 ]
 
@@ -222,6 +223,16 @@ def check_denominator(mode: str, denom: Denominator) -> None:
         raise bad_value("denom", "needs average_custom=True", denom, "leave it out")
     if mode == AVG_CUSTOM and denom is None:
         raise ConfigError("denom must be given with average_custom, got None: pass step(denom=...)")
+
+
+def step_settings(optimizer: torch.optim.Optimizer | None, denom: Denominator) -> dict[str, Any]:
+    """Return what ranks must have alike for one average, and for steps of an optimizer by it."""
+    settings: dict[str, Any] = {}
+    if optimizer is not None:
+        settings["learning rates"] = learning_rates([optimizer])
+    if denom is not None:
+        settings["denom"] = denom.tolist() if isinstance(denom, Tensor) else float(denom)
+    return settings
 
 
 def checked_clip(grad_clip: float) -> float:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from stenograd.errors import MismatchError
 from stenograd.wire.drivers import AnyDriver
 
-__all__ = ["BITS", "StepSettings", "hashed", "refuse", "tell", "unequal"]
+__all__ = ["BITS", "StepSettings", "hashed", "learning_rates", "refuse", "tell", "unequal"]
 
 BITS = 4  # of a pass's number, and of the settings' hash: other ones each time, so 8 exchanges tell all
 _TURNS = 32 // BITS  # of a CRC's 32 bits
@@ -73,13 +73,11 @@ class StepSettings:
 
     def read(self) -> dict[str, Any]:
         """Return the scale (of several scalers the product) and the learning rates, by what they are."""
-        groups = (group for o in self._optimizers for group in o.param_groups[:_GROUPS])
-        rates = [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
         if not self._looked:
             return {}
         return {
             "loss scale": math.prod((scaler.get_scale() for scaler in self._known()), start=1.0),
-            "learning rates": rates,
+            "learning rates": learning_rates(self._optimizers),
         }
 
     def flags(self, number: int) -> list[bool]:
@@ -136,6 +134,12 @@ class StepSettings:
         found = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
         numbers = [ids.get(id(getattr(scheduler, "optimizer", None))) for scheduler in found]
         return [([n, type(o).__name__], o) for n, o in zip(numbers, found, strict=True) if n is not None]
+
+
+def learning_rates(optimizers: Iterable[Optimizer]) -> list[float]:
+    """Return the learning rates of each optimizer's first groups, where they are numbers."""
+    groups = (group for o in optimizers for group in o.param_groups[:_GROUPS])
+    return [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
 
 
 def hashed(settings: Mapping[str, Any], number: int) -> int:
