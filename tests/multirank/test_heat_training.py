@@ -89,9 +89,19 @@ def _reset(rank):
             daso.last_batch = 4
             batch(rank, model, daso, number)
         results.append((weights(model), list(daso.events)))
+        daso.zero_grad()
+        (model(torch.ones(2, 10)).sum() * torch.nan).backward()
+        daso.step()
+        assert daso.skipped == 1
         nn.utils.vector_to_parameters(start.clone(), model.parameters())
         daso.reset()
-        assert (daso.epoch, daso.current_batch, daso.last_batch, daso.events) == (0, 0, 4, [])
+        assert (daso.epoch, daso.current_batch, daso.skipped, daso.last_batch, daso.events) == (
+            0,
+            0,
+            0,
+            4,
+            [],
+        )
     daso.close()
     return results
 

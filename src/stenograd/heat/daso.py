@@ -149,6 +149,7 @@ class DASO:
 
     epoch: int
     current_batch: int
+    skipped: int
     events: list[tuple[int, int, str, int | None]]
     _across: AcrossNodes
     _sync: GradientSync
@@ -204,7 +205,6 @@ class DASO:
         self.record_events, self.average_buffers = record_events, average_buffers
         self.amp = False
         self.scaler: torch.amp.GradScaler | None = None
-        self.skipped = 0
         self.last_batch: int | None = None
         self._model: nn.Module | None = None
         self._replaced = False
@@ -392,8 +392,8 @@ class DASO:
     def reset(self) -> None:
         """Go back to the state of a new instance, on all ranks.
 
-        The model, the scaler, `last_batch` and the optimizer's own state (momentum) stay. The exchange in
-        flight between nodes is dropped, and rank 0's parameters are broadcast again.
+        The model, the scaler, the scheduler, `last_batch` and the optimizer's own state (momentum) stay. The
+        exchange in flight between nodes is dropped, and rank 0's parameters are broadcast again.
         """
         if self._replaced:
             self._check_model()
@@ -494,9 +494,8 @@ class DASO:
         }
 
     def _begin(self) -> None:
-        self.epoch = self.current_batch = 0
-        self.events = []
-        self._skips = self._plan.first()
+        self.epoch = self.current_batch = self.skipped = 0
+        self.events, self._skips = [], self._plan.first()
         self._syncs_locally = True
 
     def _check_model(self) -> None:
