@@ -218,8 +218,8 @@ class FP16Optimizer(Wrapper):
         number("multiplier", multiplier, "count the batches", above=0)
         inner = self.optimizer
         loss = evaluate(closure)
-        scale = {"loss scale": float(self.loss_scaler.loss_scale)}
-        self.aggregation.settings = scale | step_settings(inner, denom)
+        scaling = {"loss scale": float(self.loss_scaler.loss_scale)}
+        self.aggregation.settings = scaling | step_settings(inner, denom)
         self.aggregation.agg_grad(self.by_layer)(self.fp16_model, self.agg_mode, denom)
         if tracker is not None:
             tracker.record_batch_agg()
