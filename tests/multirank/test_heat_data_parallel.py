@@ -242,6 +242,47 @@ def _joined(rank, blocking):
     return [flat(net)]
 
 
+class _Rows(nn.Module):
+    """A table with sparse gradients, and a head."""
+
+    def __init__(self, seed):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.table = nn.Embedding(12, 4, sparse=True)
+            self.head = nn.Linear(4, 3)
+
+    def forward(self, rows):
+        return self.head(torch.ones(1, 4) if rows is None else self.table(rows))
+
+
+def _sparse(rank, blocking, zero):
+    """In odd batches rank 1 uses no row."""
+    net, optimizers = make(
+        rank,
+        blocking,
+        model=_Rows(rank),
+        optimizers=lambda m: [
+            torch.optim.SGD(m.table.parameters(), lr=0.1),
+            torch.optim.Adam(m.head.parameters(), lr=0.01),
+        ],
+    )
+    seen = []
+    for s in range(7):
+        rows = None if rank and s % 2 else torch.tensor([s, s + rank, 3][: 1 + s % 3])
+        net(rows).square().mean().backward()
+        for o in optimizers:
+            o.step()
+        for o in optimizers:
+            zero(o)
+        if s % 3 == 2:
+            net.flush()
+            seen.append(flat(net))
+    net.eval()
+    net.close()
+    return [*seen, flat(net)]
+
+
 PROGRAMS = {
     **{
         f"20 steps by {method}": lambda rank, blocking, method=method: _twenty_steps(rank, blocking, method)
@@ -252,6 +293,14 @@ PROGRAMS = {
             rank, blocking, how.partition(", ")[0], ZEROINGS[how]
         )
         for how in ZEROINGS
+    },
+    **{
+        f"sparse rows, {how}": lambda rank, blocking, zero=zero: _sparse(rank, blocking, zero)
+        for how, zero in {
+            "zeroed": lambda o: o.zero_grad(),
+            "torch zeroes": lambda o: o.torch_optimizer.zero_grad(),
+            "zeros": lambda o: o.torch_optimizer.zero_grad(set_to_none=False),
+        }.items()
     },
     "inference mode": _inference,
     "odd parameters": lambda rank, blocking: _odd(rank, blocking, True),

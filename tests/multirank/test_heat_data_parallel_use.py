@@ -1,6 +1,7 @@
 """Heat's DataParallel and DataParallelMultiGPU in use: start, process groups, other collectives, errors."""
 
 import copy
+import inspect
 import io
 
 import pytest
@@ -11,6 +12,7 @@ from models import SMALL_BUCKETS, flat, mlp
 from torch import nn
 
 import stenograd
+from stenograd import heat
 from stenograd.heat import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
 from stenograd.heat.data_parallel import DelayedSync
 from stenograd.testing.pool import RanksFailed
@@ -148,6 +150,13 @@ def _copies(rank):
         clone(torch.ones(1, 10)).sum().backward()
         clone.state_dict()
     assert optimizers[0].update_next, "a copy must not touch the original's updates"
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    assert not optimizers[0].update_next
+    for clone in (copy.deepcopy(net), torch.load(file, weights_only=False)):
+        assert torch.equal(flat(clone), flat(net))
+        clone(torch.ones(1, 10)).sum().backward()
     net.close()
 
 
@@ -310,9 +319,40 @@ def test_namespaces_know_torchs_names_too():
     assert (heat_nn.DataParallel, heat_nn.DataParallelMultiGPU) == (DataParallel, DataParallelMultiGPU)
     assert (heat_nn.Linear, heat_nn.functional) == (nn.Linear, nn.functional)
     assert (optim.DASO, optim.DataParallelOptimizer) == (DASO, DataParallelOptimizer)
+    assert DASO(torch.optim.SGD([torch.ones(1)]), 20, heat.MPI_WORLD).comm is None
     assert optim.utils.DetectMetricPlateau is optim.DetectMetricPlateau
     assert optim.lr_scheduler.StepLR is torch.optim.lr_scheduler.StepLR
     assert optim.AdamW is torch.optim.AdamW
     for module in (heat_nn, optim):
         with pytest.raises(AttributeError, match="has 'Nonesuch'"):
             _ = module.Nonesuch
+
+
+@pytest.mark.parametrize(
+    ("call", "signature"),
+    [
+        (
+            DASO,
+            "local_optimizer total_epochs comm=None warmup_epochs=4 cooldown_epochs=4 scheduler=None "
+            "stability_level=0.05 max_global_skips=8 sending_chunk_size=10000000 "
+            "downcast_type=torch.bfloat16 use_mpi_groups=True skip_reduction_factor=2 local_skip_factor=4 "
+            "verbose=False",
+        ),
+        (DASO.add_scaler, "self scaler"),
+        (DASO.epoch_loss_logic, "self loss loss_globally_averaged=False"),
+        (DASO.set_model, "self model"),
+        (DASO.step, "self"),
+        (DASO.reset, "self"),
+        (DataParallelOptimizer, "torch_optimizer blocking=False"),
+        (DataParallelOptimizer.step, "self"),
+        (DataParallelMultiGPU, "module optimizer comm=None"),
+        (DataParallel, "module comm=None optimizer=() blocking_parameter_updates=False"),
+    ],
+)
+def test_signatures_are_those_of_the_documents(call, signature):
+    """`MPI_WORLD` is None here; what the documents do not name comes by its name only."""
+    given = [p for p in inspect.signature(call).parameters.values() if p.kind != p.KEYWORD_ONLY]
+    shown = [
+        p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given if p.kind != p.KEYWORD_ONLY
+    ]
+    assert " ".join(shown) == signature

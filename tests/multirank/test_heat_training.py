@@ -46,17 +46,37 @@ def _scaled(rank, unscale_first, world_size=4):
         rates.append(optimizer.param_groups[0]["lr"])
         kept.append(torch.equal(before, weights(model)))
     daso.close()
-    return rates, kept, scaler.get_scale()
+    return rates, kept, scaler.get_scale(), daso.skipped
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_all_ranks_skip_the_step_in_which_one_overflows(pool, unscale_first):
     """The scheduler halves the rate after each applied step: five times in six batches."""
-    for rates, kept, scale in pool.run(4, _scaled, unscale_first):
+    for rates, kept, scale, skipped in pool.run(4, _scaled, unscale_first):
         assert rates == [0.025, 0.0125, 0.00625, 0.00625, 0.003125, 0.0015625]
         assert kept[3]
         assert sum(kept) == 1
-        assert scale == 512.0
+        assert (scale, skipped) == (512.0, 1)
+
+
+def _switched_off(rank):
+    model, daso = make(node_size=1, warmup_epochs=0)
+    daso.add_scaler(torch.amp.GradScaler("cpu", enabled=False))
+    daso.last_batch = 5
+    for number in range(6):
+        daso.zero_grad()
+        (model(torch.ones(2, 10)).square().mean() * (torch.nan if rank and number == 2 else 1.0)).backward()
+        daso.step()
+    daso.close()
+    return daso.skipped, weights(model)
+
+
+def test_a_scaler_that_is_switched_off_changes_nothing(pool):
+    """A bad gradient costs its rank one step, and nobody else anything."""
+    (first, one), (second, other) = pool.run(2, _switched_off)
+    assert (first, second) == (0, 1)
+    assert torch.equal(one, other)
+    assert one.isfinite().all()
 
 
 def _scheduled(rank, factory):
@@ -89,9 +109,19 @@ def _reset(rank):
             daso.last_batch = 4
             batch(rank, model, daso, number)
         results.append((weights(model), list(daso.events)))
+        daso.zero_grad()
+        (model(torch.ones(2, 10)).sum() * torch.nan).backward()
+        daso.step()
+        assert daso.skipped == 1
         nn.utils.vector_to_parameters(start.clone(), model.parameters())
         daso.reset()
-        assert (daso.epoch, daso.current_batch, daso.last_batch, daso.events) == (0, 0, 4, [])
+        assert (daso.epoch, daso.current_batch, daso.skipped, daso.last_batch, daso.events) == (
+            0,
+            0,
+            0,
+            4,
+            [],
+        )
     daso.close()
     return results
 

@@ -13,8 +13,11 @@ from stenograd.errors import ConfigError, MismatchError
 from stenograd.mlbench import (
     AllReduceAggregation,
     CentralizedSGD,
+    CentralizedSparsifiedSGD,
     CustomCentralizedOptimizer,
+    FP16Optimizer,
     GenericCentralizedOptimizer,
+    PowerSGD,
 )
 
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
@@ -230,3 +233,75 @@ def test_ranks_that_disagree(pool):
         assert size.startswith("world_size must be 2, the number of ranks that were launched, got 4")
         assert shape.startswith("ranks differ in parameter weight: rank 0 has (2, 2)")
         assert option.startswith("ranks differ in by_layer: rank 0 has False, rank 1 has True")
+
+
+def _made(face, lr=0.1):
+    model = mlp(0)
+    if face == "weights":
+        return model, CentralizedSGD(2, model, lr=lr, agg_grad=False)
+    if face == "powersgd":
+        return model, PowerSGD(model, lr=lr, world_size=2)
+    if face == "sparsified":
+        rule = {"weight_decay": 0.1, "sparse_grad_size": 4}
+        return model, CentralizedSparsifiedSGD(model.parameters(), lr, **rule, world_size=2)
+    if face == "fp16":
+        fp = FP16Optimizer(model.bfloat16(), 2, average_world=True)
+        fp.set_optimizer(torch.optim.SGD([fp.fp32_params], lr=lr))
+        return model, fp
+    return model, CentralizedSGD(2, model, lr=lr)
+
+
+def _parting_rates(rank, face):
+    model, optimizer = _made(face)
+
+    def train():
+        for step in range(10):
+            optimizer.zero_grad()
+            x = torch.ones(2, 10, dtype=next(model.parameters()).dtype)
+            getattr(optimizer, "backward_loss", torch.Tensor.backward)(model(x).square().mean())
+            optimizer.step()
+            if rank and not step:
+                optimizer.param_groups[0]["lr"] = 0.05
+
+    if face == "weights":
+        train()
+        return flat(model)
+    with pytest.raises(MismatchError, match=r"rates: rank 0 has \[0\.1\], rank 1 has \[0\.05\]"):
+        train()
+    return None
+
+
+@pytest.mark.parametrize("face", ["sgd", "powersgd", "sparsified", "fp16", "weights"])
+def test_learning_rates_that_part_are_an_error(pool, face):
+    """Not where the weights themselves are averaged."""
+    first, second = pool.run(2, _parting_rates, face)
+    assert first is second is None or torch.equal(first, second)
+
+
+def _other_denominators(rank, agg_grad):
+    model = mlp(0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = CustomCentralizedOptimizer(model, 2, inner, agg_grad=agg_grad, average_custom=True)
+
+    def train():
+        for _ in range(9):
+            model(torch.ones(2, 10)).square().mean().backward()
+            optimizer.step(denom=torch.tensor([2.0 + rank]))
+
+    with pytest.raises(MismatchError, match=r"denom: rank 0 has \[2\.0\], rank 1 has \[3\.0\]"):
+        train()
+
+
+@pytest.mark.parametrize("agg_grad", [True, False])
+def test_ranks_that_divide_by_other_numbers_are_told(pool, agg_grad):
+    pool.run(2, _other_denominators, agg_grad)
+
+
+def _other_optimizers(rank):
+    with pytest.raises(MismatchError, match=r"lr of .*0\.1, rank 1 has 0\.2"):
+        _made("sgd", lr=0.1 + 0.1 * rank)
+    _made("weights", lr=0.1 + 0.1 * rank)  # each rank steps as it likes
+
+
+def test_ranks_with_other_optimizers_inside_are_told(pool):
+    pool.run(2, _other_optimizers)

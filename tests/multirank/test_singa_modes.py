@@ -4,7 +4,7 @@ import pytest
 import torch
 from singa_helpers import leaf, moved, push, spied, unit_sgd
 
-from stenograd.errors import ConfigError, StenogradError
+from stenograd.errors import ConfigError, MismatchError, StenogradError
 from stenograd.singa import SGD, DistOpt, Optimizer
 from stenograd.tasks.models import mnist_cnn
 
@@ -301,3 +301,57 @@ def test_a_users_own_optimizer_changes_parameters_in_place(own):
         w = leaf(1.0)
         train(DistOpt(own(lr=0.25)), w)
         assert w.item() == 0.5
+
+
+def _other_optimizers(rank):
+    """Partial updates may differ: each rank makes its own steps."""
+    model = torch.nn.Linear(3, 1)
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1 * rank)
+    for inner, what in [
+        (SGD(lr=0.1 + 0.1 * rank), "lr"),
+        (SGD(momentum=0.9, nesterov=not rank), "nesterov"),
+        (momentum, "momentum of optimizer 0's group 0"),
+    ]:
+        with pytest.raises(MismatchError, match=f"ranks differ in {what}: rank 0 has"):
+            DistOpt(inner, timeout_s=30)(model(torch.ones(2, 3)).sum())
+    DistOpt(SGD(lr=0.1 * rank), timeout_s=30).backward_and_partial_update(model(torch.ones(2, 3)).sum())
+
+
+def test_ranks_with_other_optimizers_inside_are_told(pool):
+    pool.run(2, _other_optimizers)
+
+
+class _Master(torch.optim.Optimizer):
+    """Steps copies in float64, and rounds them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p].setdefault("wide", p.detach().double()).sub_(p.grad))
+
+
+def _with_copies(rank):
+    a, b = leaf(0.0), leaf(0.0)
+    opt = DistOpt(_Master([a, b], {}), timeout_s=30)
+    for _ in range(2):
+        opt.backward_and_partial_update(push([a, b], [rank + 1.0] * 2), 0)
+    return sorted(a.tolist() + b.tolist())
+
+
+def test_copies_that_an_optimizer_keeps_follow_partial_updates(pool):
+    """Step 1 averages -1 and -2 of one parameter, which steps on from -1.5; step 2 -2 and -4 of the other."""
+    assert pool.run(2, _with_copies) == [[-3.0, -2.5], [-3.5, -3.0]]
+
+
+def _broadcast(rank):
+    w = leaf(float(rank))
+    master = _Master([w], {})
+    master.state[w]["wide"] = w.detach().double()  # as one that makes its copies at construction
+    opt = DistOpt(master, timeout_s=30)
+    opt.synchronize([w])
+    opt(w.sum())
+    return w.item()
+
+
+def test_copies_that_an_optimizer_keeps_follow_a_broadcast(pool):
+    assert pool.run(2, _broadcast) == [-1.0, -1.0]

@@ -1,5 +1,7 @@
 """SINGA's collectives on gloo ranks: sums in place, what each sends, and what is refused."""
 
+import inspect
+
 import pytest
 import torch
 from singa_helpers import spied, unit_sgd
@@ -217,3 +219,46 @@ def test_wrong_accumulations_mixtures_and_shares_are_refused():
     for spars, top in ((0, True), (1.5, True), (-0.1, False), (0, False), (float("nan"), True)):
         with pytest.raises(ConfigError, match="spars must be"):
             opt.sparsification(torch.ones(4), None, spars, top)
+
+
+DOCUMENTED = {
+    "__init__": "opt=None nccl_id=None local_rank=None world_size=None buffSize=4194304",
+    "update": "param grad",
+    "all_reduce": "tensor",
+    "fused_all_reduce": "tensor send=True",
+    "all_reduce_half": "tensor",
+    "fused_all_reduce_half": "tensor send=True",
+    "sparsification": "tensor accumulation spars topK",
+    "fused_sparsification": "tensor accumulation spars topK",
+    "wait": "",
+    "backward_and_update": "loss threshold=2097152",
+    "backward_and_update_half": "loss threshold=2097152 clipping=False clip_Value=100",
+    "backward_and_partial_update": "loss threshold=2097152",
+    "backward_and_spars_update": "loss threshold=2097152 spars=0.05 topK=False corr=True",
+    "backward_and_sparse_update": "loss threshold=2097152 spars=0.05 topK=False corr=True",
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_signatures_are_those_of_the_documents(name):
+    """What the documents do not name comes by its name only."""
+    _, *every = inspect.signature(getattr(DistOpt, name)).parameters.values()
+    given = [p for p in every if p.kind != p.KEYWORD_ONLY]
+    shown = [
+        p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given if p.kind != p.KEYWORD_ONLY
+    ]
+    assert " ".join(shown) == DOCUMENTED[name]
+
+
+def test_tensors_may_come_from_what_can_be_gone_through_once():
+    """Alone the sums are what was pushed."""
+    opt, model = unit_sgd(), torch.nn.Linear(2, 1)
+    pushed = [p.detach().clone() for p in model.parameters()]
+    opt.fused_all_reduce(model.parameters(), send=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    opt.fused_all_reduce(model.parameters())
+    assert all(map(torch.equal, model.parameters(), pushed))
+    opt.fused_sparsification(model.parameters(), None, 1.0, True)
+    assert all(map(torch.equal, model.parameters(), pushed))

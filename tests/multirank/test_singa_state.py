@@ -132,6 +132,8 @@ def test_states_of_other_runs_are_refused(tmp_path):
         used.set_states(states)
     with pytest.raises(ConfigError):
         DistOpt(Adam()).set_states({**states, "optimizer": {"moments": {}, "step_counter": 1}})
+    with pytest.raises(ConfigError, match="use the same kind of optimizer"):
+        DistOpt(torch.optim.SGD([w], lr=0.1)).set_states(states)
     (tmp_path / "broken").write_bytes(b"no state")
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         opt.load(tmp_path / "broken")

@@ -10,6 +10,9 @@ from support.processes import free_port
 from torch import nn
 
 import stenograd
+from stenograd.heat import DASO
+from stenograd.mlbench import CentralizedSGD, CentralizedSparsifiedSGD, DecentralizedSGD, PowerSGD
+from stenograd.singa import DistOpt
 from stenograd.wire.driver import Driver
 
 
@@ -177,17 +180,49 @@ def test_one_rank_alone_makes_no_group_so_that_the_program_can():
         sync.close()
 
 
+def _daso(model, optimizer):
+    daso = DASO(optimizer, total_epochs=9)
+    daso.set_model(model)
+    daso.last_batch = 3
+    return daso
+
+
+ALONE = {
+    "distribute": lambda model, optimizer: stenograd.distribute(model, optimizer, "topk"),
+    "singa": lambda model, optimizer: DistOpt(optimizer),
+    "mlbench": lambda model, _: CentralizedSGD(None, model, lr=0.1),
+    "mlbench's weights": lambda model, _: CentralizedSGD(None, model, lr=0.1, agg_grad=False),
+    "powersgd": lambda model, _: PowerSGD(model, lr=0.1),
+    "sparsified": lambda model, _: CentralizedSparsifiedSGD(model.parameters(), lr=0.1),
+    "neighbours": lambda model, _: DecentralizedSGD(0, [], model, lr=0.1),
+    "daso": _daso,
+}
+
+
+def _step(face, model, made):
+    loss = model(torch.ones(1, 10)).sum()
+    if face == "singa":
+        made(loss)
+    else:
+        loss.backward()
+        made.step()
+
+
 def _late_group(rank):
     """This process is alone when it attaches; then the program joins others."""
     place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     stenograd.shutdown()
     store = dist.FileStore(os.environ.pop("STENOGRAD_STORE") + "-late", 2)
-    model = mlp(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stenograd.distribute(model, optimizer, "topk")
+    made = {}
+    for face, attach in ALONE.items():
+        model = mlp(0)
+        made[face] = model, attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    for face, pair in made.items():
+        with pytest.raises(stenograd.StenogradError, match="call init_process_group"):
+            _step(face, *pair)
     with pytest.raises(stenograd.StenogradError, match="call init_process_group"):
-        model(torch.ones(1, 10)).sum().backward()
+        made["singa"][1].all_reduce(torch.ones(1))
     dist.barrier()  # else one rank may close its connections while the other is still making them
     dist.destroy_process_group()
     os.environ.update(place)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stenograd.mlbench
-from stenograd.errors import ConfigError, TensorTypeError
+from stenograd.errors import CheckpointError, ConfigError, TensorTypeError
 from stenograd.launch import process_group as groups
 from stenograd.mlbench import (
     AllReduceAggregation,
@@ -86,6 +86,17 @@ def test_all_is_sorted_and_documented():
             "average_world=False average_custom=False divide_before=False",
         ),
         (DynamicLossScaler, "init_scale=32768.0 scale_factor=2.0 scale_window=2000 max_scale=None"),
+        (SparsifiedSGD.step, "self closure=None"),
+        (SparsifiedSGD.sparsify_gradients, "self param lr"),
+        (SparsifiedSGD.update_estimated_weights, "self iteration sparse_vector_size"),
+        (SparsifiedSGD.get_estimated_weights, "self"),
+        (SignSGD.step, "self closure=None"),
+        (GenericCentralizedOptimizer.step, "self closure=None tracker=None"),
+        (CustomCentralizedOptimizer.step, "self closure=None tracker=None denom=None"),
+        (FP16Optimizer.step, "self closure=None tracker=None multiplier=1 denom=None"),
+        (FP16Optimizer.backward_loss, "self loss"),
+        (FP16Optimizer.fp16_to_fp32_flat_grad, "fp32_params fp16_model"),
+        (FP16Optimizer.fp32_to_fp16_weights, "fp16_model fp32_params"),
     ],
 )
 def test_signatures_are_those_of_the_documents(make, signature):
@@ -107,6 +118,15 @@ def test_sign_sgd():
     v.grad = torch.tensor([-0.1])
     assert SignSGD([v], lr=0.5, weight_decay=0.1, momentum=0.9, nesterov=True).step(lambda: 7) == 7
     assert v.item() == 1.5
+
+
+def test_sign_sgd_takes_sparse_gradients():
+    """Row 0 comes twice, with 1 and -3; row 2 once, with 1."""
+    rows = nn.Embedding(3, 2, sparse=True)
+    nn.init.zeros_(rows.weight)
+    (rows(torch.tensor([0, 2, 0])) * torch.tensor([[1.0], [1.0], [-3.0]])).sum().backward()
+    SignSGD(rows.parameters(), lr=0.5).step()
+    assert rows.weight.tolist() == [[0.5, 0.5], [0.0, 0.0], [-0.5, -0.5]]
 
 
 def test_sparsified_keeps_weights_and_counts_lr_and_decay_d_m4():
@@ -179,6 +199,26 @@ def test_half_precision_memory_survives_a_checkpoint():
     assert torch.equal(optimizer.state[p]["memory"], memory)
 
 
+def _half(width):
+    fp = FP16Optimizer(nn.Linear(width, 1).half(), 1, average_world=True)
+    fp.set_optimizer(torch.optim.SGD([fp.fp32_params], lr=0.1))
+    return fp
+
+
+def test_states_of_other_models_and_methods_are_checkpoint_errors():
+    saved, fp = _half(3), _half(2)
+    saved.loss_scaler.update_scale(True)
+    with pytest.raises(CheckpointError, match="must have 3 elements, got 4"):
+        fp.load_state_dict(saved.state_dict())
+    assert fp.loss_scaler.loss_scale == 1024
+    plain = CentralizedSGD(1, nn.Linear(2, 1), lr=0.1)
+    with pytest.raises(CheckpointError, match="must have 'aggregation'"):
+        PowerSGD(nn.Linear(2, 1), lr=0.1).load_state_dict(plain.state_dict())
+    for state in (CentralizedSGD(1, nn.Linear(2, 1, bias=False), lr=0.1).state_dict(), {}):
+        with pytest.raises(CheckpointError, match="the state does not fit"):
+            plain.load_state_dict(state)
+
+
 def test_loss_scaler_traces():
     """Window 4, overflow at call 5; window 128 grows at calls 127 and 255."""
     scaler = DynamicLossScaler(1024, 2, 4)
@@ -217,6 +257,18 @@ def test_schedulers_groups_and_attributes_reach_the_inner_optimizer():
     with pytest.raises(ConfigError, match="optimizer must hold the model's parameters, got 1 of"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_unscales_for_the_optimizer_inside(fused):
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    optimizer = CustomCentralizedOptimizer(model, 1, inner, average_world=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    assert model.weight.tolist() == [[-0.5, -0.5]]
 
 
 def test_a_refused_group_leaves_no_trace():

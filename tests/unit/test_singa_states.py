@@ -1,7 +1,9 @@
 """States of SINGA's optimizers, saved and restored, and settings for single parameters."""
 
+import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from singa_training import MAKERS, leaf, model, train, updated
@@ -42,6 +44,17 @@ def test_states_are_a_snapshot_and_can_be_gone_back_to():
         net.load_state_dict(weights)
         optimizer.set_states(states)
         assert torch.equal(train(net, optimizer, range(3, 6)), first)
+
+
+def test_a_copy_goes_on_with_what_was_copied_with_it_or_with_the_same_model():
+    net, optimizer = model(), SGD(lr=0.1, momentum=0.9)
+    train(net, optimizer, range(3))
+    other, its_own = copy.deepcopy((net, optimizer))
+    weights, earlier = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer)
+    end = train(net, optimizer, range(3, 6))
+    assert torch.equal(train(other, its_own, range(3, 6)), end)
+    net.load_state_dict(weights)
+    assert torch.equal(train(net, earlier, range(3, 6)), end)
 
 
 def test_keys_are_names_or_numbers():
@@ -149,6 +162,20 @@ def test_damaged_files_are_refused(tmp_path):
         SGD().load(path)
 
 
+def test_a_save_that_breaks_off_leaves_the_earlier_file(tmp_path):
+    path, optimizer = tmp_path / "state", SGD()
+    optimizer.save(path)
+    before = path.read_bytes()
+    for step_counter in (lambda: 0, np.float64(1)):  # cannot be saved, or not loaded again
+        optimizer.step_counter = step_counter
+        with pytest.raises(CheckpointError, match="cannot be saved: step_counter is a"):
+            optimizer.save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        SGD().save(tmp_path / "nowhere" / "state")
+
+
 # Register
 
 
@@ -163,6 +190,17 @@ def test_register_overrides_settings():
         optimizer((plain + fast + slow + decayed).sum())
     got = [w.item() for w in (plain, fast, slow, decayed)]
     assert got == pytest.approx([-0.2, -2.5, -1.5, 0.62])
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(True, 0.081), (False, 0.09)])
+def test_register_takes_the_whole_config_that_singa_needs(ahead, expected):
+    """Of what is registered SINGA's own SGD reads all five: .1 - .1 * 1.9 * .1, or .1 - .1 * .1."""
+    optimizer, w = SGD(lr=0.1, momentum=0.9, nesterov=not ahead), torch.tensor([0.1])
+    rest = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0}
+    optimizer.register([w], {**rest, "nesterov": ahead})
+    optimizer.update(w, torch.tensor([0.1]))
+    assert w.item() == pytest.approx(expected)
+    assert optimizer.nesterov is not ahead
 
 
 def test_an_override_switches_momentum_off():

@@ -46,6 +46,7 @@ __all__ = [
     "write_json",
     "write_manifest",
     "write_rank",
+    "write_tensors",
 ]
 
 T = TypeVar("T")
@@ -261,19 +262,35 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping[str, Any]) -> RankFile:
-    """Write a rank's tensors and plain values; nothing is copied (see `Digest`).
+    """Write a rank's tensors and plain values.
 
     Raises:
         CheckpointError: it cannot be written, or `read_rank` could not read it; nothing of it is left.
     """
     path = rank_path(folder, step, set_id, rank)
-    saved = {"format": _FORMAT, "set_id": set_id, "rank": rank, "content": dict(content)}
-    with _write_errors(path), replacing(path) as file:
+    about = {"format": _FORMAT, "set_id": set_id, "rank": rank}
+    digest = write_tensors(path, {**about, "content": dict(content)}, dict(content))
+    return RankFile(name=path.name, nbytes=digest.nbytes, sha256=digest.sha256.hexdigest())
+
+
+def write_tensors(path: Path, saved: Mapping[str, Any], content: Mapping[str, Any], mark: str = "") -> Digest:
+    """Write tensors and plain values in one step; nothing is copied (see `Digest`).
+
+    Args:
+        path: of the file.
+        saved: what to write.
+        content: the part of it that an error may name parts of.
+        mark: as for `replacing`.
+
+    Raises:
+        CheckpointError: it cannot be written, or not loaded again; nothing of it is left.
+    """
+    with _write_errors(path), replacing(path, mark) as file:
         digest = Digest(file)
         try:
             torch.save(saved, cast(IO[bytes], digest))
         except Exception as cause:  # an object's own pickling may raise anything
-            raise _unsavable(dict(content), cause) from cause
+            raise _unsavable(content, cause) from cause
         if digest.error is not None:
             raise digest.error
         file.flush()  # it is read back by its name
@@ -282,8 +299,8 @@ def write_rank(folder: Path, step: int, set_id: str, rank: int, content: Mapping
         try:
             torch.load(file.name, map_location="meta", weights_only=True)
         except Exception as cause:  # torch.load raises a dozen types for what it does not read
-            raise _unsavable(dict(content), cause) from cause
-    return RankFile(name=path.name, nbytes=digest.nbytes, sha256=digest.sha256.hexdigest())
+            raise _unsavable(content, cause) from cause
+    return digest
 
 
 def write_manifest(folder: Path, manifest: Manifest, rank: int = 0) -> None:

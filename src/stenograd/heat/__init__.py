@@ -12,6 +12,7 @@ from stenograd.heat.plateau import DetectMetricPlateau
 
 __all__ = [
     "DASO",
+    "MPI_WORLD",
     "DataParallel",
     "DataParallelMultiGPU",
     "DataParallelOptimizer",
@@ -19,3 +20,5 @@ __all__ = [
     "nn",
     "optim",
 ]
+
+MPI_WORLD = None  # as `comm`: all ranks

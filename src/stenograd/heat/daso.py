@@ -149,6 +149,7 @@ class DASO:
 
     epoch: int
     current_batch: int
+    skipped: int
     events: list[tuple[int, int, str, int | None]]
     _across: AcrossNodes
     _sync: GradientSync
@@ -204,7 +205,6 @@ class DASO:
         self.record_events, self.average_buffers = record_events, average_buffers
         self.amp = False
         self.scaler: torch.amp.GradScaler | None = None
-        self.skipped = 0
         self.last_batch: int | None = None
         self._model: nn.Module | None = None
         self._replaced = False
@@ -340,6 +340,7 @@ class DASO:
             PeerLost: a rank did not answer in time.
         """
         self._check_model()
+        self._driver.check_groupless()
         batch, last = self.current_batch, self.last_batch
         if not isinstance(last, int) or isinstance(last, bool) or last < batch:
             rule = f"must be the index of the epoch's last batch, at least {batch} now"
@@ -391,8 +392,8 @@ class DASO:
     def reset(self) -> None:
         """Go back to the state of a new instance, on all ranks.
 
-        The model, the scaler, `last_batch` and the optimizer's own state (momentum) stay. The exchange in
-        flight between nodes is dropped, and rank 0's parameters are broadcast again.
+        The model, the scaler, the scheduler, `last_batch` and the optimizer's own state (momentum) stay. The
+        exchange in flight between nodes is dropped, and rank 0's parameters are broadcast again.
         """
         if self._replaced:
             self._check_model()
@@ -493,9 +494,8 @@ class DASO:
         }
 
     def _begin(self) -> None:
-        self.epoch = self.current_batch = 0
-        self.events = []
-        self._skips = self._plan.first()
+        self.epoch = self.current_batch = self.skipped = 0
+        self.events, self._skips = [], self._plan.first()
         self._syncs_locally = True
 
     def _check_model(self) -> None:
@@ -515,23 +515,24 @@ class DASO:
         Without a GradScaler the scheduler steps even then: between exchanges the other ranks do not learn of
         the skip, and learning rates must stay equal.
         """
-        stepped, passes = True, self._sync._passes_made()
+        passes, scaler = self._sync._passes_made(), self.scaler
+        scaled = scaler is not None and scaler.is_enabled()
         if self._sync.enabled and passes == self._passes:  # the others of this node wait for gradients
             self._sync.take_part()
         self._passes = self._sync._passes_made()
-        if self.scaler is not None:
-            stepped = _step_together(self.scaler, self.local_optimizer, self._driver)
-        else:
+        if scaler is not None:
+            stepped = _step_together(scaler, self.local_optimizer, self._driver)
+        if not scaled:
             params = (p for group in self.local_optimizer.param_groups for p in group["params"])
-            finite = (
+            stepped = (
                 self._sync.finite  # the exchange has looked at the gradients already
                 if self._sync.enabled
                 else are_finite(p.grad for p in params if p.grad is not None)
             )
-            if finite:
+            if stepped:
                 self.local_optimizer.step()
-            self.skipped += not finite
-        if stepped and self.scheduler is not None:
+        self.skipped += not stepped
+        if self.scheduler is not None and (stepped or not scaled):
             self.scheduler.step()
 
     def _exchange(self, batch: int, last: int) -> None:
@@ -647,7 +648,7 @@ def _step_together(scaler: Any, optimizer: torch.optim.Optimizer, driver: Driver
         driver: the way to the other ranks.
 
     Returns:
-        Whether the optimizer stepped.
+        Whether the optimizer stepped; with a disabled scaler it may, and did not yet.
 
     Raises:
         MismatchError: on all ranks: their scales differ.
@@ -660,7 +661,6 @@ def _step_together(scaler: Any, optimizer: torch.optim.Optimizer, driver: Driver
     if any(scale != received[0][0][1] for ((_, scale),) in received):
         refuse(driver, {"loss scale": scaler.get_scale()})
     if not scaler.is_enabled():
-        scaler.step(optimizer)
         return True
     # Torch's own sharded scalers agree at the same point, in the record of what unscale_ found.
     overflowed = any(bool(other) for ((other, _),) in received)

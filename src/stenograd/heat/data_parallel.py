@@ -458,6 +458,11 @@ class DataParallel(nn.Module):
             self._unwatch()
             self._sync.close()
 
+    def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
+        """Apply queued updates; then copies and pickles are those of the module, and attached to nothing."""
+        self.flush()
+        return _itself, (self.module,)
+
     def _watch(self) -> None:
         """Register hooks that flush before any use of the module, also without this wrapper."""
         self._unwatch()
@@ -532,6 +537,10 @@ class DataParallelMultiGPU(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         return self.module(*args, **kwargs)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def _checked(module: Any, comm: Any, optimizer: Any, blocking: Any) -> list[DataParallelOptimizer]:

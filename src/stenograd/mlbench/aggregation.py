@@ -60,7 +60,7 @@ class Averaging:
     Attributes:
         finite: whether the last `average` counts, equal on all ranks. If not, no memory has changed.
         skipped: number of averages that did not count.
-        scale: of the loss that gradients are those of, which must be equal on all ranks; None compares none.
+        settings: what the next averages' ranks must have alike, such as the loss's scale; none costs nothing.
 
     Raises:
         ConfigError: world_size is not the group's.
@@ -72,7 +72,7 @@ class Averaging:
         self.world_size = self._driver.world_size
         self.finite = True
         self.skipped = 0
-        self.scale: float | None = None
+        self.settings: Mapping[str, Any] = {}
         self._count = 0
         self._met: weakref.ref[nn.Module] | None = None
         self._exchange: TensorExchange | None = None
@@ -110,6 +110,7 @@ class Averaging:
         Raises:
             MismatchError: as in `meet`.
         """
+        self.driver.check_groupless()
         if self._met is None or self._met() is not model:
             self.meet(dict(model.named_parameters()), {}, model)
 
@@ -144,6 +145,7 @@ class Averaging:
                 compressors with memory.
             by_layer: as in `arrange`.
         """
+        self.driver.check_groupless()
         exchange = self.arrange(values, by_layer=by_layer)
         for index, bucket in enumerate(exchange.buckets):
             flat, scale = exchange.flat(index), exchange.scale(index)
@@ -153,14 +155,13 @@ class Averaging:
             exchange.submit(index)
         names = [name for bucket in exchange.buckets for name in bucket.names]
         flags = [] if bad is None else [bad]
-        settings = {"loss scale": self.scale}
-        received = [] if self.scale is None else tell(hashed(settings, self._count), BITS)
+        received = tell(hashed(self.settings, self._count), BITS) if self.settings else []
         # Unlike the exchange's step it moves at a skip, too: each average tells other bits of the hash.
         self._count += 1
         outcome = exchange.finish([name not in unused for name in names], [*flags, *received]).result()
         exchange.join_streams()
         if any(unequal(outcome.any_flags[len(flags) :])):
-            refuse(self.driver, settings)
+            refuse(self.driver, self.settings)
         self.finite = outcome.applied and not any(outcome.any_flags[: len(flags)])
         self.skipped += not self.finite
         averages = zip(exchange.buckets, outcome.averages, strict=True)
@@ -310,6 +311,7 @@ class AllReduceAggregation(Aggregation):
         self, values: Mapping[str, Tensor], unused: Collection[str], divisor: float, by_layer: bool
     ) -> dict[str, Tensor]:
         """Return `sum_r x_r / divisor` of those that some rank used."""
+        self.driver.check_groupless()
         exact = divisor == self.world_size  # Stenograd's drivers always divide by N before they add
         if self.divide_before and not exact:
             values = {name: x / divisor for name, x in values.items()}

@@ -27,9 +27,10 @@ from stenograd.mlbench.wrapper import (
     checked_clip,
     checked_model,
     evaluate,
+    step_settings,
 )
 from stenograd.sync.averaging import Copies
-from stenograd.sync.handshake import broadcast_model, synced_parameters
+from stenograd.sync.handshake import broadcast_model, compare, describe_optimizers, synced_parameters
 
 __all__ = [
     "CentralizedAdam",
@@ -113,11 +114,15 @@ class GenericCentralizedOptimizer(Wrapper):
 
         Returns:
             The closure's loss, of this rank; None without a closure.
+
+        Raises:
+            MismatchError: the ranks' learning rates differ; told within eight steps.
         """
         return self._step(closure, tracker, None)
 
     def _step(self, closure: Closure | None, tracker: Marks | None, denom: Denominator) -> Any:
         loss = evaluate(closure)
+        self.aggregation.settings = step_settings(self if self.agg_grad else None, denom)
         if self.agg_grad:
             applied = self.aggregation.agg_grad(self.by_layer)(self.model, self.agg_mode, denom)
             if tracker is not None:
@@ -143,6 +148,9 @@ class GenericCentralizedOptimizer(Wrapper):
 
     def _check_inner(self, inner: torch.optim.Optimizer) -> None:
         synced_parameters(self.model, [inner])
+        if self.world_size > 1:
+            settings = describe_optimizers(self.model, [inner], alike=self.agg_grad)
+            compare(self.aggregation.driver, settings)
 
     def _extra_state(self) -> dict[str, Any]:
         state = self.aggregation.state_dict()
@@ -282,7 +290,8 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
     ) -> Any:
         """Average, clip and step as in `GenericCentralizedOptimizer.step`.
 
-        denom, with average_custom and only then, is what to divide the sum by: above 0, equal on all ranks.
+        denom, with average_custom and only then, is what to divide the sum by: above 0, equal on all ranks. A
+        rank with another one is a MismatchError within eight steps.
         """
         check_denominator(self.agg_mode, denom)
         return self._step(closure, tracker, denom)

@@ -97,6 +97,7 @@ class DecentralizedAggregation:
 
     def _meet(self, model: nn.Module) -> None:
         """Compare a model's parameters over the ranks, unless it was the last: they travel by position."""
+        self.gossip.driver.check_groupless()
         if self._met is None or self._met() is not model:
             named = dict(model.named_parameters())
             trained = sorted(name for name, p in named.items() if p.requires_grad)
@@ -200,6 +201,7 @@ class DecentralizedSGD(Wrapper):
         Raises:
             PeerLost: a neighbour did not answer in time; this rank's own step is done.
         """
+        self._gossip.driver.check_groupless()
         loss = evaluate(closure)
         if are_finite(p.grad for p in self._parameters() if p.grad is not None):
             self.optimizer.step()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.arguments import number
-from stenograd.errors import ConfigError, StenogradError, bad_value
+from stenograd.errors import CheckpointError, ConfigError, StenogradError, bad_value
 from stenograd.mlbench.aggregation import AllReduceAggregation, Denominator, gradient, trainable
 from stenograd.mlbench.wrapper import (
     Closure,
@@ -21,6 +21,7 @@ from stenograd.mlbench.wrapper import (
     checked_clip,
     checked_model,
     evaluate,
+    step_settings,
 )
 from stenograd.sync.handshake import broadcast_model
 
@@ -217,7 +218,8 @@ class FP16Optimizer(Wrapper):
         number("multiplier", multiplier, "count the batches", above=0)
         inner = self.optimizer
         loss = evaluate(closure)
-        self.aggregation.scale = float(self.loss_scaler.loss_scale)
+        scaling = {"loss scale": float(self.loss_scaler.loss_scale)}
+        self.aggregation.settings = scaling | step_settings(inner, denom)
         self.aggregation.agg_grad(self.by_layer)(self.fp16_model, self.agg_mode, denom)
         if tracker is not None:
             tracker.record_batch_agg()
@@ -259,6 +261,11 @@ class FP16Optimizer(Wrapper):
         }
 
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+        saved, own = state["fp32_params"].numel(), self.fp32_params.numel()
+        if saved != own:  # before anything changes
+            raise CheckpointError(
+                f"the state's fp32_params must have {own} elements, got {saved}: load it into the same model"
+            )
         self.loss_scaler.load_state_dict(state["loss_scaler"])
         with torch.no_grad():
             self.fp32_params.copy_(state["fp32_params"])  # in place: the optimizer inside holds this tensor

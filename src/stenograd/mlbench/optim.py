@@ -21,6 +21,7 @@ from stenograd.mlbench.wrapper import (
     check_lr,
     evaluate,
     kept_attributes,
+    step_settings,
     whole_or_not_at_all,
 )
 from stenograd.sync.handshake import broadcast_tensors
@@ -340,6 +341,8 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
     def _average(
         self, values: Mapping[str, Tensor], unused: Collection[str], bad: bool
     ) -> Mapping[str, Tensor] | None:
+        decays = any(group["weight_decay"] for group in self.param_groups)  # by this rank's own rate
+        self._averaging.settings = step_settings(self if decays else None, None)
         averages = self._averaging.average(values, unused, bad=bad)
         if not self._averaging.finite:
             return None
@@ -427,13 +430,13 @@ class SignSGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(self._direction(p, p.grad, group).sign_(), alpha=group["lr"])
+                    p.add_(self._direction(p, p.grad, group).sign(), alpha=-group["lr"])
         return loss
 
     def _direction(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return d, with momentum if there is any; in memory of its own."""
-        d = grad.add(p, alpha=group["weight_decay"])
-        mu = group["momentum"]
+        """Return d, with momentum if there is any."""
+        decay, mu = group["weight_decay"], group["momentum"]
+        d = grad.add(p, alpha=decay) if decay else grad  # which may be sparse
         if not mu:
             return d
         buffer: Tensor | None = self.state[p].get("momentum_buffer")
@@ -441,7 +444,7 @@ class SignSGD(torch.optim.Optimizer):
             buffer = self.state[p]["momentum_buffer"] = d.clone()
         else:
             buffer.mul_(mu).add_(d, alpha=1 - group["dampening"])  # b <- mu b + (1 - dampening) d
-        return d.add_(buffer, alpha=mu) if group["nesterov"] else buffer.clone()  # Nesterov: d + mu b
+        return d.add(buffer, alpha=mu) if group["nesterov"] else buffer  # Nesterov: d + mu b
 
 
 def _share_of_newest(t: int, tau: float) -> float:

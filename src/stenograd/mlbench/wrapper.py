@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.arguments import number
-from stenograd.errors import ConfigError, bad_value
+from stenograd.errors import CheckpointError, ConfigError, bad_value
 from stenograd.mlbench.aggregation import AVG_CUSTOM, AVG_WORLD, Aggregation, Denominator, trainable
+from stenograd.sync.step_settings import learning_rates
 from stenograd.wire.traffic import Traffic
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "checked_model",
     "evaluate",
     "kept_attributes",
+    "step_settings",
     "whole_or_not_at_all",
 ]
 
@@ -53,6 +55,8 @@ class Wrapper(torch.optim.Optimizer):
     """
 
     aggregation: Aggregation
+    # Else a GradScaler would leave its scale here, for a fused optimizer that does not look here.
+    _step_supports_amp_scaling = False
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         # Before super, whose `self.state = ...` comes to the setter below and asks for it.
@@ -126,11 +130,14 @@ class Wrapper(torch.optim.Optimizer):
         own = self._extra_state().keys()
         missing = [key for key in own if key not in state_dict]
         if missing:
-            rule = f"must have {missing[0]!r}"
-            raise bad_value("state_dict", rule, sorted(state_dict), "save it from here")
+            got = f"{missing[0]!r}, got {sorted(state_dict)}"
+            raise CheckpointError(f"state_dict must have {got}: save it from here")
         # First, because it refuses states of other ranks and models, which torch's optimizers would take.
         self._load_extra_state({key: state_dict[key] for key in own})
-        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
+        try:
+            self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
+        except (KeyError, ValueError) as cause:
+            raise CheckpointError(f"the state does not fit ({cause}): load it into the same model") from cause
 
     def _check_inner(self, inner: torch.optim.Optimizer) -> None:
         """Check that the optimizer inside holds what it may hold."""
@@ -216,6 +223,16 @@ def check_denominator(mode: str, denom: Denominator) -> None:
         raise bad_value("denom", "needs average_custom=True", denom, "leave it out")
     if mode == AVG_CUSTOM and denom is None:
         raise ConfigError("denom must be given with average_custom, got None: pass step(denom=...)")
+
+
+def step_settings(optimizer: torch.optim.Optimizer | None, denom: Denominator) -> dict[str, Any]:
+    """Return what ranks must have alike for one average, and for steps of an optimizer by it."""
+    settings: dict[str, Any] = {}
+    if optimizer is not None:
+        settings["learning rates"] = learning_rates([optimizer])
+    if denom is not None:
+        settings["denom"] = denom.tolist() if isinstance(denom, Tensor) else float(denom)
+    return settings
 
 
 def checked_clip(grad_clip: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +26,8 @@ from stenograd.singa.gradients import DEFAULT_THRESHOLD, Gradients
 from stenograd.singa.launch import join
 from stenograd.singa.optimizers import SGD, Optimizer, Saved, Setting
 from stenograd.singa.slots import named_members
-from stenograd.sync.averaging import average_buffers, not_finite
-from stenograd.sync.handshake import broadcast_model, broadcast_tensors, compare
+from stenograd.sync.averaging import Copies, average_buffers, not_finite
+from stenograd.sync.handshake import broadcast_model, broadcast_tensors, compare, describe_optimizers
 from stenograd.wire.driver import Driver
 from stenograd.wire.finite import are_finite
 from stenograd.wire.traffic import Traffic
@@ -73,8 +74,15 @@ class TorchOptimizer:
         return copy.deepcopy(self.optimizer.state_dict())  # torch's state_dict shares its tensors
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Load a `state_dict()`."""
-        self.optimizer.load_state_dict(copy.deepcopy(dict(states)))
+        """Load a `state_dict()`.
+
+        Raises:
+            ConfigError: it is of another kind of optimizer, or of one with other groups.
+        """
+        try:
+            self.optimizer.load_state_dict(copy.deepcopy(dict(states)))
+        except (KeyError, ValueError) as cause:
+            raise ConfigError(f"the states do not fit ({cause}): use the same kind of optimizer") from cause
 
 
 class DistOpt(Saved):
@@ -195,7 +203,7 @@ class DistOpt(Saved):
 
         Raises:
             ConfigError: threshold is negative, or loss has no graph or several elements.
-            MismatchError: at the first step, the ranks' parameters, modes or thresholds differ.
+            MismatchError: at the first step, the ranks' parameters, modes, thresholds or optimizers differ.
             PeerLost: a rank did not answer within the timeout.
         """
         self._train(loss, threshold, _plain())
@@ -314,22 +322,22 @@ class DistOpt(Saved):
         """Replace a tensor by its sum over the ranks, sent in float16; the sum itself may exceed 65,504."""
         self._sum([tensor], _rounded())
 
-    def fused_all_reduce(self, tensors: Sequence[Tensor], send: bool = True) -> None:
+    def fused_all_reduce(self, tensor: Iterable[Tensor], send: bool = True) -> None:
         """Sum several tensors in one collective.
 
         Args:
-            tensors: of one type, on one device.
+            tensor: the tensors, of one type, on one device.
             send: False only copies them to the buffer. True sums the buffer and writes the result to these
                 tensors, in order; if the buffer is empty, the tensors themselves are summed.
 
         Raises:
             ConfigError: as in `all_reduce`; or the buffer holds another number of elements than the tensors.
         """
-        self._fused(tensors, send, _plain())
+        self._fused(tensor, send, _plain())
 
-    def fused_all_reduce_half(self, tensors: Sequence[Tensor], send: bool = True) -> None:
+    def fused_all_reduce_half(self, tensor: Iterable[Tensor], send: bool = True) -> None:
         """Sum several tensors in one collective, sent and added in float16; see `fused_all_reduce`."""
-        self._fused(tensors, send, _rounded())
+        self._fused(tensor, send, _rounded())
 
     def sparsification(self, tensor: Tensor, accumulation: Tensor | None, spars: float, topK: bool) -> None:
         """Replace a tensor by the sum of the ranks' most significant elements.
@@ -348,10 +356,10 @@ class DistOpt(Saved):
         self._sum([tensor], _sparse(spars, topK, corr=False), accumulation)
 
     def fused_sparsification(
-        self, tensors: Sequence[Tensor], accumulation: Tensor | None, spars: float, topK: bool
+        self, tensor: Iterable[Tensor], accumulation: Tensor | None, spars: float, topK: bool
     ) -> None:
         """Apply `sparsification` to several tensors as if they were one, in one exchange."""
-        self._sum(tensors, _sparse(spars, topK, corr=False), accumulation)
+        self._sum([*tensor], _sparse(spars, topK, corr=False), accumulation)
 
     def wait(self) -> None:
         """Do nothing: every collective is complete when its call returns."""
@@ -368,10 +376,12 @@ class DistOpt(Saved):
         """
         if isinstance(tensors, nn.Module):
             compare(self._driver, {}, dict(tensors.named_parameters()), model=tensors)
-            broadcast_model(self._driver, tensors)
+            with self._followed(tensors.parameters()):
+                broadcast_model(self._driver, tensors)
             return
-        several = [tensors] if isinstance(tensors, Tensor) else tensors
-        broadcast_tensors(self._driver, [tensor.detach() for tensor in several])
+        several = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        with self._followed(several):
+            broadcast_tensors(self._driver, [tensor.detach() for tensor in several])
 
     def register(
         self, param_group: Tensor | Iterable[Tensor | tuple[str, Tensor]], config: Mapping[str, Setting]
@@ -422,8 +432,16 @@ class DistOpt(Saved):
     def _identity(self) -> dict[str, Any]:
         return {"format": _FORMAT, "rank": self.global_rank, "world_size": self.world_size}
 
+    def _settings(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks for equal gradients to make equal steps."""
+        inner = self._inner
+        if isinstance(inner, TorchOptimizer):
+            return describe_optimizers(nn.Module(), [inner.optimizer], alike=True)
+        kind = type(inner).__name__
+        return {"optimizer": kind, "step_counter": inner.step_counter, **inner._values}
+
     def _train(self, loss: Tensor, threshold: int, how: Method) -> None:
-        walked, finite = self._gradients.averaged(loss, threshold, how)
+        walked, finite = self._gradients.averaged(loss, threshold, how, self._settings)
         self._update_all(walked, finite)
 
     def _update_all(self, parameters: Iterable[Tensor], finite: bool) -> None:
@@ -453,11 +471,16 @@ class DistOpt(Saved):
         # All means before any is written: one that is bad must leave every tensor as it was.
         if not exchange.finite:
             raise not_finite("parameters")
-        with torch.no_grad():
+        with self._followed(named.values()), torch.no_grad():
             for name, tensor in named.items():
                 tensor.copy_(means[name])
 
-    def _fused(self, tensors: Sequence[Tensor], send: bool, how: Method) -> None:
+    def _followed(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Let the copies that an optimizer keeps of tensors, such as master weights, move as these do."""
+        return Copies(self.opt if isinstance(self.opt, torch.optim.Optimizer) else ()).follow(tensors)
+
+    def _fused(self, given: Iterable[Tensor], send: bool, how: Method) -> None:
+        tensors = [*given]  # `model.parameters()` can be gone through once
         # With what is held, or a buffer of two types could never be sent.
         _check([*self._buffered, *tensors])
         if not send:
@@ -468,19 +491,14 @@ class DistOpt(Saved):
         if self._buffered and wanted != found:
             advice = "push each tensor with send=False first, then all of them with send=True"
             raise bad_value("tensors", f"must hold the {found} elements of the buffer", wanted, advice)
-        self._sum(tensors, how, source=self._buffered)
+        if tensors:
+            self._reduce(tensors, how, source=self._buffered)
         self._buffered = []  # only now: a call that is refused loses nothing
 
-    def _sum(
-        self,
-        targets: Sequence[Tensor],
-        how: Method,
-        accumulation: Tensor | None = None,
-        source: Sequence[Tensor] = (),
-    ) -> None:
-        _check([*targets, *source, *([] if accumulation is None else [accumulation])])
+    def _sum(self, targets: Sequence[Tensor], how: Method, accumulation: Tensor | None = None) -> None:
+        _check([*targets, *([] if accumulation is None else [accumulation])])
         if targets:
-            self._reduce(targets, how, accumulation, source=source)
+            self._reduce(targets, how, accumulation)
 
     @torch.no_grad()
     def _reduce(
@@ -517,6 +535,7 @@ class DistOpt(Saved):
 
     def _exchange(self, how: Method, bucket: Bucket) -> TensorExchange:
         """Return the exchange of such tensors by a method; the newest are kept."""
+        self._driver.check_groupless()
         key = how.text, bucket
         exchange = self._exchanges.pop(key, None)
         if exchange is None:

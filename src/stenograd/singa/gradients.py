@@ -285,19 +285,22 @@ class Gradients:
         for name, parameter in members:
             self.name(parameter, name)
 
-    def averaged(self, loss: Tensor, threshold: int, how: Method) -> tuple[list[Tensor], bool]:
+    def averaged(
+        self, loss: Tensor, threshold: int, how: Method, settings: Callable[[], Mapping[str, Any]]
+    ) -> tuple[list[Tensor], bool]:
         """Run backward and average all gradients; groups travel while backward goes on.
 
         Args:
             loss: what to differentiate.
             threshold: of the fusion rule, in elements.
             how: the method by which gradients travel.
+            settings: returns what else ranks must have alike; asked before the first step.
 
         Returns:
             The parameters in backward order, with averages in `grad`; and whether all averages are finite.
         """
         fusion = Fusion(threshold)
-        self._compare_ranks(loss, threshold, how)
+        self._compare_ranks(loss, threshold, how, settings)
         exchange = self._begin(how)
         walked: list[Tensor] = []
         groups: list[Group] = []
@@ -329,7 +332,7 @@ class Gradients:
     def local(self, loss: Tensor, threshold: int) -> tuple[list[Tensor], list[Group]]:
         """Run backward without averaging; return the parameters in backward order, and their groups."""
         fusion = Fusion(threshold)
-        self._compare_ranks(loss, threshold, None)
+        self._compare_ranks(loss, threshold, None, dict)
         walked: list[Tensor] = []
         backward(loss, walked.append, self._walker)
         groups = [fusion.add(self.name(p), p) for p in walked]
@@ -455,15 +458,19 @@ class Gradients:
             )
         self._loaded = False
 
-    def _compare_ranks(self, loss: Tensor, threshold: int, how: Method | None) -> None:
-        """Check, before the first step, that all ranks have the same parameters, mode and threshold."""
+    def _compare_ranks(
+        self, loss: Tensor, threshold: int, how: Method | None, settings: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Check, before the first step, that all ranks have the same parameters, mode and settings."""
+        self._driver.check_groupless()
         if self._compared and not self._loaded:
             return
         parameters = {self.name(p): p for p in parameters_of(loss)}
         if self._loaded:
             self._check_names(parameters.keys())
         if not self._compared:
-            compare(self._driver, {"threshold": threshold, "mode": str(how)}, parameters)
+            step = {"threshold": threshold, "mode": str(how), **settings()}
+            compare(self._driver, step, parameters)
             self._compared = True
 
 

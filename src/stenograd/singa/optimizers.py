@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from stenograd.checkpoint.files import write_tensors
 from stenograd.errors import CheckpointError, TensorTypeError, bad_value
 from stenograd.singa.gradients import Walker, backward
 from stenograd.singa.schedules import Constant, DecayScheduler, as_schedule, values_at
@@ -32,8 +34,16 @@ class Saved:
         raise NotImplementedError
 
     def save(self, file: File) -> None:
-        """Write `get_states()` to a path or a binary file."""
-        torch.save(self.get_states(), file)
+        """Write `get_states()` to a path, where a file is always whole, or to a binary file.
+
+        Raises:
+            CheckpointError: the path cannot be written, or could not be loaded again; an earlier file stays.
+        """
+        states = self.get_states()
+        if isinstance(file, str | os.PathLike):
+            write_tensors(Path(file), states, states, f".{os.getpid()}")
+        else:
+            torch.save(states, file)
 
     def load(self, file: File) -> None:
         """Load what `save` wrote; only tensors and plain values are read, so a file cannot run code.
@@ -276,13 +286,17 @@ class SGD(Optimizer):
         nesterov: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.nesterov = nesterov
-        inertia = {"momentum": momentum, "dampening": dampening}
+        inertia: dict[str, Setting] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
         super().__init__({"lr": lr, **inertia, "weight_decay": weight_decay}, dtype)
+
+    @property
+    def nesterov(self) -> bool:
+        """Whether updates look ahead."""
+        return bool(self._values["nesterov"])
 
     def _check(self, config: Mapping[str, DecayScheduler]) -> None:
         momentum, dampening = config["momentum"].init_value, config["dampening"].init_value
-        if self.nesterov and (momentum <= 0 or dampening != 0):
+        if config["nesterov"].init_value and (momentum <= 0 or dampening != 0):
             raise bad_value(
                 "nesterov",
                 "needs momentum > 0 and dampening 0",
@@ -302,7 +316,7 @@ class SGD(Optimizer):
             else:
                 velocity = slot.state["moments"] = grad.clone()  # the first is not damped, as in torch
             # Nesterov: g + momentum v
-            grad = grad.add(velocity, alpha=values["momentum"]) if self.nesterov else velocity
+            grad = grad.add(velocity, alpha=values["momentum"]) if values["nesterov"] else velocity
         param.add_(grad, alpha=-values["lr"])
 
 

@@ -14,6 +14,7 @@ __all__ = ["Constant", "DecayScheduler", "ExponentialDecay", "as_schedule", "che
 
 _AT_LEAST_0 = ("lr", "momentum", "weight_decay", "epsilon")
 _SHARES = ("rho", "beta_1", "beta_2")
+_SWITCHES = ("nesterov",)  # on or off, as 1 or 0
 
 
 class DecayScheduler:
@@ -132,6 +133,8 @@ def as_schedule(name: str, value: object) -> DecayScheduler:
     if isinstance(value, DecayScheduler):
         check_value(name, value.init_value)
         return value
+    if name in _SWITCHES:
+        return Constant(float(bool(value)))
     given = typed(name, value, Real, "a number or a DecayScheduler", "use 0.1 or ExponentialDecay(...)")
     return Constant(check_value(name, float(given)))
 

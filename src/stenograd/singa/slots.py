@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +72,15 @@ class Slots:
         self._waiting: dict[Key, dict[str, Tensor]] = {}
         self._saved: set[Key] = set()
         self._seen = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
+        """Copy, for parameters that were copied before (as a model in one call) or the same ones."""
+        memo[id(self)] = new = Slots()
+        kept = self._by_name, self._waiting, self._saved, self._seen
+        new._by_name, new._waiting, new._saved, new._seen = copy.deepcopy(kept, memo)
+        for parameter, slot in self._by_tensor.items():
+            new._by_tensor[memo.get(id(parameter), parameter)] = copy.deepcopy(slot, memo)
+        return new
 
     def __iter__(self) -> Iterator[Slot]:
         """Yield every slot once."""

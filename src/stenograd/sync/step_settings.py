@@ -20,7 +20,7 @@ from stenograd.catalog.method import Method
 from stenograd.errors import MethodError, MismatchError
 from stenograd.wire.drivers import AnyDriver
 
-__all__ = ["BITS", "StepSettings", "hashed", "refuse", "tell", "unequal"]
+__all__ = ["BITS", "StepSettings", "hashed", "learning_rates", "refuse", "tell", "unequal"]
 
 BITS = 4  # of a pass's number, and of the settings' hash: other ones each time, so 8 exchanges tell all
 _TURNS = 32 // BITS  # of a CRC's 32 bits
@@ -80,13 +80,11 @@ class StepSettings:
 
     def read(self) -> dict[str, Any]:
         """Return the scale (of several scalers the product) and the learning rates, by what they are."""
-        groups = (group for o in self._optimizers for group in o.param_groups[:_GROUPS])
-        rates = [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
         if not self._looked:
             return {}
         return {
             "loss scale": math.prod((scaler.get_scale() for scaler in self._known()), start=1.0),
-            "learning rates": rates,
+            "learning rates": learning_rates(self._optimizers),
         }
 
     def flags(self, number: int) -> list[bool]:
@@ -155,6 +153,12 @@ def _refuse_division(how: Method, optimizer: Optimizer, scaler: GradScaler) -> N
             f"{how} delivers a direction, which GradScaler divides by its scale, {scaler.get_scale():g}, so "
             "that steps change next to nothing: train in bfloat16, which needs no GradScaler"
         )
+
+
+def learning_rates(optimizers: Iterable[Optimizer]) -> list[float]:
+    """Return the learning rates of each optimizer's first groups, where they are numbers."""
+    groups = (group for o in optimizers for group in o.param_groups[:_GROUPS])
+    return [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
 
 
 def hashed(settings: Mapping[str, Any], number: int) -> int:
