@@ -57,7 +57,9 @@ def test_cleaning(tmp_path):
     for name in [*left, "checkpoint-stepX.json", "notes.txt"]:
         (tmp_path / name).touch()
     for rank in range(3):
-        checkpoint.drop_others(tmp_path, 8, rank, keep=2)
+        assert checkpoint.complete(tmp_path, 8, rank) == [[2, "ab12"], [1, "ab12"]]
+    for rank in range(3):
+        checkpoint.drop_others(tmp_path, [[8, "ab12"], [2, "ab12"]], rank, 3)
     assert checkpoint.saved_steps(tmp_path) == [2, 8]
     kept = [f"checkpoint-step{step}-ab12-rank{rank}.pt" for step in (2, 8) for rank in range(3)]
     kept += ["checkpoint-step2.json", "checkpoint-step8.json", "checkpoint-stepX.json", "notes.txt"]
@@ -136,7 +138,7 @@ def test_a_folder_of_a_files_name_hides_no_other_from_cleaning(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "checkpoint-step0.json").mkdir()
-    checkpoint.drop_others(tmp_path, 3, 0, keep=1)
+    checkpoint.drop_others(tmp_path, [[3, "ab12"]], 0, 1)
     assert checkpoint.saved_steps(tmp_path) == [0, 3]
 
 

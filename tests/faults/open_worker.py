@@ -65,6 +65,7 @@ def main(folder, method, step_s):
     torch.manual_seed(world.rank)
     layers = [nn.Linear(16, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 4)]
     model = nn.Sequential(*layers)
+    model.register_buffer("repeated", torch.zeros(1).expand(3))  # its elements share memory
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sync = stenograd.distribute(model, optimizer, method, bucket_bytes=1000, timeout_s=60)
     log = Path(f"{folder}/log-{world.rank}-{os.getpid()}").open("w")  # noqa: SIM115 (ends with the process)

@@ -171,6 +171,34 @@ def test_an_element_is_the_mean_of_the_ranks_where_it_is_finite(text):
         assert found[3] == -INF
 
 
+@pytest.mark.parametrize(
+    "text", ["local:every=2", "diloco:every=2", "noloco:every=2", "gossip:buffers=average"]
+)
+def test_a_buffer_that_grows_with_a_ranks_inputs_stays_its_own(text):
+    """As a cache of positions does; the buffer after it is averaged as ever."""
+
+    def rank_of(driver):
+        model = nn.Linear(3, 2)
+        model.register_buffer("cache", torch.zeros(2))
+        model.register_buffer("seen", torch.zeros(1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            if driver.rank:
+                model.cache = torch.ones(5)
+            model.seen.fill_(driver.rank)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+            with sync.consensus():
+                pass
+            return model.cache.tolist(), model.seen.item()
+
+    cache, *others = ranks(2, rank_of)
+    assert cache[0] == [0.0, 0.0]
+    assert others == [([1.0] * 5, 0.5)]
+
+
 def two_levels(driver, text, where):
     model = seeded(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

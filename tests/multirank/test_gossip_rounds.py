@@ -185,6 +185,40 @@ def test_a_state_of_another_graph_is_refused():
         simulated(2, "gossip", "still", 0, states=states)
 
 
+@pytest.mark.parametrize("resharded", [False, True])
+def test_the_state_of_another_model_is_refused_before_anything_changes(resharded):
+    """One layer more was frozen when it was saved."""
+
+    def synced(frozen):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        model[0].requires_grad_(not frozen)
+        return stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "gossip")
+
+    with synced(frozen=True) as one, synced(frozen=False) as other:
+        states = [{**one.state_dict(), "round": 7}]
+        (state,) = stenograd.reshard(states, 1) if resharded else states
+        with pytest.raises(CheckpointError, match=r"differ in parameter '0\.weight'"):
+            other.load_state_dict(state)
+        assert other.round == 0
+    stenograd.shutdown()
+
+
+def test_refresh_forgets_no_mixing_that_left_somebody_out():
+    def rank_of(driver):
+        model = Net()
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        with stenograd.distribute(model, optimizer, "gossip:graph=ring", group=driver, timeout_s=30) as sync:
+            model.first.weight.data[0, 0] = math.nan if driver.rank == 1 else 0.0
+            loss_of(model, driver.rank, 0).backward()
+            optimizer.step()
+            before = sync.left_out
+            sync.refresh()
+            return before, sync.left_out
+
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        assert ranks(2, rank_of) == [(1, 1)] * 2
+
+
 class _Twice(torch.optim.Optimizer):
     """Evaluates its closure twice, and changes nothing."""
 

@@ -15,6 +15,7 @@ from support.processes import free_port, runs
 from stenograd.errors import ConfigError, LaunchError
 from stenograd.launch import local_workers as workers
 from stenograd.launch import process_group as groups
+from stenograd.launch.failure_detector import FailureDetector
 from stenograd.launch.process_group import Absent, init, roll_call, run_local, shutdown
 
 PYTHON = sys.executable
@@ -257,6 +258,22 @@ def test_a_group_of_the_user_is_left_alone(outside):
         assert roll_call(0.0) == Absent()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_group_that_the_program_ended_by_itself_leaves_nothing_behind(outside, again):
+    """Whatever group comes next, the detector of the first ends, and one of the program's own stays."""
+    init()
+    detector = groups._session.detector = FailureDetector(0, "127.0.0.1")
+    dist.destroy_process_group()
+    if again:
+        init()
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        shutdown()
+        assert dist.is_initialized()
+        dist.destroy_process_group()
+    assert not detector._server._thread.is_alive()
 
 
 def test_the_users_interface_is_kept(outside):

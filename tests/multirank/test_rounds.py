@@ -66,6 +66,34 @@ def test_quadratic_rule_makes_rounds_rarer_as_the_rate_falls():
     assert ranks(2, rank_of) == [[4, 8, 24]] * 2
 
 
+def test_quadratic_rule_keeps_ranks_together_while_the_rate_rises():
+    """A round that begins at 0.001 would take 40,000 steps; at 0.1, where warm-up leads, it takes 4."""
+
+    def rank_of(driver, state=None, stop=40):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        text, held = "local:every=2,qsr=0.2", []
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            if state is not None:
+                sync.load_state_dict(state[driver.rank])
+            for step in range(sync.step, stop):
+                optimizer.param_groups[0]["lr"] = 0.1 * min(0.01 + step / 20, 1.0)
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).sum().backward()
+                before = sync.round
+                optimizer.step()
+                held += [step] if sync.round > before else []
+            return held, sync.state_dict()
+
+    whole = ranks(2, rank_of)
+    assert whole[0][0] == whole[1][0]
+    assert whole[0][0][0] < 15
+    assert [b - a for a, b in zip(whole[0][0][-4:], whole[0][0][-3:], strict=False)] == [4] * 3
+    parts = ranks(2, rank_of, None, 5)
+    rest = ranks(2, rank_of, [state for _, state in parts])
+    assert [a + b for (a, _), (b, _) in zip(parts, rest, strict=True)] == [held for held, _ in whole]
+
+
 @pytest.mark.parametrize(
     ("text", "skips", "waiting"),
     [
@@ -73,11 +101,12 @@ def test_quadratic_rule_makes_rounds_rarer_as_the_rate_falls():
         ("gossip", (2,), [(1, False), (2, False), (2, True), (4, False)]),
     ],
 )
-def test_a_skipped_step_leaves_what_is_due_to_the_next_forward_pass(text, skips, waiting):
+@pytest.mark.parametrize("training", [True, False])
+def test_a_skipped_step_leaves_what_is_due_to_the_next_forward_pass(text, skips, waiting, training):
     """Rank 1 skips steps, as GradScaler does: rank 0 waits for it, and nothing hangs."""
 
     def rank_of(driver):
-        model = Net()
+        model = Net().train(training)  # some train in eval mode, with frozen statistics
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
             seen = []
@@ -229,6 +258,38 @@ def test_parameters_that_join_in_mid_round_lose_no_rank_its_steps(name):
     assert ranks(2, rank_of) == [pytest.approx(wanted)] * 2
 
 
+@pytest.mark.parametrize("text", ["local:every=1", "diloco:every=1", "gossip"])
+def test_refresh_holds_what_is_due_though_the_model_has_another_type_by_then(text):
+    """The step after the pass was skipped, so its round is still to be held."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, text) as sync:
+        for dtype, rounds in ((torch.float32, 1), (torch.float64, 2)):
+            model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+            model.double()
+            sync.refresh()
+            assert (sync.round, sync.pending) == (rounds, False)
+
+
+def test_refresh_after_a_round_that_was_due_makes_no_outer_step_of_its_own():
+    """The round that it holds leaves nothing to end, and momentum alone moves no parameter."""
+
+    def rank_of(driver, end):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, "diloco:every=1", group=driver, timeout_s=30) as sync:
+            for skipped in (False, False, True):
+                optimizer.zero_grad()
+                (model(torch.ones(1, 1)) * (driver.rank + 1)).sum().backward()
+                if not skipped:
+                    optimizer.step()
+            getattr(sync, end)()
+            return sync.round, model.weight.item()
+
+    assert ranks(2, rank_of, "refresh") == ranks(2, rank_of, "flush")
+
+
 @pytest.mark.parametrize(
     "text", ["diloco:every=4", "diloco:every=4/topk:ratio=0.1", "local:every=4", "local:every=4/sign"]
 )
@@ -327,6 +388,62 @@ def test_a_round_with_bad_parameters_is_void_and_the_second_one_an_error(text):
     with pytest.warns(RuntimeWarning, match="its parameters were not finite in round"):
         both = ranks(2, rank_of)
     assert both == [[(0, True), (1, True)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "world"),
+    [
+        ("diloco:every=4,fragments=2", 2),
+        ("diloco:every=4,fragments=2,delay=1,mix=0.5/topk:ratio=0.5", 2),
+        ("diloco:every=4,fragments=2,inside=dense,node_size=2", 4),
+    ],
+)
+def test_a_rank_whose_whole_model_is_lost_makes_one_fragments_exchange_void(text, world):
+    """It is brought back as a whole: the next fragment would be void for the same reason, which ends all."""
+
+    def rank_of(driver):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            for step in range(12):
+                optimizer.zero_grad()
+                model(torch.ones(1, 4) * (driver.rank + 1)).sum().backward()
+                optimizer.step()
+                if step == 0 and driver.rank == world - 1:
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.fill_(math.nan)
+            return sync.round, all(bool(p.isfinite().all()) for p in model.parameters())
+
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        assert ranks(world, rank_of) == [(3 if "delay" not in text else 2, True)] * world
+
+
+class _Adagrad(torch.optim.Adagrad):
+    """As in earlier versions of torch, whose steps make no states: only the constructor does."""
+
+    __module__ = "torch.optim.adagrad"
+
+    def _init_group(self, group, *lists):
+        if not all(self.state[p] for p in group["params"]):
+            raise KeyError("sum")
+        return super()._init_group(group, *lists)
+
+
+@pytest.mark.parametrize("text", ["local:every=2,states=reset", "diloco:every=2,states=reset"])
+def test_an_optimizer_that_makes_its_states_at_the_beginning_starts_afresh_after_a_round(text):
+    """After five steps only the last is in the sum."""
+    model = nn.Linear(3, 1)
+    optimizer = _Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    with stenograd.distribute(model, optimizer, text) as sync:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+        assert sync.round == 2
+    for p in model.parameters():
+        assert optimizer.state[p]["step"] == 1
+        torch.testing.assert_close(optimizer.state[p]["sum"], 0.5 + p.grad.square())
 
 
 def moved(text, start, moves):

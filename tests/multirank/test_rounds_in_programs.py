@@ -112,6 +112,24 @@ def test_the_state_of_another_model_is_refused_before_anything_changes(text):
     large.close()
 
 
+@pytest.mark.parametrize("text", ["local:every=3", "diloco:every=3", "diloco:every=3/bf16"])
+def test_a_state_is_taken_with_buckets_of_another_size(text):
+    model = nn.Linear(3, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, text) as sync:
+        step(model, optimizer)
+        state, other = sync.state_dict(), copy.deepcopy(model)
+        for _ in range(4):
+            step(model, optimizer)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with stenograd.distribute(other, optimizer, text, bucket_bytes=64) as sync:
+        sync.load_state_dict(state)
+        for _ in range(4):
+            step(other, optimizer)
+        assert sync.round == 1
+    assert torch.equal(model.weight, other.weight)
+
+
 def test_a_bad_rank_costs_eager_rounds_nothing_but_its_own_part():
     """Nobody hears of it before the next round, so the rank itself must not take it into its outer ones."""
 

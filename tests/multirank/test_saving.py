@@ -227,6 +227,26 @@ def _forged(pool, folder, newest, older):
     assert "no checkpoint of step 7; it holds those of steps: 2, 3" in pool.run(2, _loaded, folder, 7)[0][1]
 
 
+def _saved_over_a_gap(rank, folder):
+    """Rank 1's file of the second checkpoint is lost before the third is saved."""
+    run, real = Run(rank, "topk:ratio=0.2"), os.listdir
+    for step in (1, 2, 3):
+        if (rank, step) == (1, 3):
+            _files(folder, 2)[1].unlink()
+            os.listdir = lambda path: (time.sleep(0.5), real(path))[1]  # so rank 0 would delete first
+        run.steps(1).save(folder, step)
+    os.listdir = real
+    run.sync.close()
+
+
+def test_a_checkpoint_that_lacks_a_file_pushes_out_no_whole_one(pool, tmp_path):
+    """Only its rank can tell: other ranks' files may lie on other disks."""
+    pool.run(2, _saved_over_a_gap, tmp_path)
+    assert sorted(int(path.stem.partition("step")[2]) for path in tmp_path.glob("*.json")) == [1, 3]
+    _files(tmp_path, 3)[0].write_bytes(b"damaged")
+    assert [found[0] for found in pool.run(2, _loaded, tmp_path)] == [1, 1]
+
+
 def _cannot_write(rank, folder):
     """Rank 1's disk is full in the second save; the first stays, and nothing of the second."""
     run = Run(rank, "topk:ratio=0.2").steps(1)

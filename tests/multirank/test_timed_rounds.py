@@ -127,6 +127,58 @@ def test_a_checkpoint_goes_on_where_it_was_saved(pool, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(before[2:], after[2:], strict=True))
 
 
+def test_until_the_first_local_step_there_is_no_round_to_end():
+    """While gradients are averaged all have the same model: it is what is evaluated, kept, and saved."""
+    model = mlp(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    method = "diloco:every=60s,after=3"
+    with stenograd.distribute(model, optimizer, method) as sync:
+        for last in (False, False, True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 10)).square().mean().backward()
+            if not last:  # the last pass of these, whose step is skipped
+                optimizer.step()
+            trained = flat(model)
+            with sync.consensus():
+                assert torch.equal(flat(model), trained)
+            if not last:
+                sync.refresh()
+                assert torch.equal(flat(model), trained)
+        state = sync.state_dict()
+    other = mlp(4)
+    other.load_state_dict(model.state_dict())
+    with stenograd.distribute(other, torch.optim.SGD(other.parameters(), lr=LR), method) as sync:
+        sync.load_state_dict(state)
+        with sync.consensus():
+            assert torch.equal(flat(other), trained)
+
+
+def _kept(rank, folder):
+    """Ranks of unequal speed, a refresh, and a state beside a framework's checkpoint."""
+    model = mlp(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with stenograd.distribute(model, optimizer, "diloco:every=0.1s", timeout_s=60) as sync:
+        while sync.round < 2:
+            time.sleep(0.005 * (1 + 3 * rank))
+            optimizer.zero_grad()
+            model(torch.ones(2, 10)).square().mean().backward()
+            optimizer.step()
+        sync.refresh()
+        stenograd.save_state(folder, sync, model=model, optimizer=optimizer)
+        saved, made, state = flat(model), sync.step, sync.state_dict()
+        with torch.no_grad():
+            model[0].weight.zero_()
+        stenograd.load_state(folder, sync, model=model, optimizer=optimizer)
+        assert torch.equal(flat(model), saved)
+        return made, state
+
+
+def test_what_ranks_keep_fits_together_whatever_each_has_made(pool, tmp_path):
+    found = pool.run(2, _kept, tmp_path)
+    assert found[0][0] != found[1][0]
+    assert len(stenograd.reshard([state for _, state in found], 3)) == 3
+
+
 def _crossed(rank):
     model = mlp(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)

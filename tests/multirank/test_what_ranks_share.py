@@ -496,6 +496,30 @@ def test_an_optimizer_that_undoes_rounds_from_hidden_copies_is_refused_by_name(s
     ranks(2, train)
 
 
+@pytest.mark.parametrize("kind", ["state", "attribute"])
+@pytest.mark.parametrize("method", ["local:every=4", "diloco:every=4"])
+def test_copies_follow_where_refresh_ends_a_round(method, kind):
+    """A step by a gradient of zeros then moves nothing; copies that had stayed would take the mean back."""
+
+    def train(rank):
+        model = nn.Linear(4, 3)
+        nn.init.constant_(model.weight, 1.0)
+        nn.init.constant_(model.bias, 0.5)
+        optimizer = _Master(model.parameters(), 0.05, kind)
+        with stenograd.distribute(model, optimizer, method, group=rank) as sync:
+            (model(torch.ones(2, 4)) - 10.0 * rank.rank).square().mean().backward()
+            optimizer.step()
+            sync.refresh()
+            before = flat(model)
+            model.zero_grad()
+            (model(torch.ones(2, 4)) * 0.0).sum().backward()
+            optimizer.step()
+            return before, flat(model)
+
+    for before, after in ranks(2, train):
+        assert torch.allclose(before, after, atol=1e-6)
+
+
 class _Own(torch.optim.SGD):
     """An optimizer of the program's own, without copies."""
 

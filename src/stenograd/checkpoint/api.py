@@ -24,6 +24,7 @@ from stenograd.checkpoint.files import (
     Manifest,
     RankFile,
     check_rank,
+    complete,
     drop_others,
     manifest_path,
     rank_path,
@@ -59,6 +60,7 @@ __all__ = [
     "read_set",
     "save_checkpoint",
     "save_state",
+    "steps_of",
     "write_set",
 ]
 
@@ -392,6 +394,11 @@ class PerRank:
         return f"rank{rank}{_suffix(self.sync)}"
 
 
+def steps_of(sync: Any) -> int:
+    """Return a number of steps that is equal on all ranks; of rounds where these go by time."""
+    return int(sync.round if getattr(sync.method.schedule, "seconds", 0) else sync.step)
+
+
 def _unpacked(written: bytes) -> Any:
     """Return a rank's state; tensors and plain values only, so that reading it runs no code."""
     return torch.load(io.BytesIO(written), weights_only=True)
@@ -459,7 +466,7 @@ def _save(
 
     # Whatever may fail on one rank alone runs in agree(): the others would wait for it until the timeout.
     agree(driver, ready)
-    taken, method = sync.step if step is None else step, str(getattr(sync, "method", ""))
+    taken, method = steps_of(sync) if step is None else step, str(getattr(sync, "method", ""))
     return write_set(driver, folder, taken, agree(driver, content), method=method, keep=keep)
 
 
@@ -548,8 +555,13 @@ def write_set(
     except StenogradError:
         _delete_failed_save(folder, step, set_id, driver.rank)
         raise
-    # Only now: until here the older ones are all there is.
-    agree(driver, lambda: drop_others(folder, step, driver.rank, keep))
+    # Only now: until here the older ones are all there is. All ranks choose alike: a checkpoint that has lost
+    # a file, which only that file's rank may see, must not push out a good one.
+    seen = agree(driver, lambda: complete(folder, step, driver.rank))
+    first, *others = (json.loads(text) for text in everyone(driver, json.dumps(seen)))
+    older = [one for one in first if all(one in other for other in others)]
+    kept = [[step, set_id], *older][:keep]
+    agree(driver, lambda: drop_others(folder, kept, driver.rank, driver.world_size))
     return manifest_path(folder, step)
 
 

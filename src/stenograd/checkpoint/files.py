@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, TypeVar, cast
@@ -32,6 +32,7 @@ __all__ = [
     "RankFile",
     "check_identity",
     "check_rank",
+    "complete",
     "drop_others",
     "finite",
     "manifest_path",
@@ -392,26 +393,37 @@ def check_identity(
             )
 
 
-def drop_others(folder: Path, step: int, rank: int, keep: int) -> None:
-    """Delete all checkpoints but the `keep` newest up to `step`, the one just written.
+def complete(folder: Path, step: int, rank: int) -> list[list[Any]]:
+    """Return step and save of the checkpoints before a step that lack nothing a rank knows of, newest first.
 
-    Each rank deletes its own files, and rank 0 also those of ranks that no longer exist. A checkpoint that
-    lacks a file, or has one of another length, is not counted, so that it does not push out a good one. Those
-    of later steps are deleted: the run went back before them. What cannot be deleted is left for the next
-    save.
+    One with a file of another length does. Where other ranks' files are missing, they may be on other disks.
     """
-    kept: list[Manifest] = []
+    found = list[list[Any]]()
     for number in reversed(saved_steps(folder)):
         with contextlib.suppress(CheckpointError):  # a damaged one counts as none
             manifest = read_manifest(folder, number)
-            if number <= step and len(kept) < keep and _complete(folder, manifest, rank):
-                kept.append(manifest)
-    names = {file.name for manifest in kept for file in manifest.files}
-    names |= {manifest_path(folder, manifest.step).name for manifest in kept}
-    world_size = kept[0].world_size if kept else 0
+            if number < step and _complete(folder, manifest, rank):
+                found.append([number, manifest.set_id])
+    return found
+
+
+def drop_others(folder: Path, kept: Sequence[Sequence[Any]], rank: int, world_size: int) -> None:
+    """Delete all checkpoints but those that all ranks keep; what cannot be deleted is left for the next save.
+
+    Each rank deletes its own files, and rank 0 also those of ranks that no longer exist.
+
+    Args:
+        folder: of the checkpoints.
+        kept: step and save of each, as from `complete`.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+    names = {manifest_path(folder, step).name for step, _ in kept}
     # Manifests first: one without its files would be refused with a warning.
     for name in sorted(os.listdir(folder), key=lambda name: not name.endswith(".json")):
-        if name not in names and _is_ours(name, rank, world_size):
+        found = _RANK_FILE.fullmatch(name)
+        stays = name in names if found is None else [int(found[1]), found[2]] in kept
+        if not stays and _is_ours(name, rank, world_size):
             with contextlib.suppress(OSError):  # each for itself: a folder of such a name hides no other
                 (folder / name).unlink(missing_ok=True)
 

@@ -114,6 +114,7 @@ class _Session:
     store: Store
     chose_interface: bool
     detector: FailureDetector | None
+    group: Any  # torch's default group, which the program may replace by another
 
 
 _place: _Place | None = None
@@ -163,6 +164,7 @@ def init(
             return _world_of(open_run)
         session = _own_session()
         return session.place.world if session is not None else _joined_world()
+    shutdown()  # where the program has destroyed the group by itself
     limit_s = _timeout_s(timeout_s)
     if OPEN_VARIABLE in os.environ:
         return _init_open(limit_s)
@@ -186,7 +188,7 @@ def init(
         if dist.is_initialized():  # else the next call would take the half-made group for a whole one
             dist.destroy_process_group()
         raise
-    _session = _Session(place, store, chose_interface, detector)
+    _session = _Session(place, store, chose_interface, detector, dist.group.WORLD)
     return world
 
 
@@ -230,12 +232,12 @@ def shutdown() -> None:
         if _open_chose_interface:  # as below
             os.environ.pop(GLOO_INTERFACE, None)
         return
-    session, _session = _own_session(), None
-    if session is None:
+    session, _session = _session, None
+    if session is None or session.place.pid != os.getpid():
         return
     if session.detector is not None:
         session.detector.close()  # first: this rank joins no further collectives, so it must not look alive
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.group.WORLD is session.group:
         dist.destroy_process_group()
     # A group that is made later, perhaps over several hosts, would otherwise be bound to loopback, too.
     if session.chose_interface:
@@ -474,8 +476,10 @@ def _introduce(detector: FailureDetector, store: Store, world: World) -> None:
 
 
 def _own_session() -> _Session | None:
-    """Return the session if this process made it, and not its parent before a fork."""
-    return _session if _session is not None and _session.place.pid == os.getpid() else None
+    """Return the session if this process, not its parent before a fork, made it and its group stands."""
+    if _session is None or _session.place.pid != os.getpid():
+        return None
+    return _session if dist.is_initialized() and dist.group.WORLD is _session.group else None
 
 
 def _detector() -> FailureDetector | None:

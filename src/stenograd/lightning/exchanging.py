@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stenograd.adapters import Attached
 from stenograd.catalog.method import MethodLike, methods
 from stenograd.catalog.method import method as parse
+from stenograd.checkpoint.api import steps_of
 from stenograd.errors import CheckpointError, ConfigError
 
 __all__ = ["Exchanging", "copied", "drop_others", "fabric", "folder_of", "pytorch", "register_names"]
@@ -137,7 +138,7 @@ class Exchanging(_DDPStrategy):
             What to add to the checkpoint: the names of the states, one for each model. They hold the step: a
             state written for a checkpoint that then cannot be written takes the place of no other.
         """
-        names = [f"step{one.sync.step}-{i}" for i, one in enumerate(self._attached if complete else ())]
+        names = [f"step{steps_of(one.sync)}-{i}" for i, one in enumerate(self._attached if complete else ())]
         for one, name in zip(self._attached, names, strict=False):
             one.save(folder_of(path), name)
         yield {_MARK: names} if names else {}

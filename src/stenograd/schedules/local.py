@@ -26,8 +26,8 @@ class Local(Rounds):
 
     Args:
         qsr: the quadratic synchronisation rule: the next round comes after `max(every, floor((qsr / lr)^2))`
-            steps, lr being the learning rate of the first parameter group when the round starts. So rounds
-            become rarer as the rate falls. 0 for rounds of `every` steps.
+            steps, lr being the largest learning rate of the first parameter group since the last one. So
+            rounds become rarer as the rate falls, but not in warm-up. 0 for rounds of `every` steps.
         every, seconds, after, states, states_every, buffers, quorum, grace: see `Rounds`.
 
     Raises:
@@ -80,7 +80,7 @@ class Local(Rounds):
             raise refused(self, codec, why, "leave out unbiased=true, or use topk")
 
     def period(self, lr: float) -> int:
-        """Return the number of steps of a round that starts at a learning rate."""
+        """Return the number of steps of a round at a learning rate."""
         # A scheduler may reach a rate of 0, by which nothing can be divided.
         if not self.qsr or lr <= 0:
             return self.every

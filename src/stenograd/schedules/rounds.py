@@ -152,6 +152,15 @@ class Rounds(Schedule):
         """Passes from sending to using what came."""
         return 0
 
+    @property
+    def qsr(self) -> float:
+        """What makes rounds rarer as the learning rate falls; 0 where nothing does."""
+        return 0.0
+
+    def period(self, lr: float) -> int:
+        """Return the number of steps of a round at a learning rate."""
+        return self.every
+
     def doubts(self, codec: Codec) -> list[str]:
         """Say what is allowed with a method after the slash, and hardly meant."""
         return []

@@ -40,8 +40,6 @@ __all__ = [
     "average_carried",
     "average_states",
     "difference_method",
-    "floating_buffers",
-    "forget_states",
     "not_finite",
     "take_states",
 ]
@@ -312,11 +310,6 @@ def average_carried(
     return [means[name] for name in named]
 
 
-def floating_buffers(model: nn.Module, buffers: str) -> list[Tensor]:
-    """Return the buffers that rounds average or mix; none with `buffers=keep`."""
-    return [] if buffers == "keep" else averaged_buffers(model)
-
-
 @torch.no_grad()
 def average_buffers(model: nn.Module, driver: AnyDriver) -> None:
     """Replace a model's floating buffers by their means over the ranks; see `average_carried`."""
@@ -452,14 +445,6 @@ def take_states(
                 state[key] = torch.empty(value, dtype=dtype, device=place)
             tensors.append(state[key])
     broadcast_tensors(driver, tensors, source)
-
-
-def forget_states(optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> None:
-    """Drop what the optimizers remember of parameters, so that their next steps start afresh."""
-    wanted = list(parameters)
-    for optimizer in optimizers:
-        for p in wanted:
-            optimizer.state.pop(p, None)
 
 
 def _owners(

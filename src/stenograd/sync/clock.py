@@ -19,7 +19,7 @@ from stenograd.errors import ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.stopping import watches
 from stenograd.sync.attached import Sync, as_in_training, at_end, next_order, refuse_nested
-from stenograd.sync.averaging import Copies, floating_buffers
+from stenograd.sync.averaging import Copies
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import (
     Wrapping,
@@ -33,7 +33,7 @@ from stenograd.sync.handshake import (
 from stenograd.sync.outer import Nodes
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.steps import Leftovers, bad_of, drop_bad, refuse_step, zero_bad
-from stenograd.wire.carried import in_memory
+from stenograd.wire.carried import Carried, in_memory
 from stenograd.wire.driver import Driver
 from stenograd.wire.drivers import AnyDriver
 from stenograd.wire.finite import look_at, read
@@ -97,6 +97,7 @@ class RoundSync(Sync):
     # launched), or None. Both are set in `_check_settings`.
     _dense_passes: int = 0
     _levels: tuple[str, int] | None = None
+    _looks: bool = True  # whether a round refuses parameters that were replaced
 
     def __init__(
         self,
@@ -137,6 +138,7 @@ class RoundSync(Sync):
         self._begun = 0  # passes, those that broke off included
         self._order, self._seen = next_order(), -1
         self._warned = self._warned_of_passes = False
+        self._trains = True  # the model's mode in the last backward pass
         self._stepped_at = self._passes_per_step = 0
         self._due: list[int] = []  # local passes after which something is to be done
         self._finite = True
@@ -196,7 +198,7 @@ class RoundSync(Sync):
 
     @property
     def step(self) -> int:
-        """Number of this rank's finished backward passes outside `no_sync()`; equal on every rank."""
+        """Number of this rank's backward passes outside `no_sync()`; equal on every rank, but by time."""
         return self._counted
 
     @property
@@ -262,15 +264,22 @@ class RoundSync(Sync):
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
 
-        All ranks then start from rank 0's, as at the beginning, and from nothing owed.
+        A round that has begun is ended by the ranks' mean; a mixing of gossip that is due is held. Then all
+        ranks start from rank 0's, as at the beginning, and from nothing owed.
         """
-        self.flush()
+        self._looks = False  # what a look refuses is what this mends
+        try:
+            self.flush()
+            self._end_begun()
+        finally:
+            self._looks = True
         parameters = synced_parameters(self._model, self._optimizers)
         settings = {"bucket_bytes": self._bucket_bytes, "settings": self._settings}
         settings["optimizers that may keep copies"] = self._copies.count
         if self.listens:
             settings["a call of stop_on() before distribute()"] = True
         self._compare(parameters, settings)
+        self._carried = Carried(self._model)
         # Master weights and the like must take over what rank 0's values change.
         with self._copies.follow(self._model.parameters()):
             broadcast_model(self._driver, self._model)
@@ -340,11 +349,14 @@ class RoundSync(Sync):
     def _begin_rounds(self) -> None:
         """Start to count local passes: the ranks' parameters are equal now."""
 
+    def _end_begun(self) -> None:
+        """End what has begun since the ranks last met, so that no rank's steps are lost."""
+
     def _check_settings(self, check_every: int) -> None:
         """Refuse what the method cannot do; nothing is connected yet."""
 
     def _buffers(self) -> list[Tensor]:
-        return floating_buffers(self._model, self._schedule.buffers)
+        return [] if self._schedule.buffers == "keep" else self._carried.now()
 
     def _lend_weights(self) -> None:
         """Let the engine that averages gradients, here or inside nodes, count passes as this does."""
@@ -407,6 +419,7 @@ class RoundSync(Sync):
     @torch.no_grad()
     def _end_pass(self) -> None:
         self._counted += 1
+        self._trains = self._model.training
         if self._gradients is None:  # a GradScaler may leave out the step that could tell
             found = self._look()
             if isinstance(found, Tensor):
@@ -492,14 +505,16 @@ class RoundSync(Sync):
 
     def _before_forward(self, module: nn.Module) -> None:
         """Do what a skipped step left due, before the parameters are used again."""
-        if module.training and torch.is_grad_enabled():
+        # Some train in eval mode, to keep statistics: then all passes that make gradients are for training.
+        if (module.training or not self._trains) and torch.is_grad_enabled():
             self._hold_if_due()
 
     @torch.no_grad()
     def _hold_if_due(self) -> None:
         self.after_load()  # a loaded state may have a round to end, which comes before those that are due
         while self._due:
-            self._wrapping.look()
+            if self._looks:
+                self._wrapping.look()
             t = self._due.pop(0)
             if t == 0:
                 if self._dense:

@@ -403,6 +403,7 @@ class GossipSync(RoundSync):
 
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
         schedule = self._schedule
+        before: Gossip | None = vars(self).get("_gossip")
         self._gossip = Gossip(
             Driver.own(self._driver),
             schedule.topology(self.world_size),
@@ -413,6 +414,8 @@ class GossipSync(RoundSync):
         )
         self._driver = self._gossip.driver
         self._gossip.step = self.round  # a new one, after refresh(), goes on in the graph's order
+        if before is not None:
+            self._gossip.events, self._gossip.skipped = before.events, before.skipped
         self._gossip.anchor(self._tensors())
 
     def _dismantle(self) -> None:
@@ -532,11 +535,13 @@ class GossipSync(RoundSync):
         """Continue from a saved `state_dict()`; load the model and its optimizer, too.
 
         Raises:
-            CheckpointError: it is of another format, method, rank, world size or graph; nothing is changed.
+            CheckpointError: it is of another format, method, rank, world size, model or graph; nothing is
+                changed.
         """
         check_state(state, self._identity(), {})
         found = {name: dict(tensors) for name, tensors in state["parameters"].items()}
         share = float(found.pop(_SHARE, {}).get("own weight", 1.0))
+        check_state({"parameters": found}, {}, {name: {"own": p} for name, p in self._parameters.items()})
         named = {"step": int(state["round"])}
         if state.get("resharded"):
             self._owed = {name: tensors["own"] / share for name, tensors in found.items()}

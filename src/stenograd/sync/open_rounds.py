@@ -23,7 +23,7 @@ from stenograd.launch.plans import Arrival, Member, Plan
 from stenograd.launch.process_group import connect_members, membership
 from stenograd.sync.attached import as_in_training
 from stenograd.sync.handshake import own_host
-from stenograd.sync.outer import Part
+from stenograd.sync.outer import Part, overwrite
 from stenograd.sync.rounds import ParameterSync
 from stenograd.wire.carried import in_memory
 from stenograd.wire.driver import Driver
@@ -171,9 +171,7 @@ class OpenRounds(ParameterSync):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for p, value in zip(self._parameters.values(), own, strict=True):
-                    p.copy_(value)
+            overwrite(self._parameters.values(), own)
 
     def _detach(self) -> None:
         super()._detach()
@@ -517,7 +515,7 @@ class OpenRounds(ParameterSync):
         # One that has trained keeps its own, though they were sent: another member has just begun.
         if fresh and begins:
             for t in self._others():
-                t.copy_(next(rest))
+                in_memory(t).copy_(next(rest))
         self.round, self._void = int(found["round"]), {*found["void"]}
         self._tokens = dict(found["tokens"])
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Adagrad, Optimizer
 
 from stenograd.catalog.method import Method
 from stenograd.catalog.registry import state_kinds
@@ -28,7 +29,17 @@ from stenograd.wire.requests import gather
 if TYPE_CHECKING:
     from stenograd.sync.gossip import Gossip
 
-__all__ = ["Nodes", "Part", "by_size", "check_shapes", "fragments_of", "joined", "of_part"]
+__all__ = [
+    "Nodes",
+    "Part",
+    "by_size",
+    "check_shapes",
+    "forget_states",
+    "fragments_of",
+    "joined",
+    "of_part",
+    "overwrite",
+]
 
 T = TypeVar("T", bound=Tensor)
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")  # the first number in a name such as layers.3.weight
@@ -324,13 +335,7 @@ class Part:
         good = min(set(range(self.driver.world_size)) - bad)
         tensors = [p.detach().clone() for p in self.parameters.values()]
         broadcast_tensors(self.driver, tensors, good)
-
-        @torch.no_grad()
-        def take() -> None:
-            for p, value in zip(self.parameters.values(), tensors, strict=True):
-                p.copy_(value)
-
-        return take if self.driver.rank in bad else bool
+        return partial(overwrite, self.parameters.values(), tensors) if self.driver.rank in bad else bool
 
     def common(self) -> list[Tensor]:
         """Return what is equal on all ranks between rounds: outer parameters and momenta, flat."""
@@ -387,6 +392,13 @@ class Part:
         """Wait for what is under way, without applying it."""
         if self._flat.under_way:
             self.arrive()
+
+    @torch.no_grad()
+    def end_by_mean(self) -> None:
+        """End a round by the mean of the ranks' parameters."""
+        means = {name: p.detach().clone() for name, p in self.parameters.items()}
+        average(list(means.values()), self.driver, in_order=True)
+        self.end_resharded(means, self.driver.world_size)
 
     @torch.no_grad()
     def end_resharded(self, own: Mapping[str, Tensor] | None, ranks: int) -> bool:
@@ -518,7 +530,9 @@ def joined(parts: Sequence[Part], *, own: bool) -> dict[str, Any]:
 def of_part(part: Part, number: int, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of one part out of `joined`, as it gave it."""
     found: _Table = state["parameters"]
-    codec = {name: found[name] for name in part.exchanged() if name in found}
+    # Chunks of many parameters, whose number depends on bucket_bytes, keep nothing.
+    names = [name for name in part.exchanged() if name in found or name not in part.parameters]
+    codec = {name: found.get(name, {}) for name in names}
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in part.parameters:
         for key, tensor in found.get(name + _IN_ROUNDS, {}).items():
@@ -538,6 +552,27 @@ def check_shapes(parts: Sequence[Part], state: Mapping[str, Any]) -> None:
     if found:
         wanted = {name: dict.fromkeys(found.get(name, ()), p) for name, p in own.items()}
         check_state({"parameters": found}, {}, wanted)
+
+
+@torch.no_grad()
+def overwrite(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Copy values to tensors, one to each."""
+    for t, value in zip(tensors, values, strict=True):
+        t.copy_(value)
+
+
+def forget_states(optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]) -> None:
+    """Drop what the optimizers remember of parameters, so that their next steps start afresh."""
+    wanted = {id(p) for p in parameters}
+    for optimizer in optimizers:
+        held = [(p, group) for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
+        for p, group in held:
+            optimizer.state.pop(p, None)
+            # Before torch made missing states in its steps, it alone had them from its constructor only.
+            if isinstance(optimizer, Adagrad):
+                first = optimizer.defaults["initial_accumulator_value"]
+                fresh = Adagrad([{**group, "params": [p]}], initial_accumulator_value=first)
+                optimizer.state[p] = fresh.state[p]
 
 
 def fragments_of(parameters: Mapping[str, T], count: int, layout: str = "strided") -> list[dict[str, T]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,10 +19,10 @@ from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.attached import as_in_training
-from stenograd.sync.averaging import average, average_carried, average_states, forget_states
+from stenograd.sync.averaging import average, average_carried, average_states
 from stenograd.sync.clock import RoundSync, beside
 from stenograd.sync.gossip import Gossip
-from stenograd.sync.outer import Part, check_shapes, fragments_of, joined, of_part
+from stenograd.sync.outer import Part, check_shapes, forget_states, fragments_of, joined, of_part, overwrite
 from stenograd.sync.survivors import Survivors
 from stenograd.topology.pairs import RandomPairs
 from stenograd.wire.agreement import sum_over_ranks
@@ -107,7 +107,7 @@ class ParameterSync(RoundSync):
         for warning in schedule.doubts(self._each_round):
             warnings.warn(f"{self.method}: {warning}", UserWarning, stacklevel=5)
         self._flying: dict[int, int] = {}  # fragments under way, with the pass that sent them
-        self._next = schedule.every  # the pass of the next round of `local`
+        self._next, self._began = schedule.every, 0  # passes of the next round of `local`, and of the last
         self._common_at: int | None = 0  # the pass after which all ranks' parameters were equal
         self._owed: list[dict[str, Any]] = []  # a round to end when the model is loaded, too
         self._saved_by = 0  # ranks that saved it
@@ -138,7 +138,7 @@ class ParameterSync(RoundSync):
             if not self._parts:  # in pairs, in the first fragment's message
                 shared["beside"] = self._buffers
             self._parts.append(Part(part, driver, how, schedule, chunk, **shared))
-        self._common_at = max(self._counted - schedule.after, 0)
+        self._common_at = 0 if schedule.seconds else max(self._counted - schedule.after, 0)
         self._count_afresh()
 
     def _check_weighing(self) -> None:
@@ -153,7 +153,7 @@ class ParameterSync(RoundSync):
     def _begin_rounds(self) -> None:
         for part in self._parts:
             part.anchor()
-        self._next = self._period()
+        self._next, self._began = self._period(), 0
         self._count_afresh()
 
     def _count_afresh(self) -> None:
@@ -171,20 +171,15 @@ class ParameterSync(RoundSync):
             self._side = None
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
-
-        A round that has begun is ended, so that no rank's steps are lost; the outer momentum starts again.
-        """
-        if self._parts and not self._is_common:
-            self.flush()
+    def _end_begun(self) -> None:
+        """End a round that has begun by the ranks' mean; the outer momentum starts again."""
+        if not self._parts or self._is_common:
+            return
+        with self._copies.follow(self._parameters.values()):
             for part, whole in zip(self._parts, self._whole, strict=True):
-                means = {name: p.detach().clone() for name, p in part.parameters.items()}
-                average(list(means.values()), part.driver, in_order=True)
-                part.end_resharded(means, part.driver.world_size)
+                part.end_by_mean()
                 if self._nodes is not None:
                     self._nodes.spread(whole)
-        super().refresh()
 
     @as_in_training
     def flush(self) -> None:
@@ -241,10 +236,10 @@ class ParameterSync(RoundSync):
                 return [*found, *average_carried(buffers, self._way)]
 
             if apart or buffers:
-                _put([*apart, *buffers], self._together(means))
+                overwrite([*apart, *buffers], self._together(means))
             yield
         finally:
-            _put(tensors, own)
+            overwrite(tensors, own)
 
     @as_in_training
     def state_dict(self) -> dict[str, Any]:
@@ -253,14 +248,14 @@ class ParameterSync(RoundSync):
         What is due is done first, and what is under way is waited for, so call it on all ranks. A re-sharded
         state (see `stenograd.reshard`) ends the round under way by the mean of all ranks' parameters.
         """
-        if not self._schedule.seconds:  # else all come together before they save
-            self._hold_if_due()
+        self._hold_counted()
         counters = {
             # By time each rank makes as many as it can.
             "passes": min(self._counted, self._dense_passes) if self._schedule.seconds else self._counted,
             "round": self.round,
             "next": self._next,
             "common": self._common_at,
+            **({"began": self._began} if self._schedule.qsr else {}),
         }
         flying = {str(f): t for f, t in self._flying.items()}
         return {
@@ -286,6 +281,7 @@ class ParameterSync(RoundSync):
             part.load_state_dict(own)
         self._take_counters(state)
         self._next, self._common_at = int(state["next"]), state["common"]
+        self._began = int(state.get("began", max(self._counted - self._dense_passes, 0)))
         self._ends_at, self._held_at = time.monotonic() + self._schedule.seconds, self._counted
         # `Weights` begins at 0 in each process, so states hold differences.
         trained = 0.0 if self._weighing is None else self._weighing.trained
@@ -328,10 +324,9 @@ class ParameterSync(RoundSync):
 
     def _period(self) -> int:
         """Return the number of steps of a round of `local` that starts now."""
-        schedule = self._schedule
-        if not isinstance(schedule, Local) or not schedule.qsr:
-            return schedule.every
-        return schedule.period(float(self._optimizers[0].param_groups[0]["lr"]))
+        if not self._schedule.qsr:
+            return self._schedule.every
+        return self._schedule.period(float(self._optimizers[0].param_groups[0]["lr"]))
 
     def _starts(self, t: int) -> list[int]:
         if isinstance(self._schedule, Local):
@@ -342,6 +337,8 @@ class ParameterSync(RoundSync):
         ends = any(t >= sent + self._schedule.delay for sent in self._flying.values())
         if self._schedule.seconds:
             return time.monotonic() >= self._ends_at
+        if self._schedule.qsr:  # a rate that rises makes the round that has begun shorter
+            self._next = min(self._next, max(self._began + self._period(), t))
         late = isinstance(self._schedule, Local) and t >= self._next  # an earlier round is still due
         return ends or late or bool(self._starts(t))
 
@@ -369,15 +366,19 @@ class ParameterSync(RoundSync):
             elif self._finish(fragment) and self._shared:
                 self._common_at = t
         if isinstance(self._schedule, Local) and t >= self._next:
-            self._next = t + self._agreed_period()
+            self._next, self._began = t + self._agreed_period(), t
 
     def _come_for(self, what: int) -> None:
         """Do what is due before something that all ranks do together."""
-        if not self._schedule.seconds:
-            self._hold_if_due()
-        elif self._parts:
+        self._hold_counted()
+        if self._schedule.seconds and self._parts:
             self.after_load()
             self._assemble(what)
+
+    def _hold_counted(self) -> None:
+        """Hold what is due by a number of passes; by time that is only where averaged gradients end."""
+        if not self._schedule.seconds or 0 in self._due:
+            self._hold_if_due()
 
     def _assemble(self, what: int) -> None:
         """Come together with all ranks, where rounds go by time; if some come for a round, all hold it first.
@@ -532,10 +533,8 @@ class ParameterSync(RoundSync):
             own = torch.tensor([code], dtype=torch.uint8, device="cpu")
             received = [[int(other)] for (other,) in driver.run(gather(own))]
             node, place, names = driver.rank, 0, [driver.name_of(rank) for rank in range(driver.world_size)]
-        bad = [
-            {i for i, codes in enumerate(received) if codes[at] == _VOID | _LOST}
-            for at in range(len(received[0]))
-        ]
+        columns = zip(*received, strict=True)
+        bad = [{i for i, code in enumerate(column) if code == _VOID | _LOST} for column in columns]
         hopeless = any(len(nodes) == len(received) for nodes in bad)
         return _Outcome(
             not any(code & _VOID for codes in received for code in codes),
@@ -550,7 +549,7 @@ class ParameterSync(RoundSync):
         """Average buffers and the optimizers' states, where this round does; return what takes the means."""
         found: list[Callable[[], None]] = []
         if self._pairs is None and (buffers := self._buffers()):
-            found.append(partial(_put, buffers, average_carried(buffers, self._way)))
+            found.append(partial(overwrite, buffers, average_carried(buffers, self._way)))
         number = self.round + 1
         if self._averages_states(number):
             second = number % (2 * self._schedule.states_every) == 0
@@ -589,7 +588,21 @@ class ParameterSync(RoundSync):
             shares = self._nodes.shares(whole)
         if outcome.lost:
             self._start_afresh([p for place in outcome.lost for p in shares[place].values()])
+            self._bring_back_others(fragment)
         return outcome.sound
+
+    def _bring_back_others(self, fragment: int) -> None:
+        """Bring the model's other fragments back, too: the next of them would make its round void as well."""
+        for other, (part, whole) in enumerate(zip(self._parts, self._whole, strict=True)):
+            # A node goes back as a whole: `spread` needs all its ranks, and one alone may see what is bad.
+            if other == fragment or (self._nodes is None and part.is_finite()):
+                continue
+            with self._copies.follow(whole.values()):
+                part.take_outer()
+                if self._nodes is not None:
+                    self._nodes.spread(whole)
+            forget_states(self._optimizers, whole.values())
+            self._count_anew(other, lost=True)
 
     def _tell_too_far(self, *, again: bool) -> None:
         """Say that all parameters were finite, but would not have been after the round.
@@ -629,10 +642,8 @@ class ParameterSync(RoundSync):
             ConfigError: on every rank, if their learning rates differ: they would never meet again.
         """
         period = self._period()
-        # Else the period is in the method's text, which was compared: nothing to ask.
-        if not isinstance(self._schedule, Local) or not self._schedule.qsr:
-            return period
-        found = self._numbers(period)
+        # Without it the period is in the method's text, which was compared: nothing to ask.
+        found = self._numbers(period) if self._schedule.qsr else [period]
         if len(set(found)) > 1:
             raise ConfigError(
                 f"qsr needs the same learning rate on every rank, got rounds of {found} steps: step the "
@@ -679,15 +690,11 @@ class ParameterSync(RoundSync):
 
     @property
     def _is_common(self) -> bool:
-        """Whether all ranks' parameters are known to be equal now; by time, others may have gone on."""
-        return not self._schedule.seconds and self._common_at == max(self._counted - self._dense_passes, 0)
+        """Whether all ranks' parameters are known to be equal; in rounds by time, others may go on."""
+        if self._counted < self._dense_passes:
+            return True
+        return not self._schedule.seconds and self._common_at == self._counted - self._dense_passes
 
     def _averages_states(self, number: int) -> bool:
         """Return whether a round averages the optimizers' states."""
         return self._schedule.states == "average" and number % self._schedule.states_every == 0
-
-
-@torch.no_grad()
-def _put(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    for t, value in zip(tensors, values, strict=True):
-        t.copy_(value)

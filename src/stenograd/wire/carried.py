@@ -13,6 +13,7 @@ from stenograd.errors import TensorTypeError
 from stenograd.wire.finite import is_finite
 
 __all__ = [
+    "Carried",
     "averaged_buffers",
     "can_average",
     "form_of",
@@ -61,6 +62,41 @@ def in_memory(t: Tensor) -> Tensor:
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
     """Return what rounds average of a model's buffers, for `mean_of_finite`: floating numbers."""
     return [in_memory(b.detach()) for b in model.buffers() if can_average(b)]
+
+
+class Carried:
+    """What rounds average of a model's buffers: floating numbers, in the forms that all ranks have now.
+
+    One of another form later, such as a cache that grows with a rank's inputs, is each rank's own from then
+    on. NaN stands in for it, which counts for nothing in `mean_of_finite`, so messages stay equally long.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> carried = Carried(norm)
+        >>> norm.running_var = torch.ones(3)
+        >>> carried.now()
+        [tensor([0., 0.]), tensor([nan, nan])]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        held = {id(b): (m, key, b) for m in model.modules() for key, b in m._buffers.items() if b is not None}
+        self._held = [(m, key, _form(b)) for m, key, b in held.values() if can_average(b)]
+
+    def now(self) -> list[Tensor]:
+        """Return the buffers, as memory that can be written to."""
+        found = []
+        for module, key, form in self._held:
+            buffer = module._buffers.get(key)
+            if buffer is not None and _form(buffer) == form:
+                found.append(in_memory(buffer.detach()))
+            else:
+                shape, dtype, device = form
+                found.append(torch.full(shape, math.nan, dtype=torch.float32, device=device).to(dtype))
+        return found
+
+
+def _form(t: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return in_memory(t).shape, t.dtype, t.device
 
 
 def form_of(t: Tensor) -> str:
