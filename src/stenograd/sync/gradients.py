@@ -395,6 +395,7 @@ class GradientSync(Sync, Joinable):
         used = [False] * len(self._slots)
         extra, stop = self._sparse.rounds(used), self._asks()
         outcome = self._exchange.finish(used, flags, extra=extra, stop=stop).result()
+        self._exchange.join_streams()  # before the buckets are filled anew
         self._passes.follow(outcome.any_flags, self._driver)
         self._hear(outcome.stop)
         self._finite = outcome.applied
