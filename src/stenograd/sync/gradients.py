@@ -344,6 +344,8 @@ class GradientSync(Sync, Joinable):
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
+        # Schedulers such as OneCycleLR give an optimizer momentum when it is attached already.
+        refuse_second_momentum(self.method, [optimizer])
         self._wrapping.look_before_step()
         self._passes.settings.look()
         received = self._slots, self._pass_id != -1, self.finite
