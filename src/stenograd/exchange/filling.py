@@ -372,7 +372,8 @@ class SparseFiller:
     def rounds(self, used: Sequence[bool]) -> Rounds[list[Rows]] | None:
         """Return what exchanges the gradients of the used parameters; None if there are no parameters."""
         rows = [rows_of(p, use) for p, use in zip(self._slots, used, strict=False)]
-        self.bad = not are_finite(r.values for r in rows)
+        # Also those that an earlier pass has left and nobody sends now: the next step would apply them.
+        self.bad = not are_finite(p.grad for p in self._slots if p.grad is not None)
         return self._averages(rows) if rows else None
 
     def _averages(self, rows: Sequence[Rows]) -> Rounds[list[Rows]]:
