@@ -242,3 +242,30 @@ def _static(rank, method, copies):
 def test_no_state_is_kept_where_the_program_writes_its_gradients(pool, method):
     first, second = (pool.run(2, _static, method, copies) for copies in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _in_halves(rank, bucket_bytes):
+    """Train halves in turn, the other one frozen; after bad passes steps are left out, as by GradScaler."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in model]
+    finite = []
+    with stenograd.distribute(model, optimizers, bucket_bytes=bucket_bytes) as sync:
+        for bad in ((1,), (), (0, 1), ()):
+            for learns in (1, 0):
+                for at, half in enumerate(model):
+                    half.requires_grad_(at == learns)
+                optimizers[learns].zero_grad()
+                factor = math.nan if learns in bad and rank == 1 else 1.0
+                (model(torch.ones(1, 3)).sum() * factor).backward()
+                finite.append(sync.finite)
+                if sync.finite:
+                    optimizers[learns].step()
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+    return finite
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 4 << 20])
+def test_a_frozen_layer_whose_gradient_is_bad_costs_the_next_pass_at_most(pool, bucket_bytes):
+    """If none was cleared since, that pass may belong to the same step; the one after it does not."""
+    finite = [False, False, True, True, False, False, True, True]
+    assert pool.run(2, _in_halves, bucket_bytes) == [finite] * 2

@@ -267,6 +267,7 @@ class GradientSync(Sync, Joinable):
         refuse_nested()
         self._finite = True  # what the last exchange was says nothing of gradients that this pass makes
         if self._enabled:
+            self._left.clear()  # also of what this pass does not reach, as a frozen layer
             self._check_pass()
             self._notify_join()  # awaited in `_end_pass`, so that the pass hides it
             at_end(task, self._order, self._end_pass)
