@@ -105,8 +105,11 @@ class Streams:
             self._of[device] = torch.cuda.Stream(device)
 
     def working(self, device: torch.device, ready: Any = None) -> AbstractContextManager[Any]:
-        """Return a context whose work goes to the side streams, on `device` after the event `ready`."""
-        return self._entered(device, ready) if self._of else _NOTHING
+        """Return a context whose work goes to the side streams, on `device` after the event `ready`.
+
+        Without autocast, in which the caller may be: what is sent must not depend on that.
+        """
+        return self._entered(device, ready) if self._of else _as_written(device)
 
     def join(self, handed: Iterable[Tensor] = ()) -> None:
         """Make the caller's streams wait for all side streams, whose tensors `handed` it may use then."""
@@ -120,6 +123,7 @@ class Streams:
     @contextmanager
     def _entered(self, device: torch.device, ready: Any) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(_as_written(device))
             # All of them: what other buckets go on with meanwhile may lie on other devices.
             for other, stream in self._of.items():
                 if other != device:
@@ -129,6 +133,13 @@ class Streams:
                 if ready is not None:
                     own.wait_event(ready)
             yield
+
+
+def _as_written(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a device computes in the types that the code says, without autocast."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _NOTHING
 
 
 def record(device: torch.device) -> Any:

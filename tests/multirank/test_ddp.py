@@ -69,3 +69,15 @@ def test_a_reducer_that_calls_no_hook_is_refused(pool):
         pool.run(2, _python_reducer)
     for told in failed.value.errors.values():
         assert 'StenogradError: DDP runs with torch._dynamo.config.optimize_ddp = "python_reducer"' in told
+
+
+def _closed(rank):
+    model, optimizer, hook = _ddp(rank, "topk")
+    _run(model, optimizer, rank, 2, 0, 1)
+    hook.close()
+    with pytest.raises(stenograd.StenogradError, match=r"hook was closed.*DistributedDataParallel anew"):
+        _run(model, optimizer, rank, 2, 1, 1)
+
+
+def test_a_model_whose_hook_was_closed_says_so(pool):
+    pool.run(2, _closed)

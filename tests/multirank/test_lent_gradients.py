@@ -42,12 +42,15 @@ def _train(rank, method, way, trouble):
     if trouble in OWN:
         pieces = flat.split([p.numel() for p in model.parameters()])
         for p, piece in zip(model.parameters(), pieces, strict=True):
-            p.grad = piece.view_as(p).detach() if trouble == "own, detached" else piece.view_as(p)
+            p.grad = piece.view_as(p).detach() if "detached" in trouble else piece.view_as(p)
     g = torch.Generator().manual_seed(1 + rank)
     kept, values, listed = [], [], []
     if trouble == "hooks":  # a gradient that somebody else holds is not ours to change
         for p in model.parameters():
             p.register_hook(kept.append)
+    if trouble == "kept in a hook":  # the average belongs into the gradient that the program has seen
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: kept.append((p, p.grad)))
     if trouble == "taken":  # a hook of the user's takes a gradient away
         model.second.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     for step in range(6):
@@ -55,7 +58,7 @@ def _train(rank, method, way, trouble):
         extra = {"unused": step < 2 or (step < 4 and rank == 1)}.get(trouble, True)
         if trouble in OWN:
             flat.zero_()
-        elif trouble == "listed" and step:
+        elif trouble in LISTED and step:
             torch._foreach_zero_(listed)
         elif trouble == "in place":
             optimizer.zero_grad(set_to_none=False)
@@ -65,12 +68,16 @@ def _train(rank, method, way, trouble):
             with sync.no_sync():
                 model(torch.randn(4, 12, generator=g), extra=True).square().mean().backward()
         loss = model(torch.randn(4, 12, generator=g), extra=extra).square().mean()
-        bad = trouble == "own, with a bad step" and step == 2 and rank == 1
+        bad = trouble.endswith("with a bad step") and step == 2 and rank == 1
         (loss * math.nan if bad else loss).backward(retain_graph=trouble == "graph")
         if trouble in OWN:
             values.append(flat.data_ptr() == model.first.weight.grad.data_ptr())
-        if trouble == "listed" and not step:
-            listed = [p.grad for p in model.parameters()]
+        if trouble in LISTED:
+            listed = listed or [p.grad for p in model.parameters()]
+            values += [p.grad is one for p, one in zip(model.parameters(), listed, strict=True)]
+        if trouble == "kept in a hook":
+            values += [p.grad is one for p, one in kept]
+            kept.clear()
         if trouble == "hooks":
             copies = [t.clone() for t in kept]
         if trouble == "graph":
@@ -86,9 +93,11 @@ def _train(rank, method, way, trouble):
 
 
 LOSSY = ["topk:ratio=0.2", "qsgd", "powersgd:rank=2"]
-OWN = ["own", "own, detached", "own, with a bad step"]  # gradients are views of a buffer of the program's
+# Gradients are views of a buffer of the program's, or in a list of its own.
+OWN = ["own", "own, detached", "own, with a bad step", "own, detached, with a bad step"]
+LISTED = ["listed", "listed, with a bad step"]
 TROUBLES = ["none", "in place", "accumulate", "no_sync", "hooks", "graph", "clip", "taken", "unused"]
-TROUBLES += [*OWN, "listed"]
+TROUBLES += [*OWN, *LISTED, "kept in a hook"]
 
 
 def _all(rank, method, ways_of):
@@ -163,3 +172,100 @@ def test_memory_of_gradients_is_free_after_zero_grad(pool, method):
     """
     for held in pool.run(2, _held, method):
         assert held == [[method == "dense", False]] * 3
+
+
+class _Made(nn.Module):
+    """A weight that a layer makes, plus a parameter: autograd's gradient of this is a view of the other's."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker, self.added = nn.Linear(3, 400, bias=False), nn.Parameter(torch.zeros(20, 20))
+
+    def forward(self, x):
+        made = self.maker(x)
+        return made + self.added.view(400)
+
+
+def _shared(rank, method):
+    torch.manual_seed(0)
+    model = _Made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, method, bucket_bytes=1) as sync:
+        assert len(sync._exchange.buckets) == 2
+        for step in range(3):
+            optimizer.zero_grad()
+            pull = torch.arange(400.0) % 16 + step  # bfloat16 holds these exactly
+            (model(torch.ones(3) * (rank + 1)) * pull).sum().backward()
+            for p, mean in ((model.added, pull.view(20, 20)), (model.maker.weight, 1.5 * pull[:, None])):
+                torch.testing.assert_close(p.grad, mean.expand_as(p))
+
+
+@pytest.mark.parametrize("method", ["dense", "fp16", "topk:ratio=1"])
+def test_memory_that_a_gradient_shares_is_not_exchanged_in_place(pool, method):
+    """The backward pass goes on with it."""
+    pool.run(2, _shared, method)
+
+
+class _Static(torch.autograd.Function):
+    """Has its gradient in the same memory in every pass, as a part of a model that is a CUDA graph."""
+
+    memory = torch.zeros(400)
+
+    @staticmethod
+    def forward(ctx, weight, pull, copies):
+        ctx.pull, ctx.copies = pull, copies
+        return weight @ pull
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.mul(grad, ctx.pull, out=_Static.memory)
+        return _Static.memory.clone() if ctx.copies else _Static.memory.detach(), None, None
+
+
+def _static(rank, method, copies):
+    weight = nn.Parameter(torch.zeros(400))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    model = nn.Module()
+    model.register_parameter("weight", weight)
+    with stenograd.distribute(model, optimizer, method) as sync:
+        for step in range(4):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            _Static.apply(weight, torch.randn(400, generator=generator), copies).backward()
+            optimizer.step()
+        assert sync.step == 4
+    return weight.detach()
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_storage_Use_Count"), reason="not told before torch 2.9")
+@pytest.mark.parametrize("method", ["dense", "topk:ratio=0.1", "sign"])
+def test_no_state_is_kept_where_the_program_writes_its_gradients(pool, method):
+    first, second = (pool.run(2, _static, method, copies) for copies in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _in_halves(rank, bucket_bytes):
+    """Train halves in turn, the other one frozen; after bad passes steps are left out, as by GradScaler."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in model]
+    finite = []
+    with stenograd.distribute(model, optimizers, bucket_bytes=bucket_bytes) as sync:
+        for bad in ((1,), (), (0, 1), ()):
+            for learns in (1, 0):
+                for at, half in enumerate(model):
+                    half.requires_grad_(at == learns)
+                optimizers[learns].zero_grad()
+                factor = math.nan if learns in bad and rank == 1 else 1.0
+                (model(torch.ones(1, 3)).sum() * factor).backward()
+                finite.append(sync.finite)
+                if sync.finite:
+                    optimizers[learns].step()
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+    return finite
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 4 << 20])
+def test_a_frozen_layer_whose_gradient_is_bad_costs_the_next_pass_at_most(pool, bucket_bytes):
+    """If none was cleared since, that pass may belong to the same step; the one after it does not."""
+    finite = [False, False, True, True, False, False, True, True]
+    assert pool.run(2, _in_halves, bucket_bytes) == [finite] * 2

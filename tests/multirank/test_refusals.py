@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from compositions import REFUSED
+from support.faces import attached
 from torch import nn
 from torch.nn.utils import prune
 
@@ -147,6 +148,24 @@ def _hooked(rank):
 
 def test_the_hook_refuses_adam_and_a_scaler_at_their_first_steps(pool):
     pool.run(2, _hooked)
+
+
+def _cycled(rank, face):
+    """Attach, and then let a scheduler cycle a momentum that was 0."""
+    model, optimizer = _program()
+    net, sync = attached(face, model, optimizer, "dgc")
+    with sync:
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+        net(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(MethodError, match=r"dgc has momentum of its own, and SGD has momentum="):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("face", ["distribute", "ddp"])
+def test_a_scheduler_may_not_bring_a_second_momentum(pool, face):
+    pool.run(2, _cycled, face)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Uneven inputs through `Join`, and sparse gradients, against one process that computes the same means."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -164,6 +165,21 @@ def _sparse(rank, world_size, method):
     skipped, moved = sync.skipped, sync.traffic.moved_bytes
     sync.close()
     return flat(model), skipped, layouts, moved
+
+
+def test_a_bad_sparse_gradient_that_waits_for_its_step_is_not_applied():
+    """The second pass does not send it, and is bad all the same, as with dense gradients."""
+    model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "head": nn.Linear(2, 1)})
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model.values()]
+    with stenograd.distribute(model, optimizers) as sync:
+        (model["words"](torch.tensor([1])).sum() * float("nan")).backward()
+        model["head"](torch.ones(1, 2)).sum().backward()
+        for optimizer in optimizers:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is skipped
+                optimizer.step()
+        assert sync.skipped == 2
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def _sparse_alone(world_size):

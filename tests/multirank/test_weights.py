@@ -398,6 +398,38 @@ def test_a_number_without_a_pass_changes_nothing(again, kept):
         assert sync._weighing.trained == 8 + (24 if again is None else again)
 
 
+@pytest.mark.parametrize("method", ["dense", "local:every=2"])
+def test_what_torch_returns_is_not_weighed(method):
+    """As an adaptive weight of two losses needs it: only what is added to `.grad` counts by its number."""
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    with stenograd.distribute(layer, optimizer, method) as sync:
+        for n in (1, 3, 0):
+            sync.weight(n)
+            loss = layer(torch.ones(1, 1)).sum()
+            (returned,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
+            assert returned.item() == 1.0
+            sync.weight(n)  # its pass has not begun
+            with sync.no_sync():
+                loss.backward()
+            assert layer.weight.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("method", ["dense", "local:every=2"])
+def test_layers_that_are_frozen_for_a_while_are_weighed_when_they_learn(method):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with stenograd.distribute(model, optimizer, method) as sync:
+        for learns in (False, True):
+            model[0].requires_grad_(learns)
+            optimizer.zero_grad()
+            sync.weight(2, reduce="sum")
+            model(torch.ones(2, 1)).sum().backward()
+            optimizer.step()
+            assert model[1].weight.grad.item() == pytest.approx(model[0].weight.item())
+        assert model[0].weight.grad.item() == pytest.approx(model[1].weight.item())
+
+
 def _one_forgets(rank, method):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -282,3 +282,44 @@ def test_the_callers_stream_waits_for_averages_that_another_thread_made(waits, m
         return before, mine.waited == [side]
 
     assert ranks(2, rank_of) == [([], True)] * 2
+
+
+def test_a_rank_without_batches_waits_before_it_fills_its_buckets_anew(monkeypatch):
+    """With `join()` it has no averages to read, but the next zeros lie where some may still be written."""
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream.current)
+
+    def rank_of(driver):
+        model = torch.nn.Linear(2, 1)
+        sync = stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "topk", group=driver)
+        finish, side, mine = sync._exchange.finish, Stream(), Stream.current(None)
+
+        def ended(*args, **keys):
+            outcome = finish(*args, **keys)
+            sync._exchange._streams._of[torch.device("cuda:0")] = side
+            return outcome
+
+        sync._exchange.finish = ended
+        sync.shadow()
+        sync._exchange._streams._of.clear()
+        sync.close()
+        return mine.waited
+
+    assert [len(waited) for waited in ranks(2, rank_of)] == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["demo", "dion", "powersgd:rank=2"])
+def test_autocast_around_an_exchange_changes_no_bit(how, monkeypatch):
+    """Programs call `backward()` inside of it, and without numba torch multiplies matrices."""
+    monkeypatch.setenv("STENOGRAD_KERNELS", "reference")
+
+    def steps(driver, on):
+        generator = torch.Generator().manual_seed(driver.rank)
+        exchange = TensorExchange(how, driver, waits=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            rows = [torch.randn(40, 30, generator=generator) for _ in range(3)]
+            found = [exchange.average({"x": x})["x"].clone() for x in rows]
+        exchange.close()
+        return torch.stack(found)
+
+    for plain, inside in zip(ranks(2, steps, False), ranks(2, steps, True), strict=True):
+        assert torch.equal(plain, inside)

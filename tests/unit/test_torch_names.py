@@ -11,6 +11,8 @@ from torch.utils.data import dataloader
 NAMES = [
     (torch._C, "_current_graph_task_id", "count passes by a hook on the first gradient; FSDP2 uses it too"),
     (torch._C, "_current_autograd_node", "tell DDP's static graph by ddp.static_graph in its first pass"),
+    (torch._C, "_will_engine_execute_node", "weigh what torch.autograd.grad returns, too, and say so"),
+    (torch.Tensor, "_use_count", "copy gradients that are a whole bucket, as all others"),
     (torch.autograd.Variable._execution_engine, "queue_callback", "DDP and FSDP2 end their passes by it too"),
     (torch.autograd.graph, "_engine_run_backward", "refuse checkpoint(use_reentrant=True) by its own name"),
     (torch.autograd.function, "BackwardCFunction", "as for _engine_run_backward"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
 from stenograd.wire.finite import are_finite
 from stenograd.wire.requests import Rounds
 
-__all__ = ["Filler", "Slot", "SparseFiller", "check_gradient", "is_own"]
+__all__ = ["Filler", "Slot", "SparseFiller", "arrives", "check_gradient", "is_own", "is_returned"]
 
 # A bucket of tensors smaller than this on average is filled by one call when it is complete: a call for each
 # gradient comes between two of autograd's own, out of the caches, and then takes 60 us and not 10.
@@ -34,38 +35,44 @@ class Slot:
 
     Attributes:
         bucket: the number of its bucket; -1 for one whose gradients are sparse.
-        handle: of its hook.
+        handles: of its hooks; the first is called when a gradient is complete.
         used: whether a backward pass made a gradient since the last exchange.
         at: number of the pass in which its gradient was ready.
         stays: whether the program holds the gradient of this pass, so that the average must go into it.
+        whole: whether nobody else reads the memory of the gradient that autograd has brought; see `arrives`.
     """
 
-    __slots__ = ("_mark", "at", "bucket", "handle", "stays", "used")
+    __slots__ = ("_mark", "at", "bucket", "handles", "stays", "used", "whole")
 
     def __init__(self, bucket: int) -> None:
         self.bucket = bucket
-        self.handle: Any = None
-        self.used = self.stays = False
+        self.handles: list[Any] = []
+        self.used = self.stays = self.whole = False
         self.at = 0
         self._mark = 0
 
-    def leave(self, grad: Tensor | None) -> None:
-        """Remember the gradient that an exchange leaves.
+    def leave(self, grad: Tensor | None, *, inside: bool = False) -> None:
+        """Remember the gradient that an exchange leaves; `inside` tells that it is a part of a bucket.
 
         By a number on the tensor: holding it would keep its memory from the next backward pass after
         `zero_grad()`, and torch cannot swap tensors (`model.to`) that have a weak reference. The number is
-        negative where the tensor is the program's own.
+        negative where the tensor has memory of its own.
         """
         if grad is not None:
             mark = next(_marks)
-            self._mark = grad._left_by_stenograd = -mark if self.stays else mark  # type: ignore[attr-defined]
+            self._mark = grad._left_by_stenograd = mark if inside else -mark  # type: ignore[attr-defined]
 
     def left(self, grad: Tensor | None) -> bool:
         """Return whether this is the gradient that the last exchange left."""
         return grad is not None and _mark_of(grad) == self._mark != 0
 
+    def release(self) -> None:
+        """Take the hooks away."""
+        for handle in self.handles:
+            handle.remove()
+
     def hand_over(self, grad: Tensor) -> None:
-        """Let a gradient that was left be the program's own from now on."""
+        """Let a gradient that was left have memory of its own from now on."""
         mark = -_mark_of(grad)
         self._mark = mark if self.left(grad) else self._mark
         grad._left_by_stenograd = mark  # type: ignore[attr-defined]
@@ -158,7 +165,13 @@ class Filler:
         shares: bool,
     ) -> None:
         self._exchange, self._shares = exchange, shares
+        for view in (False, True) if shares else ():
+            _usual_holders(view)  # measures by a backward pass, which must not be inside of another one
         self.holds = [_Hold(*parts) for parts in zip(exchange.buckets, params, slots, strict=True)]
+
+    def lends(self, index: int) -> bool:
+        """Return whether the gradient in a bucket may be exchanged where autograd has left it."""
+        return self._shares and index >= 0 and len(self.holds[index].params) == 1
 
     def begin(self) -> None:
         """Expect all gradients anew."""
@@ -180,7 +193,7 @@ class Filler:
         check_gradient(grad, parameter, hold.bucket)
         if grad is None:
             self._view(hold, index, at).zero_()  # counts as zeros
-        elif self._alone(hold, parameter, grad) and self._exchange.lend(index, grad.view(-1)):
+        elif self._alone(hold, slot, parameter, grad) and self._exchange.lend(index, grad.view(-1)):
             if scale != 1.0:
                 grad.mul_(scale)
         else:
@@ -243,7 +256,7 @@ class Filler:
                 if p.is_contiguous() and not slot.stays:
                     if p.grad is not view:
                         p.grad = view
-                    slot.leave(view)
+                    slot.leave(view, inside=True)
                 else:
                     slot.leave(_written(p, view))
 
@@ -316,17 +329,19 @@ class Filler:
         self._look(hold, parameter, slot)
         grad = parameter.grad
         assert grad is not None  # it was left
-        if self._shares and not slot.stays:
+        if _mark_of(grad) > 0:
             grad = parameter.grad = grad.clone()
             slot.leave(grad)
         torch.mul(grad, self._exchange.scale(index), out=self._view(hold, index, hold.place(parameter)))
 
-    def _alone(self, hold: _Hold, parameter: Tensor, grad: Tensor) -> bool:
+    def _alone(self, hold: _Hold, slot: Slot, parameter: Tensor, grad: Tensor) -> bool:
         """Return whether a gradient is a whole bucket in memory of its own, so that it need not be copied."""
+        whole, slot.whole = slot.whole, False
         return (
-            self._shares
+            whole
+            and self._shares
             and len(hold.params) == 1
-            and not hold.slots[0].stays
+            and not slot.stays
             and parameter.is_contiguous()
             and grad.is_contiguous()
             and grad.device == parameter.device
@@ -372,7 +387,8 @@ class SparseFiller:
     def rounds(self, used: Sequence[bool]) -> Rounds[list[Rows]] | None:
         """Return what exchanges the gradients of the used parameters; None if there are no parameters."""
         rows = [rows_of(p, use) for p, use in zip(self._slots, used, strict=False)]
-        self.bad = not are_finite(r.values for r in rows)
+        # Also those that an earlier pass has left and nobody sends now: the next step would apply them.
+        self.bad = not are_finite(p.grad for p in self._slots if p.grad is not None)
         return self._averages(rows) if rows else None
 
     def _averages(self, rows: Sequence[Rows]) -> Rounds[list[Rows]]:
@@ -400,8 +416,13 @@ def _mark_of(grad: Tensor | None) -> int:
 
 def is_own(parameter: Tensor) -> bool:
     """Return whether a gradient is the program's own tensor, as far as can be seen; see `is_held`."""
-    grad = parameter.grad
-    return grad is not None and (grad._is_view() or (_mark_of(grad) <= 0 and is_held(parameter)))
+    # Without a name for the gradient, which would be one more reference to it.
+    return parameter.grad is not None and (parameter.grad._is_view() or is_held(parameter, _in_bucket))
+
+
+def _in_bucket(grad: Tensor) -> bool:
+    """Return whether a gradient is a part of a bucket, whose list of views holds it."""
+    return _mark_of(grad) > 0 and grad.untyped_storage().nbytes() != grad.nbytes
 
 
 def is_held(parameter: Tensor, cached: Callable[[Tensor], bool] = lambda _: False) -> bool:
@@ -426,14 +447,16 @@ def is_held(parameter: Tensor, cached: Callable[[Tensor], bool] = lambda _: Fals
         True
     """
     grad = parameter.grad
-    if grad is None or grad._version == 0:  # autograd has just made it
+    if grad is None:
         return False
     # References besides the parameter's own; one of them may be the list of views that a bucket keeps.
     known = sys.getrefcount(grad) - _known_references
+    if grad._version == 0 and not known:  # autograd has just made it
+        return False
     if grad._is_view() or known > 1 or (known == 1 and not cached(grad)):
         return True
-    if (mark := _mark_of(grad)) or grad.layout is not torch.strided:
-        return mark < 0
+    if _mark_of(grad) > 0 or grad.layout is not torch.strided:
+        return False
     return grad.untyped_storage().nbytes() != grad.nbytes
 
 
@@ -446,6 +469,47 @@ def _references() -> int:
 
 
 _known_references = _references()  # measured: how many a call itself holds is up to Python
+
+
+def is_returned() -> bool:
+    """Return whether what a leaf's hook gets is for `torch.autograd.grad`, which adds nothing to `.grad`."""
+    try:
+        torch._C._will_engine_execute_node(torch._C._current_autograd_node())
+    except RuntimeError:  # of leaves it answers only where their gradients accumulate
+        return True
+    return False
+
+
+def arrives(slot: Slot, grad: Tensor) -> None:
+    """Note whether nobody else uses the memory of a gradient; a hook of its parameter.
+
+    What autograd brings may be a view of a gradient that it goes on with, as in the sum of a parameter and of
+    what a layer has made, or lie where the next pass writes, as in a CUDA graph. Once it has accumulated,
+    that can be seen no more.
+    """
+    if not is_returned():
+        slot.whole = grad.layout is torch.strided and _holders(grad) <= _usual_holders(grad._is_view())
+
+
+_count = getattr(torch._C, "_storage_Use_Count", None)  # before torch 2.9 only where it is built for CUDA
+
+
+def _holders(grad: Tensor) -> int:
+    """Return how many hold a gradient's memory, and what it is a view of, as far as torch tells."""
+    memory: int = _count(grad.untyped_storage()._cdata) if _count else 0
+    base: Any = grad._base
+    return memory if base is None else memory + base._use_count()
+
+
+@cache
+def _usual_holders(view: bool) -> int:
+    """Return how many that are where nobody else uses it, as of a matrix that may have been transposed."""
+    found: list[int] = []  # measured: how many a view, or the call of a hook, holds is up to torch
+    with torch.inference_mode(False), torch.enable_grad():
+        matrix = nn.Parameter(torch.zeros(2, 1, dtype=torch.float32, device="cpu"))
+        matrix.register_hook(lambda grad: found.append(_holders(grad)))
+        (2 * (matrix.t() if view else matrix)).sum().backward()
+    return found[0]
 
 
 def check_gradient(grad: Tensor | None, parameter: Tensor, bucket: Bucket) -> None:

@@ -108,8 +108,14 @@ class DDPHook(Sync):
         the last.
 
         Raises:
-            StenogradError: an earlier backward pass broke off while other ranks may have gone on.
+            StenogradError: an earlier backward pass broke off while other ranks may have gone on, or the hook
+                is closed.
         """
+        if self._closed:
+            raise StenogradError(
+                "this model's hook was closed, and DDP keeps hooks for good: wrap the module in "
+                "DistributedDataParallel anew"
+            )
         buffer, task = bucket.buffer(), torch._C._current_graph_task_id()
         # At a first bucket no future waits. One of another pass means that this other pass broke off.
         if not self._waiting or task != self._task:
@@ -303,14 +309,13 @@ class DDPHook(Sync):
     def _other_step(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""
         self._passes.settings.look(self.method, optimizer)
+        refuse_second_momentum(self.method, [optimizer])
         before, now = self._seen.get(optimizer), self.step + self.skipped
         self._seen[optimizer] = now
         if before not in (None, now) and (self.finite or not self._passes.skips):
             return  # the usual step, without a look at every parameter
-        held = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._names]
-        if held and before is None:
-            refuse_second_momentum(self.method, [optimizer])
-        held = [p for p in held if p.grad is not None]
+        params = (p for g in optimizer.param_groups for p in g["params"])
+        held = [p for p in params if id(p) in self._names and p.grad is not None]
         if held and (before or 0) == now and not self._warned and self.world_size > 1:
             cause = "gradients that no exchange has averaged, as inside ddp_model.no_sync()"
             advice = f"end accumulation outside of it, or nothing travels by {self.method}"

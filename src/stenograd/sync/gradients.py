@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.utils.hooks import unserializable_hook
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.errors import StenogradError
 from stenograd.exchange.buckets import assign
-from stenograd.exchange.filling import Filler, Slot, SparseFiller, is_own
+from stenograd.exchange.filling import Filler, Slot, SparseFiller, arrives, is_own
 from stenograd.exchange.kernel_loading import load_kernels
 from stenograd.exchange.sparse_rows import sparse_parameters
 from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES, Outcome, TensorExchange
@@ -181,7 +182,7 @@ class GradientSync(Sync, Joinable):
             )
         old = self._slots
         for slot in old.values():
-            slot.handle.remove()
+            slot.release()
         self._parameters = parameters
         by_bucket = [[parameters[name] for name in bucket.names] for bucket in buckets]
         self._slots = {id(p): Slot(i) for i, ps in enumerate(by_bucket) for p in ps}
@@ -197,7 +198,7 @@ class GradientSync(Sync, Joinable):
 
     def _leave_uncompiled(self) -> None:
         """Keep Dynamo, which traces what runs while a compiled training step does, out of the hooks."""
-        for hook in (_hook, type(self)._on_gradient, GradientSync._on_gradient, GradientSync._take):
+        for hook in (_hook, arrives, type(self)._on_gradient, GradientSync._on_gradient, GradientSync._take):
             torch._dynamo.decorators.skip(hook)  # a wrapper would cost a microsecond for each gradient
         # These two run once in a pass or in a bucket, where a wrapper costs nothing to speak of.
         self._begin_pass = torch.compiler.disable(self._begin_pass)  # type: ignore[method-assign]
@@ -208,7 +209,10 @@ class GradientSync(Sync, Joinable):
         own = weakref.ref(self)
         for p in parameters:
             slot = self._slots[id(p)]
-            slot.handle = self._owner(p).register_post_accumulate_grad_hook(partial(_hook, own, slot))
+            owner = self._owner(p)
+            slot.handles = [owner.register_post_accumulate_grad_hook(partial(_hook, own, slot))]
+            if self._filler.lends(slot.bucket):
+                slot.handles.append(owner.register_hook(unserializable_hook(partial(arrives, slot))))
         self._pass_id = self._seen = -1
         self._fresh = True  # nobody looked yet if the model was wrapped after this
 
@@ -225,10 +229,10 @@ class GradientSync(Sync, Joinable):
             if not self._exchanging:
                 return
             hooks: Any = parameter._post_accumulate_grad_hooks
-            if len(hooks) > 1 and next(reversed(hooks)) != slot.handle.id:
+            if len(hooks) > 1 and next(reversed(hooks)) != (ours := slot.handles[0].id):
                 # The user's hooks, registered later, may still change the gradient. They run before the next
                 # gradient's; from the next pass on ours is the last.
-                hooks[slot.handle.id] = hooks.pop(slot.handle.id)  # C++ does not see what move_to_end does
+                hooks[ours] = hooks.pop(ours)  # C++ does not see what move_to_end does
                 self._late.append((slot, parameter))
                 return
             while self._late:
@@ -263,6 +267,7 @@ class GradientSync(Sync, Joinable):
         refuse_nested()
         self._finite = True  # what the last exchange was says nothing of gradients that this pass makes
         if self._enabled:
+            self._left.clear()  # also of what this pass does not reach, as a frozen layer
             self._check_pass()
             self._notify_join()  # awaited in `_end_pass`, so that the pass hides it
             at_end(task, self._order, self._end_pass)
@@ -344,6 +349,8 @@ class GradientSync(Sync, Joinable):
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
         """Refuse to apply a gradient that was never averaged: the ranks would drift apart silently."""
+        # Schedulers such as OneCycleLR give an optimizer momentum when it is attached already.
+        refuse_second_momentum(self.method, [optimizer])
         self._wrapping.look_before_step()
         self._passes.settings.look(self.method, optimizer)
         received = self._slots, self._pass_id != -1, self.finite
@@ -395,6 +402,7 @@ class GradientSync(Sync, Joinable):
         used = [False] * len(self._slots)
         extra, stop = self._sparse.rounds(used), self._asks()
         outcome = self._exchange.finish(used, flags, extra=extra, stop=stop).result()
+        self._exchange.join_streams()  # before the buckets are filled anew
         self._passes.follow(outcome.any_flags, self._driver)
         self._hear(outcome.stop)
         self._finite = outcome.applied
@@ -427,8 +435,7 @@ class GradientSync(Sync, Joinable):
 
     def _detach(self) -> None:
         for slot in self._slots.values():
-            if slot.handle is not None:
-                slot.handle.remove()
+            slot.release()
         self._left.forget()
         self._unwatch()
         if hasattr(self, "_exchange"):

@@ -18,7 +18,14 @@ from stenograd.errors import ConfigError, MethodError
 from stenograd.exchange.filling import Slot
 from stenograd.exchange.tensor_exchange import Outcome
 from stenograd.sync.gradients import GradientSync
-from stenograd.sync.handshake import Members, as_optimizers, named, synced_parameters, unwrapped
+from stenograd.sync.handshake import (
+    Members,
+    as_optimizers,
+    named,
+    refuse_second_momentum,
+    synced_parameters,
+    unwrapped,
+)
 from stenograd.sync.steps import bad_of
 from stenograd.tracing import MAX_EVENTS, Tracing
 from stenograd.wire.driver import Driver
@@ -273,6 +280,7 @@ class ShardedSync(GradientSync):
         self, optimizer: torch.optim.Optimizer, *, zeros: bool = False, again: bool = False
     ) -> None:
         self._passes.settings.look(self.method, optimizer)
+        refuse_second_momentum(self.method, [optimizer])
         slots = {id(self._owners[at]): _Seen(slot) for at, slot in self._slots.items()}
         under_way = self._pass_id != -1
         received: Any = slots, under_way, self.finite

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stenograd.errors import StenogradError
-from stenograd.exchange.filling import Slot, is_own
+from stenograd.exchange.filling import Slot, is_own, is_returned
 from stenograd.exchange.tensor_exchange import Told
 from stenograd.sync.step_settings import BITS, StepSettings, refuse, tell, unequal
 from stenograd.wire.drivers import AnyDriver
@@ -282,11 +282,11 @@ class Leftovers:
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo traces it in a compiled step
         def before(_: Tensor) -> None:
-            with _leftovers_lock:  # autograd runs one thread for each device
-                if (found := known()) is not None:
-                    found.clear()
+            if (found := known()) is not None and not is_returned():
+                found.clear()
 
-        self._handles = [p.register_hook(before) for p in self._bad]
+        # What is frozen by now takes no hook, and its gradient may be bad from an earlier pass.
+        self._handles = [p.register_hook(before) for p in self._bad if p.requires_grad]
 
     def forget(self) -> None:
         """Leave them as they are."""
@@ -297,12 +297,13 @@ class Leftovers:
     @torch.no_grad()
     def clear(self) -> None:
         """Make them zeros, unless all are still there."""
-        bad = self._bad
-        self.forget()
-        # An empty shard of a parameter says nothing of the others of it.
-        left = [p for p in bad if p.grad is not None and not (p.grad.numel() and is_finite(p.grad))]
-        for p in left if len(left) < len(bad) else ():
-            p.grad.zero_()  # type: ignore[union-attr]
+        with _leftovers_lock:  # autograd runs one thread for each device
+            bad = self._bad
+            self.forget()
+            # An empty shard of a parameter says nothing of the others of it.
+            left = [p for p in bad if p.grad is not None and not (p.grad.numel() and is_finite(p.grad))]
+            for p in left if len(left) < len(bad) else ():
+                p.grad.zero_()  # type: ignore[union-attr]
 
 
 @torch.no_grad()

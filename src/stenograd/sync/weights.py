@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import ConfigError, StenogradError, bad_value
+from stenograd.exchange.filling import is_returned
 from stenograd.wire.drivers import AnyDriver
 
 __all__ = ["Weights"]
@@ -136,20 +137,21 @@ class Weights:
 
     def _hook(self, parameters: list[Tensor]) -> None:
         """Scale what autograd adds to these parameters' gradients."""
-        ids = {id(p) for p in parameters}
-        if ids == self._handles.keys():
+        # One that is frozen takes no hook now; it gets its own once it learns again.
+        held = {id(p): p for p in parameters if p.requires_grad or id(p) in self._handles}
+        if held.keys() == self._handles.keys():
             return
         self.close()
         scaled = partial(_scaled, weakref.ref(self))
         torch._dynamo.decorators.skip(_scaled)
         # Before gradients accumulate: only what this pass adds is to be scaled.
-        self._handles = {id(p): p.register_hook(scaled) for p in parameters}
+        self._handles = {i: p.register_hook(scaled) for i, p in held.items() if p.requires_grad}
 
 
 def _scaled(weights: weakref.ref[Weights], grad: Tensor) -> Tensor | None:
     """Return a pass's gradient by its share of what has accumulated; None where that is all."""
     running = weights()
-    if running is None:
+    if running is None or is_returned():
         return None
     running._made = True
     if running._factor == 1.0:
