@@ -134,6 +134,7 @@ class Attached:
             CheckpointError: it is not whole or does not fit; on every rank.
         """
         load_state(folder, self.sync, name=name, **self._parts())
+        self._own = None  # if the consensus was in place, what was loaded is there now
 
     def close(self) -> None:
         """Detach from the model, in which the consensus stays if it is in place."""

@@ -50,6 +50,10 @@ CASES = {
     "bad step interval": (["train", "--save-steps", "0"], "--save-steps must be"),
     "steps without a folder": (["train", "--save-steps", "5"], "--save-steps needs --out"),
     "out is a file": (["train", "--out", __file__], "--out must be a folder"),
+    "out cannot be written": (
+        ["compare", "--method", "dense", "--epochs", "1", "--out", "/proc/self"],
+        "--out must be a folder that can be",
+    ),
     "compare nothing": (["compare", "--method", ","], "--method must name"),
     "compare no epochs": (["compare", "--epochs", "0"], "--epochs must be at least 1"),
     "one bad method of two": (

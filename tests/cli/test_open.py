@@ -34,6 +34,7 @@ def test_a_rendezvous_says_what_to_export_and_workers_meet_there():
     ("arguments", "message"),
     [
         (["train", "--keep", "--workers", "2"], "--keep needs a method with a quorum, got dense"),
+        (["train", "--keep", "--method", "diloco:quorum=0.5"], "--keep does nothing without --workers"),
         (["rendezvous", "--port", "70000"], "--port must be from 0 to 65535, got 70000"),
     ],
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from cli_process import on_a_rank, stenograd_command
+from cli_process import on_a_rank, stenograd_command, without_progress
 from launched import clean_env
 
 import stenograd
@@ -169,6 +169,22 @@ def test_a_terminal_shows_whole_words_and_how_far_it_is():
 def test_a_pipe_gets_lines_of_a_sensible_width(here):
     _, out, _ = here("methods", "--size", 100)
     assert max(map(len, out.splitlines())) <= 120
+
+
+def test_output_that_nobody_reads_ends_it_without_a_traceback():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = stenograd_command("methods", "topk", "--size", 100, "--json")
+    with os.fdopen(writes, "w") as out:
+        pipes = {"stdout": out, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(command, env=clean_env(), check=False, **pipes)
+    assert (done.returncode, without_progress(done.stderr)) == (1, "")
+
+
+def test_a_letter_that_the_output_cannot_hold_is_written_by_its_number(command):
+    done = command("methods", "natural", "--size", 100, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Paper: Horv\\xe1th" in done.stdout
 
 
 def strict(text):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from left_over import left_over
 from lightning.fabric import Fabric, seed_everything
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_cases import WIDE
@@ -144,6 +144,28 @@ def validated(folder):
     return {"seen": module.seen, **told(training.strategy.sync, module)}
 
 
+class Rated(Task):
+    """Has a learning rate that a finder may set."""
+
+    lr = 0.05
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def found_rate(how, folder):
+    """10 steps, validated in mid-round, after a finder of learning rates has trained and gone back."""
+    out, rate = {}, Rated.lr
+    for name, finders in (("found", [LearningRateFinder(num_training_steps=20)]), ("given", [])):
+        module = Rated()
+        module.lr = rate
+        more = {"val_check_interval": 5, "num_sanity_val_steps": 0, "default_root_dir": folder}
+        training = trainer(StenogradStrategy(how), 10, callbacks=finders, **more)
+        training.fit(module, data(20), data(1))
+        rate, out[name] = module.lr, told(training.strategy.sync, module) | {"seen": module.seen[-2:]}
+    return out | {"rate": rate}
+
+
 class Residuals(Callback):
     """The sums of all ranks' residuals when training starts."""
 
@@ -173,10 +195,10 @@ def stopped(how, folder):
     An epoch has 7 steps, because Lightning begins its data anew where it resumes within an epoch.
     """
     place, optimizer, sums = place_of(how, folder), kind_of(how), Residuals()
-    keeps = ModelCheckpoint(place, filename="{step}", every_n_train_steps=7, save_top_k=-1)
+    keeps = ModelCheckpoint(place, filename="{step}", every_n_train_steps=7, save_top_k=-1, save_last="link")
     more = {"enable_checkpointing": True, "callbacks": [keeps]}
     module, _ = fit(StenogradStrategy(how), 12, Task(optimizer), data(7), **more)
-    again, _ = resume(StenogradStrategy(how), place / "step=7.ckpt", Task(optimizer), callbacks=[sums])
+    again, _ = resume(StenogradStrategy(how), place / "last.ckpt", Task(optimizer), callbacks=[sums])
     kept = sorted(os.listdir(place))
     return {"whole": digest(module), "resumed": digest(again), "kept": kept, "sums": sums.sums}
 
@@ -193,13 +215,14 @@ def asked(how, folder):
     before = signal.getsignal(signal.SIGTERM)
     with stenograd.stop_on():
         stopping = [Ask(), StopOnRequest(path)]
-        _, training = fit(StenogradStrategy(how), 12, loader=data(4), callbacks=stopping)
+        _, training = fit(StenogradStrategy(how), 12, loader=data(4), callbacks=stopping, min_epochs=3)
     same = signal.getsignal(signal.SIGTERM) == before
     step = torch.load(path, weights_only=False)["global_step"]
     whole, _ = fit(StenogradStrategy(how), 12, loader=data(4))
     resumed, _ = resume(StenogradStrategy(how), path, Task(), data(4))
     digests = {"whole": digest(whole), "resumed": digest(resumed)}
-    return {**digests, "step": step, "stopping": training.strategy.sync.stopping, "same": same}
+    ended = {"trained": training.global_step, "least": training.fit_loop.min_epochs}
+    return {**digests, **ended, "step": step, "stopping": training.strategy.sync.stopping, "same": same}
 
 
 def by_hand(how, folder):

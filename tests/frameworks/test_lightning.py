@@ -115,18 +115,28 @@ def test_validation_sees_the_consensus(ran):
     assert one["step"] == 10
 
 
+@pytest.mark.parametrize("how", ["topk:ratio=0.05", "local:every=4"])
+def test_training_begins_anew_after_a_finder_of_learning_rates(ran, how):
+    one, other = ran("found_rate", how)
+    assert one["found"]["digest"] == other["found"]["digest"]
+    assert one["rate"] == other["rate"] != 0.05
+    for name in ("digest", "step", "seen"):
+        assert one["found"][name] == one["given"][name]
+
+
 @pytest.mark.parametrize("how", SAVED)
 def test_stop_and_resume_is_bit_for_bit(ran, how):
-    """After 7 of 12 steps: in the middle of a round."""
+    """After 7 of 12 steps, in the middle of a round, by a link to the checkpoint."""
     for one in ran("stopped", how):
         assert one["resumed"] == one["whole"]
-        assert one["kept"] == ["step=7.ckpt", "step=7.ckpt.stenograd"]
+        assert one["kept"] == ["last.ckpt", "step=7.ckpt", "step=7.ckpt.stenograd"]
 
 
 @pytest.mark.parametrize("how", ["dense", "topk:ratio=0.05", "local:every=4"])
 def test_a_request_to_one_rank_saves_and_ends_at_one_step(ran, how):
     for one in ran("asked", how):
-        assert one["step"] == 4
+        assert one["step"] == one["trained"] == 4
+        assert one["least"] == 3
         assert one["stopping"]
         assert one["same"]
         assert one["resumed"] == one["whole"]

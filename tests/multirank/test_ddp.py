@@ -3,9 +3,11 @@
 import pytest
 import torch
 from models import buckets_of, flat, mlp, shards, step
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
+from stenograd.errors import StenogradError
 from stenograd.testing.pool import RanksFailed
 
 TINY_MB = 0.0001  # four buckets, after DDP has rebuilt them
@@ -81,3 +83,35 @@ def _closed(rank):
 
 def test_a_model_whose_hook_was_closed_says_so(pool):
     pool.run(2, _closed)
+
+
+def _unfrozen(rank, wrapped_before):
+    """Train two layers of which one is frozen at first, and return what the fourth step says."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    if wrapped_before:
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        model[0].requires_grad_(False)
+    else:
+        model[0].requires_grad_(False)
+        ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with stenograd.ddp.register(ddp, "dense"):
+        for step in range(4):
+            if step == 3:
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            ddp(torch.full((4, 8), rank + 1.0)).square().sum().backward()
+            try:
+                optimizer.step()
+            except StenogradError as error:
+                return step, str(error)
+            optimizer.zero_grad()
+    return None
+
+
+def test_what_ddp_has_found_frozen_is_not_trained_unaveraged(pool):
+    for at, said in pool.run(2, _unfrozen, False):
+        assert at == 3
+        assert "after unfreezing wrap it again" in said
+    assert pool.run(2, _unfrozen, True) == [None, None]

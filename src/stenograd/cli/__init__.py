@@ -5,6 +5,7 @@ Commands import what they need when they run, so that help and bad options answe
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -47,8 +48,12 @@ def main() -> int:
     0: it worked. 1: something failed while running, such as a lost worker. 2: an option, a data file or a
     checkpoint is wrong. 130: interrupted. `STENOGRAD_DEBUG=1` shows tracebacks.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that an encoding lacks shall end nothing
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return int(commands.app(prog_name="stenograd", standalone_mode=False) or 0)
+        status = int(commands.app(prog_name="stenograd", standalone_mode=False) or 0)
+        sys.stdout.flush()  # at exit nobody could catch what it raises
+        return status
     except _UsageError as error:
         return _failed(ConfigError(_worded(error)))
     except BrokenPipeError:  # `stenograd methods | head`: nobody reads any more, at exit neither

@@ -153,7 +153,7 @@ def make_folder(path: Path) -> None:
     """Make a folder for results, with its parents.
 
     Raises:
-        ConfigError: that is not possible.
+        ConfigError: that is not possible, or nothing can be written there.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -161,22 +161,27 @@ def make_folder(path: Path) -> None:
         raise ConfigError(
             f"--out must be a folder that can be made, got {path} ({cause.strerror}): give another"
         ) from cause
+    _check_written("folder", path, path)
 
 
-def check_file(name: str, path: Path) -> None:
+def check_file(path: Path) -> None:
     """Refuse a file that cannot be written, before the work whose result it is to hold.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: that is so.
     """
     if path.is_dir():
-        raise ConfigError(f"{name} must be a file, got the folder {path}: give a name in it")
+        raise ConfigError(f"--out must be a file, got the folder {path}: give a name in it")
+    _check_written("file", path, path.parent)
+
+
+def _check_written(kind: str, path: Path, folder: Path) -> None:
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as cause:
         raise ConfigError(
-            f"{name} must be a file that can be written, got {path} ({cause.strerror}): give another"
+            f"--out must be a {kind} that can be written, got {path} ({cause.strerror}): give another"
         ) from cause
 
 

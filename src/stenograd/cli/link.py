@@ -23,7 +23,7 @@ def run(asked: LinkOptions) -> int:
         check_options(asked)
         check_seconds(asked.seconds)
         if out is not None:
-            check_file("--out", out)
+            check_file(out)
         if world_size < 2:
             raise bad_value(
                 "--workers", "must be at least 2 to measure a link", world_size, "or start it under torchrun"

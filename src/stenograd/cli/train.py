@@ -56,6 +56,8 @@ def run(job: TrainOptions) -> int:
     if job.keep and not quorum:
         advice = "give diloco:every=30,quorum=0.75"
         raise ConfigError(f"--keep needs a method with a quorum, got {job.method}: {advice}")
+    if (job.workers or 1) < 2 and detect(os.environ).launcher == "alone":
+        job.refuse(["keep"], "without --workers of 2 or more, which it would start again")
     with _requests():
         if not quorum:
             return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)

@@ -229,7 +229,8 @@ def check_state(
                 advice += ", or re-shard it with stenograd.load_checkpoint or stenograd.reshard"
             raise CheckpointError(f"the checkpoint's {key} must be {want!r}, got {got!r}: {advice}")
     saved = state.get("parameters", {})
-    if not parameters:
+    # Before its first exchange DDP's hook knows no bucket: whoever goes back there begins anew.
+    if not parameters or not (saved or state.get("step") or state.get("skipped")):
         return
     missing = [name for name in parameters if name not in saved] + [
         name for name in saved if name not in parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -200,7 +201,8 @@ def folder_of(path: Any) -> Path:
             f"{path}: every rank keeps a state of its own beside the checkpoint, which must be on a disk: "
             "save to a local or shared folder and copy both"
         )
-    return Path(f"{path}.stenograd")
+    # Lightning may make "last.ckpt" a link (ModelCheckpoint(save_last="link")), beside which lies no folder.
+    return Path(f"{os.path.realpath(path) if os.path.islink(path) else path}.stenograd")
 
 
 def drop_others(path: Any, names: Sequence[str]) -> None:

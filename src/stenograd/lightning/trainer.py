@@ -131,6 +131,14 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
         if self._fitting and self._attached:
             self._attached[-1].hide()
 
+    def on_train_start(self) -> None:
+        """Exchange, also where a callback has trained before and gone back, as a finder of rates does."""
+        super().on_train_start()
+        self._fitting = True
+        if self._attached and self._in_rounds:
+            self._attached[-1].hide()
+            self.sync.enabled = True
+
     def on_train_end(self) -> None:
         """Leave the consensus in the model; what is trained later by hand is not exchanged."""
         super().on_train_end()
@@ -241,10 +249,19 @@ class StopOnRequest(pytorch.callbacks.Callback):
         self._saved, self._undo = False, alone()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Save once, and let `fit` end."""
+        """Save once, and let `fit` end, whatever `min_epochs` and `min_steps` say."""
         if not self._saved and stops(trainer.strategy.sync, trainer.global_step):
             self._saved = trainer.should_stop = True
             trainer.save_checkpoint(self._path or Path(trainer.default_root_dir, "stopped.ckpt"))
+            loop, give_back = trainer.fit_loop, self._undo
+            least = loop.min_epochs, loop.epoch_loop.min_steps
+            loop.min_epochs = loop.epoch_loop.min_steps = None  # until then it would go on
+
+            def undo() -> None:
+                loop.min_epochs, loop.epoch_loop.min_steps = least
+                give_back()
+
+            self._undo = undo
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the signals back."""

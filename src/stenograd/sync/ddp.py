@@ -94,6 +94,7 @@ class DDPHook(Sync):
             # Of the optimizers seen to step, the exchanges before.
             self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
+            self._frozen = {id(p) for p in module.parameters() if not p.requires_grad}
             again = "wrap the model in DistributedDataParallel anew, and register the hook"
             members = Members(module, trained, remedy=again, rehooks=False)
             self._handles += [watch_others(self, averages_losses=True)]
@@ -294,6 +295,17 @@ class DDPHook(Sync):
                 if next(used, True) and not is_finite(piece):
                     yield known[member]
 
+    def _refuse_unfrozen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to apply gradients that DDP leaves alone, because it has found their parameters frozen."""
+        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._frozen):
+            # DDP may have been made before they were frozen: then they are in its buckets.
+            if p.requires_grad and p.grad is not None and not any(id(p) in ids for ids in self._members):
+                raise StenogradError(
+                    f"a parameter of shape {tuple(p.shape)} has a gradient that was not averaged: it was "
+                    "frozen when DistributedDataParallel wrapped the model; after unfreezing wrap it again, "
+                    "and register"
+                )
+
     def _averaged(self) -> set[int]:
         return set(self._names)
 
@@ -308,6 +320,8 @@ class DDPHook(Sync):
 
     def _other_step(self, optimizer: torch.optim.Optimizer, zeros: bool) -> None:
         """Let the step after a bad exchange find no gradients; warn of gradients without an exchange."""
+        if self._frozen and self.world_size > 1:
+            self._refuse_unfrozen(optimizer)
         self._passes.settings.look(self.method, optimizer)
         refuse_second_momentum(self.method, [optimizer])
         before, now = self._seen.get(optimizer), self.step + self.skipped
