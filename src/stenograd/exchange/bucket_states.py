@@ -230,7 +230,8 @@ def check_state(
             raise CheckpointError(f"the checkpoint's {key} must be {want!r}, got {got!r}: {advice}")
     saved = state.get("parameters", {})
     # Before its first exchange DDP's hook knows no bucket: whoever goes back there begins anew.
-    if not parameters or not (saved or state.get("step") or state.get("skipped")):
+    begins = state.get("step") == 0 == state.get("skipped") and not saved
+    if not parameters or begins:
         return
     missing = [name for name in parameters if name not in saved] + [
         name for name in saved if name not in parameters
