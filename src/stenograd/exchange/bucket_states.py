@@ -229,9 +229,7 @@ def check_state(
                 advice += ", or re-shard it with stenograd.load_checkpoint or stenograd.reshard"
             raise CheckpointError(f"the checkpoint's {key} must be {want!r}, got {got!r}: {advice}")
     saved = state.get("parameters", {})
-    # Before its first exchange DDP's hook knows no bucket: whoever goes back there begins anew.
-    begins = state.get("step") == 0 == state.get("skipped") and not saved
-    if not parameters or begins:
+    if not parameters:
         return
     missing = [name for name in parameters if name not in saved] + [
         name for name in saved if name not in parameters

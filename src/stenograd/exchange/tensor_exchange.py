@@ -504,15 +504,15 @@ class TensorExchange:
         counters = {"step": self.step, "skipped": self.skipped}
         return {**self.identity, **counters, "parameters": self._slots.by_name()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a saved `state_dict()`, of any bucketing of the same parameters.
+    def load_state_dict(self, state: Mapping[str, Any], *, anew: bool = False) -> None:
+        """Take a saved `state_dict()`, of any bucketing of the same parameters; of none if it begins `anew`.
 
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
         if state.get("method") == repr(self.method.compressor):  # as methods made of objects were once called
             state = {**state, "method": self.method.text}
-        check_state(state, self.identity, self._slots.by_name())
+        check_state(state, self.identity, {} if anew else self._slots.by_name())
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
         self._slots.load(state["parameters"])
 

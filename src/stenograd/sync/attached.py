@@ -358,7 +358,11 @@ class Sync(ABC):
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
-        self._exchange.load_state_dict(state)
+        self._exchange.load_state_dict(state, anew=self._begins(state))
+
+    def _begins(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state was saved before anything was known of the parameters."""
+        return False
 
     @property
     def round(self) -> int:

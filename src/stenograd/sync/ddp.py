@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -305,6 +305,10 @@ class DDPHook(Sync):
                     "frozen when DistributedDataParallel wrapped the model; after unfreezing wrap it again, "
                     "and register"
                 )
+
+    def _begins(self, state: Mapping[str, Any]) -> bool:
+        # DDP tells of buckets in the first pass: until then a state has no parameters.
+        return not (state.get("parameters") or state.get("step") or state.get("skipped"))
 
     def _averaged(self) -> set[int]:
         return set(self._names)
