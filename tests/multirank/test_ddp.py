@@ -73,6 +73,25 @@ def test_a_reducer_that_calls_no_hook_is_refused(pool):
         assert 'StenogradError: DDP runs with torch._dynamo.config.optimize_ddp = "python_reducer"' in told
 
 
+def _back_to_the_start(rank):
+    model, optimizer, hook = _ddp(rank, "topk:ratio=0.1", bucket_cap_mb=25)  # rebuilt buckets select otherwise
+    first, steps = hook.state_dict(), 3
+    _run(model, optimizer, rank, 2, 0, steps)
+    once, later = flat(model).clone(), hook.state_dict()
+    with pytest.raises(stenograd.errors.CheckpointError, match="differ in parameter"):
+        hook.load_state_dict({**later, "parameters": {}})
+    model.module.load_state_dict(mlp(0).state_dict())
+    optimizer.state.clear()
+    hook.load_state_dict(first)
+    _run(model, optimizer, rank, 2, 0, steps)
+    assert torch.equal(flat(model), once)
+
+
+def test_a_state_from_before_the_first_exchange_begins_anew(pool):
+    """DDP tells of buckets in the first pass only, so such a state knows no parameter."""
+    pool.run(2, _back_to_the_start)
+
+
 def _closed(rank):
     model, optimizer, hook = _ddp(rank, "topk")
     _run(model, optimizer, rank, 2, 0, 1)
