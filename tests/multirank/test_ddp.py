@@ -74,7 +74,7 @@ def test_a_reducer_that_calls_no_hook_is_refused(pool):
 
 
 def _back_to_the_start(rank):
-    model, optimizer, hook = _ddp(rank, "topk:ratio=0.1", bucket_cap_mb=25)  # rebuilt buckets select otherwise
+    model, optimizer, hook = _ddp(rank, "topk:ratio=0.1", bucket_cap_mb=25)  # more buckets select otherwise
     first, steps = hook.state_dict(), 3
     _run(model, optimizer, rank, 2, 0, steps)
     once, later = flat(model).clone(), hook.state_dict()
