@@ -21,4 +21,5 @@ __all__ = [
     "optim",
 ]
 
-MPI_WORLD = None  # as `comm`: all ranks
+#: As `comm`: all ranks.
+MPI_WORLD = None
