@@ -67,7 +67,8 @@ def qsgd_encode_feedback(
     scales = [torch.zeros(0, dtype=torch.float32, device=v.device)]
     for rows, y in zip(block_views(v, block, numels), block_views(u, block, numels), strict=True):
         scale = rows.abs().amax(1, keepdim=True).to(torch.float32)
-        inverse = levels / torch.where(scale == 0, 1.0, scale)
+        # Not `levels / tensor`, which torch rounds twice: by the reciprocal.
+        inverse = torch.full_like(scale, levels) / torch.where(scale == 0, 1.0, scale)
         inverse = torch.where(inverse > MOST, MOST, inverse)  # scales below 4e-37 reach fewer levels
         # Rounded up: the largest magnitude, and no other, must come out at the last level or above.
         y += rows.to(torch.float32) * torch.nextafter(inverse, torch.full_like(inverse, math.inf))
