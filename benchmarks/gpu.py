@@ -2,7 +2,7 @@
 
     scripts/gpu [--seconds 540] [--out DIR] [--device cuda|cpu] [--parts steps kernels]
 
-Six parts, each in a process of its own with a share of the seconds. Each prints its rows when it ends, and
+Seven parts, each in a process of its own with a share of the seconds. Each prints its rows when it ends, and
 one that fails or runs out of time does not stop the others. The last lines are the table; `--out` also gets
 it, with every row, as JSON. `--device cpu` runs the same parts at small sizes, so that the battery is known
 to work before there is a card. Nothing is installed: the package is taken from `src`.
@@ -30,13 +30,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import gpu_gpt
+import gpu_programs
 import torch
 import torch.distributed as dist
+from gpu_gpt import drain
 from host_waits import AWAY, BETWEEN, between_rounds, waits_of
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
 from stenograd.catalog.method import method
@@ -45,8 +47,16 @@ from stenograd.tasks.models import CharGPT
 from stenograd.testing.methods import by_name
 
 Look: TypeAlias = Callable[[str], tuple[float | None, str]]
-SHARES = {"steps": 60, "bits": 120, "kernels": 90, "gpt": 90, "ranks": 60, "training": 120}
-_SMALL_SHARES = {"steps": 150, "bits": 70, "kernels": 30, "gpt": 50, "ranks": 150, "training": 60}
+SHARES = {"steps": 60, "bits": 60, "kernels": 60, "gpt": 90, "programs": 60, "ranks": 120, "training": 120}
+_SMALL_SHARES = {
+    "steps": 150,
+    "bits": 70,
+    "kernels": 30,
+    "gpt": 50,
+    "programs": 30,
+    "ranks": 150,
+    "training": 60,
+}
 _SMALL = ("dense", "topk:ratio=0.1", "powersgd:rank=2", "diloco:every=4,fragments=2/lowbit")
 _SCHEDULED = (
     "local:every=2",
@@ -328,143 +338,108 @@ def _seconds(call: Callable[[], object], device: torch.device, rounds: int = 10)
     """Return the median time of a call on a device."""
     found = []
     for at in range(rounds + 3):
-        _drain(device)
+        drain(device)
         start = time.perf_counter()
         call()
-        _drain(device)
+        drain(device)
         if at >= 3:
             found.append(time.perf_counter() - start)
     return statistics.median(found)
 
 
-def _drain(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class _Rival:
-    """One way to train a GPT: with nothing, with DDP and a hook of its own, or with a method."""
-
-    def __init__(self, name: str, part: Part) -> None:
-        small = part.small
-        torch.manual_seed(0)
-        sizes = (65, 32, 2, 2, 64) if small else (50304, 1024, 12, 12, 768)
-        self.model: nn.Module = CharGPT(*sizes).to(part.device, torch.bfloat16)
-        self.tokens = torch.randint(sizes[0], (2 if small else 8, sizes[1] + 1), device=part.device)
-        self.device, self.sync = part.device, None
-        if name.startswith("DDP"):
-            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            self._add_hook(name)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=not small)
-        if name not in ("nothing",) and not name.startswith("DDP"):
-            self.sync = stenograd.distribute(self.model, self.optimizer, name)
-
-    def _add_hook(self, name: str) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-        ddp: Any = self.model
-        if name.endswith("bf16"):
-            ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        elif name.endswith("PowerSGD"):
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-    def turn(self, steps: int) -> float:
-        """Return the milliseconds per step of a turn."""
-        _drain(self.device)
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            scores = self.model(self.tokens[:, :-1])
-            functional.cross_entropy(scores.flatten(0, 1).float(), self.tokens[:, 1:].flatten()).backward()
-            self.optimizer.step()
-        _drain(self.device)
-        return (time.perf_counter() - start) / steps * 1e3
-
-
 def gpt(part: Part) -> None:
     """Time steps of GPT-2 small in bfloat16, alone: what a method costs where the link is free."""
-    hooks = ["DDP"] if part.small else ["DDP", "DDP bf16", "DDP PowerSGD"]  # which need a GPU
-    names = ["nothing", *hooks, "dense", "topk:ratio=0.01", "sign", "qsgd", "lowbit", "powersgd"]
     with alone("gloo" if part.small else "nccl"):
-        rivals: dict[str, _Rival] = {}
-        for name in names:
-            try:
-                rivals[name] = _Rival(name, part)
-                rivals[name].turn(2)
-            except Exception as error:
-                rivals.pop(name, None)
-                part.add(name, False, note=_first_line(error))
-        turns: dict[str, list[float]] = {name: [] for name in rivals}
-        for at in range(12):
-            if at > 2 and part.left < 25 * len(rivals) * max(map(max, turns.values())) / 1e3:
-                break
-            for name, rival in rivals.items():
-                turns[name].append(rival.turn(2 if part.small else 5))
-        base = turns.get("DDP", [float("nan")])
-        for name, found in turns.items():
-            ratio = statistics.median(a / b for a, b in zip(found, base, strict=False))
-            part.add(
-                name, None, statistics.median(found), "ms per step", f"{ratio:.3f} x DDP, {len(found)} turns"
-            )
-        for name in ("dense", "topk:ratio=0.01"):
-            if name in rivals and part.left > 5 and not part.small:
-                _profile(part, name, rivals[name])
+        gpu_gpt.time_steps(part)
 
 
-def _profile(part: Part, name: str, rival: _Rival) -> None:
-    from torch.profiler import ProfilerActivity, profile
+def programs(part: Part) -> None:
+    """Run ordinary programs alone, on the group that a machine with GPUs has: see `gpu_programs.py`."""
+    found = gpu_programs.named(small=part.small)
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        rival.turn(2)
-    path = part.rows.with_name(f"profile-{name.partition(':')[0]}.txt")
-    path.write_text(found.key_averages().table(sort_by="cuda_time_total", row_limit=40))
-    part.add(f"profile of {name}", None, note=path.name)
+    def look(name: str) -> tuple[float | None, str]:
+        found[name](part.device)
+        return None, ""
+
+    with alone("gloo" if part.small else "cpu:gloo,cuda:nccl"):
+        part.each(list(found), look)
 
 
 def ranks(part: Part) -> None:
-    """Train on 2 and 4 real ranks over gloo, with tensors on the device: replicas, resume, NaN."""
+    """Train on 2 and 4 real ranks over gloo, with tensors on the device: replicas, resume, NaN, programs."""
     for world in (2, 4):
-        seconds = part.left * 0.4 if world == 2 else part.left - 10  # to start and to end
-        if seconds < 8:
-            part.add(f"{world} ranks", None, note="not reached in time")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            end = time.monotonic() + seconds
-            command = [sys.executable, __file__, "--device", part.device.type, "--end", f"{end}", "--rows"]
-            command += [str(part.rows), "--world", str(world), "--folder", folder, "--rank"]
-            running = [subprocess.Popen([*command, str(rank)]) for rank in range(world)]
-            for process in running:
-                try:
-                    process.wait(max(part.left, 1))
-                except subprocess.TimeoutExpired:
-                    part.add(f"{world} ranks", False, note="did not end in time")
-                finally:
-                    process.kill()
-            if any(process.returncode for process in running):
-                codes = [process.returncode for process in running]
-                part.add(f"{world} ranks", False, note=f"exit codes {codes}")
+        seconds = part.left * 0.6 if world == 2 else part.left - 10  # to start and to end
+        end, done = time.monotonic() + seconds, 0
+        while done >= 0:
+            if end - time.monotonic() < 8:
+                part.add(f"{world} ranks: from number {done} on", None, note="not reached in time")
+                break
+            done = _run_ranks(part, world, end, done)
 
 
-def rank(part: Part, number: int, world: int, folder: str) -> None:
+def _run_ranks(part: Part, world: int, end: float, first: int) -> int:
+    """Start ranks; return the number of the job after one that failed, or -1 if they reached the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--device", part.device.type, "--end", f"{end}", "--rows"]
+        command += [
+            str(part.rows),
+            "--world",
+            str(world),
+            "--folder",
+            folder,
+            "--first",
+            str(first),
+            "--rank",
+        ]
+        running = [subprocess.Popen([*command, str(rank)]) for rank in range(world)]
+        failed = False
+        for process in running:
+            try:
+                failed |= process.wait(max(end + 8 - time.monotonic(), 1)) != 0
+            except subprocess.TimeoutExpired:
+                failed = True
+                part.add(f"{world} ranks", False, note="did not end in time")
+            finally:
+                process.kill()
+        reached = Path(folder, "job")
+        return int(reached.read_text()) + 1 if failed and reached.exists() else -1
+
+
+def rank(part: Part, number: int, world: int, folder: str, first: int) -> None:
     """Be one rank of `ranks`; the first writes the rows. An error ends all: ranks are out of step then."""
     store = FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=number, world_size=world)
-    methods = _SMALL if part.small else [*by_name(), *_SCHEDULED]
-    longest = 0.0
-    for at, text in enumerate(methods):
-        left = torch.tensor([part.left - 2 * longest])
+    jobs: dict[str, Callable[[], str]] = {
+        text: partial(_trained_twice, part, text, number, f"{folder}/{at}")
+        for at, text in enumerate(_SMALL if part.small else [*by_name(), *_SCHEDULED])
+    }
+    if world == 2:
+        found = gpu_programs.named(small=part.small)
+        jobs.update({name: partial(_without_fault, run, part.device) for name, run in found.items()})
+    for at, (text, job) in enumerate(jobs.items()):
+        if at < first:
+            continue
+        left = torch.tensor([part.left])
         dist.broadcast(left, 0)
-        if float(left) < 1:
+        if float(left) < 3:
             if number == 0:
-                part.add(f"{world} ranks: {len(methods) - at} more", None, note="not reached in time")
+                part.add(f"{world} ranks: {len(jobs) - at} more", None, note="not reached in time")
             break
-        start = time.monotonic()
-        found = _trained_twice(part, text, number, f"{folder}/{at}")
-        longest = max(longest, time.monotonic() - start)
+        Path(folder, "job").write_text(str(at))
+        try:
+            wrong = job()
+        except Exception as error:
+            traceback.print_exc()
+            part.add(f"{world} ranks: {text}", False, note=f"rank {number}: {_first_line(error)}")
+            os._exit(1)  # the others wait for it
         if number == 0:
-            part.add(f"{world} ranks: {text}", not found, note=found)
+            part.add(f"{world} ranks: {text}", not wrong, note=wrong)
     dist.destroy_process_group()
+
+
+def _without_fault(run: Callable[[torch.device], None], device: torch.device) -> str:
+    run(device)
+    return ""
 
 
 def _trained_twice(part: Part, text: str, number: int, folder: str) -> str:
@@ -512,7 +487,7 @@ def training(part: Part) -> None:
     for seed in range(1 if part.small else 3):
         part.each(
             [f"seed {seed}: {text}" for text in ("dense", "diloco:every=30/lowbit", "topk:ratio=0.01")],
-            partial(_final_loss, part, data.to(part.device), seed, 4 if part.small else 600),
+            partial(_final_loss, part, data.to(part.device), seed, 4 if part.small else 300),
             "nats per byte",
         )
 
@@ -557,6 +532,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "bits": bits,
     "kernels": kernels,
     "gpt": gpt,
+    "programs": programs,
     "ranks": ranks,
     "training": training,
 }
@@ -611,11 +587,12 @@ def main() -> int:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device, and this PyTorch sees none: use --device cpu")
     if args.rank is not None:
-        rank(Part("ranks", args.device, args.end, args.rows), args.rank, args.world, args.folder)
+        rank(Part("ranks", args.device, args.end, args.rows), args.rank, args.world, args.folder, args.first)
         return 0
     if args.part:
         PARTS[args.part](Part(args.part, args.device, args.end, args.rows))

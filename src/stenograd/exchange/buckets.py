@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,7 +11,21 @@ from torch import Tensor
 
 from stenograd.errors import bad_value
 
-__all__ = ["Bucket", "KeptState", "assign", "join_state", "keep", "put_back", "split_state"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Bucket",
+    "KeptState",
+    "assign",
+    "join_state",
+    "keep",
+    "put_back",
+    "split_state",
+    "usual_bytes",
+]
+
+DEFAULT_BUCKET_BYTES = 4 << 20
+# On a GPU a bucket takes about a hundred operations, however small it is; DDP's buckets are as large.
+_BYTES_ON_A_GPU = 25 << 20
 
 # Copies of a part of a bucket's state: by its key, and then by the tensor's place in the bucket.
 KeptState: TypeAlias = Mapping[str, Mapping[int, Tensor]]
@@ -50,6 +64,16 @@ class Bucket:
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
 
+def usual_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of buckets that suits where tensors lie.
+
+    Example:
+        >>> usual_bytes([torch.ones(1)])
+        4194304
+    """
+    return _BYTES_ON_A_GPU if any(t.is_cuda for t in tensors) else DEFAULT_BUCKET_BYTES
+
+
 def assign(
     tensors: Mapping[str, Tensor],
     bucket_bytes: int,
@@ -79,7 +103,7 @@ def assign(
         [('d', 'c'), ('b',), ('a',)]
     """
     if bucket_bytes < 1:
-        raise bad_value("bucket_bytes", "must be at least 1", bucket_bytes, "4194304 is the default")
+        raise bad_value("bucket_bytes", "must be at least 1", bucket_bytes, "leave it out for the default")
     full: list[list[str]] = []
     # Tensors that travel densely are few bytes: they neither close the first bucket nor make a last one.
     large = {name: t for name, t in tensors.items() if t.numel() >= dense_below}

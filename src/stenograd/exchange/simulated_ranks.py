@@ -50,7 +50,10 @@ def ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 
 
     def call(rank: int) -> T:
         try:
-            return fn(SimulatedDriver(hub, rank, timeout_s=timeout_s), *args)
+            # Else all ranks' backward passes would share autograd's one thread for a GPU, and the first that
+            # waits in it for the others would keep them from coming.
+            with torch.autograd.set_multithreading_enabled(False):
+                return fn(SimulatedDriver(hub, rank, timeout_s=timeout_s), *args)
         except BaseException as error:  # whatever ended it, others may wait for this rank
             hub.fail(error)
             raise

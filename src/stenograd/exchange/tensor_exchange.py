@@ -23,14 +23,14 @@ from stenograd.compression.contract import Exchange, State
 from stenograd.devices import Streams, put, record
 from stenograd.errors import StenogradError, first_line
 from stenograd.exchange.bucket_states import BucketState, BucketStates, Lane, check_state, same_memory
-from stenograd.exchange.buckets import Bucket, assign
+from stenograd.exchange.buckets import DEFAULT_BUCKET_BYTES, Bucket, assign
 from stenograd.wire.drivers import AnyDriver
 from stenograd.wire.finite import Finite, is_finite, not_bounded, read
 from stenograd.wire.pipeline import Pipeline
 from stenograd.wire.requests import REDUCTIONS, Op, Reply, Request, Rounds, mean, summed
 from stenograd.wire.traffic import CONTROL, Label
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Flags", "Outcome", "TensorExchange", "Told"]
+__all__ = ["Flags", "Outcome", "TensorExchange", "Told"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Told")
@@ -245,7 +245,6 @@ def warn_of_overflow(method: str, step: int) -> None:
     )
 
 
-DEFAULT_BUCKET_BYTES = 4 << 20
 _FORMAT = 1  # of state_dict(); a reader refuses others
 # Flags on a dense bucket cost one more copy of it; above this size a collective of their own is cheaper.
 _PIGGYBACK_BYTES = 1 << 20

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from stenograd.arguments import typed
 from stenograd.catalog.method import MethodLike
 from stenograd.errors import ConfigError, StenogradError
+from stenograd.exchange.buckets import usual_bytes
 from stenograd.exchange.filling import Slot
 from stenograd.exchange.tensor_exchange import Outcome
 from stenograd.heat.daso import DASO, check_comm
-from stenograd.sync.gradients import DEFAULT_BUCKET_BYTES, GradientSync
+from stenograd.sync.gradients import GradientSync
 from stenograd.wire.groups import ranks_of
 from stenograd.wire.traffic import Traffic
 
@@ -335,7 +336,7 @@ class DataParallel(nn.Module):
         optimizer: a `DataParallelOptimizer`, or several, that hold the module's parameters.
         blocking_parameter_updates: whether `step()` updates at once.
         method: how gradients travel, as text such as "topk:ratio=0.01".
-        bucket_bytes: largest size of a bucket of gradients.
+        bucket_bytes: largest size of a bucket of gradients; None as for `stenograd.distribute`.
         timeout_s: seconds after which a silent peer is an error.
 
     Raises:
@@ -366,7 +367,7 @@ class DataParallel(nn.Module):
         blocking_parameter_updates: bool = False,
         *,
         method: MethodLike = "dense",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         optimizers = _checked(module, comm, optimizer, blocking_parameter_updates)
@@ -376,6 +377,7 @@ class DataParallel(nn.Module):
         self.blocking_parameter_updates = blocking_parameter_updates
         self._optimizers = optimizers
         self._handles: list[Any] = []
+        bucket_bytes = usual_bytes(module.parameters()) if bucket_bytes is None else bucket_bytes
         kind = GradientSync if blocking_parameter_updates else DelayedSync
         held = [o.torch_optimizer for o in optimizers]
         before = [(o, o._updates, o.blocking_parameter_updates) for o in optimizers]

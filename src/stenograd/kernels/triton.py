@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stenograd.devices import bring
 from stenograd.errors import WireError
 from stenograd.kernels.backend import present
 from stenograd.kernels.bits import pack_bits, packed_bytes
@@ -61,6 +62,19 @@ def _starts(block: int, numels: tuple[int, ...], device: torch.device) -> tuple[
     return torch.tensor(starts, device=device), triton.next_power_of_2(max(width, 1))
 
 
+def _packs(bits: int, block: int, numels: Sequence[int], width: int) -> bool:
+    """Return whether every block's codes start at a byte, so that a program can write whole bytes."""
+    per = 8 // bits
+    ends_inside = block < max(numels, default=0)
+    whole = 8 % bits == 0 and (not ends_inside or block % per == 0)
+    return whole and width >= per and all(numel % per == 0 for numel in numels[:-1])
+
+
+def _how(width: int) -> dict[str, Any]:
+    """Return how to launch a program for a block: each thread holds up to 32 elements."""
+    return {**_EXACT, "num_warps": min(max(width // 1024, 1), 8)}
+
+
 def _suits(tensors: Sequence[Tensor], width: int) -> bool:
     return width <= _WIDEST and all(t.dtype is torch.float32 and t.is_contiguous() for t in tensors)
 
@@ -75,23 +89,29 @@ def sign_encode_feedback(
     starts, width = _starts(block, tuple(numels), first.device)
     if not (blocks and _suits(given, width)):
         return None
-    codes, scales = torch.empty_like(first, dtype=torch.uint8), first.new_empty(blocks)
+    packs = _packs(1, block, numels, width)
+    codes, scales = _room(first, 1, packs=packs), first.new_empty(blocks)
     # The mean magnitude reads whole pieces, however short the blocks are.
-    flags = (max(width, _PIECE), len(given) == 2, residual is not None)
-    _sign[(blocks,)](first, left, starts, codes, scales, *flags, **_EXACT)
-    return pack_bits(codes, 1), scales
+    flags = (max(width, _PIECE), len(given) == 2, residual is not None, packs)
+    _sign[(blocks,)](first, left, starts, codes, scales, *flags, **_how(width))
+    return codes if packs else pack_bits(codes, 1), scales
+
+
+def _room(x: Tensor, bits: int, *, packs: bool) -> Tensor:
+    return x.new_empty(packed_bytes(x.numel(), bits) if packs else x.numel(), dtype=torch.uint8)
 
 
 @kernel
 def _sign(
-    x: Any,
-    left: Any,
-    starts: Any,
-    codes: Any,
-    scales: Any,
+    x: tl.tensor,
+    left: tl.tensor,
+    starts: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
     width: tl.constexpr,
     add: tl.constexpr,
     keep: tl.constexpr,
+    packs: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     start = tl.load(starts + row)
@@ -118,7 +138,13 @@ def _sign(
     v = tl.load(x + start + lane, lane < length, 0.0)
     if add:
         v += tl.load(left + start + lane, lane < length, 0.0)
-    tl.store(codes + start + lane, (v >= 0).to(tl.uint8), lane < length)
+    if packs:
+        bit = ((v >= 0) & (lane < length)).to(tl.int32) << (lane & 7)
+        byte = tl.arange(0, width // 8)
+        packed = tl.sum(tl.reshape(bit, [width // 8, 8]), 1).to(tl.uint8)
+        tl.store(codes + start // 8 + byte, packed, byte * 8 < length)
+    else:
+        tl.store(codes + start + lane, (v >= 0).to(tl.uint8), lane < length)
     if keep:
         tl.store(left + start + lane, v - tl.where(v >= 0, scale, -scale), lane < length)
 
@@ -134,32 +160,35 @@ def qsgd_encode_feedback(
     starts, width = _starts(block, tuple(numels), first.device)
     if not (blocks and _suits(given, width)):
         return None
-    codes, scales = torch.empty_like(first, dtype=torch.uint8), first.new_empty(blocks)
-    keys = torch.tensor(hash_keys(seed), device=first.device)
+    packs = _packs(bits, block, numels, width)
+    codes, scales = _room(first, bits, packs=packs), first.new_empty(blocks)
+    keys = bring(torch.tensor(hash_keys(seed), device="cpu"), first.device)
     numbers = float(levels), MOST
-    args = (first, left, starts, keys, codes, scales, *numbers, width, len(given) == 2, residual is not None)
-    _quantize[(blocks,)](*args, **_EXACT)
-    return pack_bits(codes, bits), scales
+    flags = width, len(given) == 2, residual is not None, bits if packs else 0
+    _quantize[(blocks,)](first, left, starts, keys, codes, scales, *numbers, *flags, **_how(width))
+    return codes if packs else pack_bits(codes, bits), scales
 
 
 @kernel
 def _quantize(
-    x: Any,
-    left: Any,
-    starts: Any,
-    keys: Any,
-    codes: Any,
-    scales: Any,
-    levels: Any,
-    most: Any,
+    x: tl.tensor,
+    left: tl.tensor,
+    starts: tl.tensor,
+    keys: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    levels: tl.tensor,
+    most: tl.tensor,
     width: tl.constexpr,
     add: tl.constexpr,
     keep: tl.constexpr,
+    packed: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     start = tl.load(starts + row)
     lane = tl.arange(0, width)
-    inside = lane < tl.load(starts + row + 1) - start
+    length = tl.load(starts + row + 1) - start
+    inside = lane < length
     v = tl.load(x + start + lane, inside, 0.0)
     if add:
         v += tl.load(left + start + lane, inside, 0.0)
@@ -178,7 +207,14 @@ def _quantize(
     y = draw.to(tl.float32) * 1.52587890625e-05 + v * inverse + levels  # 2**-16
     y = tl.minimum(tl.where(y > 0, y, 0.0), 2 * levels).to(tl.int32)  # NaN, too, becomes 0
     tl.store(scales + row, scale)
-    tl.store(codes + start + lane, y.to(tl.uint8), inside)
+    if packed:  # so many bits a code
+        per: tl.constexpr = 8 // packed
+        bits = tl.where(inside, y, 0) << ((lane & (per - 1)) * packed)
+        byte = tl.arange(0, width // per)
+        whole = tl.sum(tl.reshape(bits, [width // per, per]), 1).to(tl.uint8)
+        tl.store(codes + start // per + byte, whole, byte * per < length)
+    else:
+        tl.store(codes + start + lane, y.to(tl.uint8), inside)
     if keep:
         sent = (y.to(tl.float32) - levels) * tl.div_rn(scale, levels)
         tl.store(left + start + lane, v - sent, inside)
@@ -219,26 +255,31 @@ def _decoded(
     starts, width = _starts(block, tuple(numels), total.device)
     if not _suits([total], width):
         return None
-    total.zero_()
-    for codes, scales in payloads:
+    for codes, _ in payloads:
         if codes.numel() != packed_bytes(n, bits):
             raise WireError(
                 f"{n} values of {bits} bits take {packed_bytes(n, bits)} bytes, got {codes.numel()}"
             )
-        if blocks:
-            args = (total, starts, codes.contiguous(), codes.numel(), scales.contiguous(), float(levels))
-            _add_decoded[(blocks,)](*args, bits, factor, width, **_EXACT)
-    return total.div_(len(payloads))
+    if blocks:
+        sent = tuple(codes.contiguous() for codes, _ in payloads), tuple(s.contiguous() for _, s in payloads)
+        # torch divides a CUDA tensor by a number by the reciprocal, in float32.
+        by = 1 / torch.tensor(float(len(payloads)), device="cpu") if total.is_cuda else len(payloads)
+        args = (total, starts, *sent, packed_bytes(n, bits), float(levels), float(by))
+        _decode[(blocks,)](*args, len(payloads), total.is_cuda, bits, factor, width, **_how(width))
+    return total
 
 
 @kernel
-def _add_decoded(
-    total: Any,
-    starts: Any,
-    codes: Any,
-    size: Any,
-    scales: Any,
-    levels: Any,
+def _decode(
+    total: tl.tensor,
+    starts: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    size: tl.tensor,
+    levels: tl.tensor,
+    by: tl.tensor,
+    count: tl.constexpr,
+    multiplies: tl.constexpr,
     bits: tl.constexpr,
     factor: tl.constexpr,
     width: tl.constexpr,
@@ -248,10 +289,13 @@ def _add_decoded(
     lane = tl.arange(0, width)
     inside = lane < tl.load(starts + row + 1) - start
     bit = (start + lane) * bits
-    low = tl.load(codes + (bit >> 3), inside, 0).to(tl.int32)
-    # A code of 3, 5, 6 or 7 bits may lie in two bytes.
-    high = tl.load(codes + (bit >> 3) + 1, inside & ((bit >> 3) + 1 < size), 0).to(tl.int32)
-    code = ((low | (high << 8)) >> (bit & 7).to(tl.int32)) & ((1 << bits) - 1)
-    value = (code * factor).to(tl.float32) - levels
-    value *= tl.div_rn(tl.load(scales + row), levels)
-    tl.store(total + start + lane, tl.load(total + start + lane, inside, 0.0) + value, inside)
+    added = tl.zeros([width], tl.float32)
+    for i in tl.static_range(count):
+        code = tl.load(codes[i] + (bit >> 3), inside, 0).to(tl.int32)
+        if 8 % bits != 0:  # then a code may lie in two bytes
+            code |= tl.load(codes[i] + (bit >> 3) + 1, inside & ((bit >> 3) + 1 < size), 0).to(tl.int32) << 8
+        code = (code >> (bit & 7).to(tl.int32)) & ((1 << bits) - 1)
+        value = (code * factor).to(tl.float32) - levels
+        added += value * tl.div_rn(tl.load(scales[i] + row), levels)
+    added = added * by if multiplies else tl.div_rn(added, by)
+    tl.store(total + start + lane, added, inside)

@@ -16,7 +16,7 @@ from stenograd.catalog.method import MethodLike, for_any_optimizer, method
 from stenograd.catalog.registry import schedules
 from stenograd.checkpoint.files import finite, read_json, write_json
 from stenograd.errors import ConfigError, DataError, StenogradError, bad_value
-from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
+from stenograd.exchange.buckets import DEFAULT_BUCKET_BYTES
 from stenograd.launch.local_workers import usable_cores
 from stenograd.planning.advice import (
     ACCURACIES,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stenograd.catalog.method import Method, method
 from stenograd.errors import MethodError, check_count
-from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
+from stenograd.exchange.buckets import DEFAULT_BUCKET_BYTES
 from stenograd.planning.program import BROADCAST, Collective, Event, Program
 from stenograd.planning.trial import Trial, Work, first_batches, untouched
 from stenograd.schedules.gossip import Gossip

@@ -12,7 +12,7 @@ from torch import nn
 from stenograd.catalog.method import MethodLike
 from stenograd.catalog.method import method as parse
 from stenograd.errors import ConfigError
-from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES
+from stenograd.exchange.buckets import usual_bytes
 from stenograd.launch.detect import OPEN_VARIABLE
 from stenograd.schedules.schedule import What
 from stenograd.sync.attached import Sync
@@ -36,7 +36,7 @@ def distribute(
     method: MethodLike = "dense",
     *,
     group: Any = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     timeout_s: float = 300.0,
     check_every: int = 0,
     repair: bool = False,
@@ -65,6 +65,7 @@ def distribute(
             torch.distributed the ranks are found from the launcher's variables (torchrun, mpiexec, srun), or
             this process is alone.
         bucket_bytes: gradients travel in buckets of at most this size; a larger tensor is its own bucket.
+            None for 4 MiB, or 25 MiB for models on a GPU, where each bucket costs the same time to start.
         timeout_s: seconds after which a silent peer is an error.
         check_every: after every so many exchanges, compare the ranks' parameters bit for bit; 0 for never.
         repair: overwrite parameters that differ by the majority's and warn, instead of raising.
@@ -94,6 +95,7 @@ def distribute(
         >>> optimizer.step()
         >>> sync.close()
     """
+    bucket_bytes = usual_bytes(model.parameters()) if bucket_bytes is None else bucket_bytes
     kept: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
     guard: dict[str, Any] = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
     chosen = parse(method)

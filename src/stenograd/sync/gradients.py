@@ -19,11 +19,11 @@ from torch.utils.hooks import unserializable_hook
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.errors import StenogradError
-from stenograd.exchange.buckets import assign
+from stenograd.exchange.buckets import DEFAULT_BUCKET_BYTES, assign
 from stenograd.exchange.filling import Filler, Slot, SparseFiller, arrives, is_own
 from stenograd.exchange.kernel_loading import load_kernels
 from stenograd.exchange.sparse_rows import sparse_parameters
-from stenograd.exchange.tensor_exchange import DEFAULT_BUCKET_BYTES, Outcome, TensorExchange
+from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Sync, at_end, next_order, refuse_nested
 from stenograd.sync.averaging import Copies, take_states
@@ -48,7 +48,7 @@ from stenograd.wire.driver import Driver
 from stenograd.wire.groups import as_group
 from stenograd.wire.requests import gather
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "GradientSync"]
+__all__ = ["GradientSync"]
 
 
 _graph_task = torch._C._current_graph_task_id
