@@ -93,6 +93,17 @@ def kernel(name: str, key: str = "ratio") -> float:
     return next(float(row[key]) for row in record("kernels")["rows"] if row["kernel"] == name)
 
 
+def on_gpu(part: str, name: str) -> float:
+    """Return a row of the battery for GPUs."""
+    (value,) = (r["value"] for r in record("gpu/h200")["rows"] if (r["part"], r["name"]) == (part, name))
+    return float(value)
+
+
+def rows_of_gpu(*parts: str, ok: bool = True) -> int:
+    """Return how many rows of the battery's parts were right, or wrong."""
+    return sum(r["ok"] is ok for r in record("gpu/h200")["rows"] if r["part"] in parts)
+
+
 def memory(rival: str) -> float:
     """Return the bytes per parameter that a rival takes at its peak, above training alone."""
     told = record("memory")
