@@ -8,7 +8,7 @@ from stenograd.compression.contract import Site, average_of
 from stenograd.compressors.identity import Identity
 from stenograd.compressors.powersgd import PowerSGD
 from stenograd.errors import WireError
-from stenograd.simulate import exchange, run
+from stenograd.simulate import exchange, ranks, run
 from stenograd.wire.requests import gather, mean
 
 
@@ -77,3 +77,17 @@ def test_generators_are_shared_or_private_and_never_global():
     assert len(set(shared)) == 4
     assert not set(shared) & set(private)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_each_rank_runs_its_backward_passes_itself():
+    """With autograd's one thread for a device, the first rank that waits in it for others would block them."""
+
+    def passes(driver):
+        seen = []
+        w = torch.ones(1, requires_grad=True)
+        w.register_hook(lambda grad: seen.append(torch._C._is_multithreading_enabled()))
+        w.sum().backward()
+        return seen
+
+    assert ranks(2, passes) == [[False], [False]]
+    assert torch._C._is_multithreading_enabled()
