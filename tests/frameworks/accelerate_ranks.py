@@ -8,7 +8,7 @@ import accelerate.local_sgd
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from left_over import left_over
+from left_over import left_over, left_when_dropped
 from small_model import by_one_process, digest, end, flat, net, uneven
 
 import stenograd
@@ -173,7 +173,7 @@ def ended(method, way, folder):
     out = {"alive": alive, "steps": run.attached.sync.step}
     if way == "dropped":
         del run
-        return out | {"left": left_over(net())}
+        return out | {"left": left_when_dropped(net())}
     if way == "end of training":
         run.accelerator.end_training()
         return out | {"left": left_over(run.bare, run.optimizer.optimizer)}

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import torch.distributed as dist
 
@@ -20,6 +21,21 @@ def left_over(model, *optimizers):
             found += [f"{_home(hook)} in {name}" for hook in hooks if callable(hook)]
     found += [_home(watcher) for watcher in steps._watchers.values()]
     return sorted(what for what in found if what.startswith("stenograd"))
+
+
+def left_when_dropped(model, *optimizers, limit_s=10.0):
+    """Return what is left over where all was dropped and nothing closed: a thread may still be about to end.
+
+    An executor that is gone wakes its thread, and nobody joins it: a finalizer that did could run on that
+    very thread. Until it has ended, it may also hold what it did last, which a later collection then takes.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        working = any(thread.name.startswith("stenograd") for thread in threading.enumerate())
+        left = left_over(model, *optimizers)  # after the look at threads: one that has ended holds nothing
+        if not (left and working) or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
 
 
 def _home(hook):

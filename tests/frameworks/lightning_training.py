@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from left_over import left_over
+from left_over import left_over, left_when_dropped
 from lightning.fabric import Fabric, seed_everything
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
@@ -405,7 +405,7 @@ def fabric_ended(how, way, folder):
         fabric.strategy.teardown()
         return {"alive": alive, "left": left_over(bare, held), "begun": begun}
     del fabric, model, optimizer, bare, held, sync
-    return {"alive": alive, "left": left_over(net()), "begun": begun}
+    return {"alive": alive, "left": left_when_dropped(net()), "begun": begun}
 
 
 class Counted(Task):
