@@ -80,7 +80,7 @@ def test_generators_are_shared_or_private_and_never_global():
 
 
 def test_each_rank_runs_its_backward_passes_itself():
-    """With autograd's one thread for a device, the first rank that waits in it for others would block them."""
+    """With autograd's one thread for a device, the first rank that waits there would block the others."""
 
     def passes(driver):
         seen = []
