@@ -8,12 +8,15 @@ the caller's stream, and memory that was freed is overwritten at once.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -373,6 +376,82 @@ def heat(device: torch.device, text: str) -> None:
     _check(model)
 
 
+@contextmanager
+def _launched() -> Iterator[None]:
+    """Set a launcher's variables, one device for all ranks: frameworks join the group that is there."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    ours = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": world}
+    ours |= {"NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    with patch.dict(os.environ, ours):
+        yield
+
+
+def accelerate(device: torch.device, text: str) -> None:
+    """Train by Hugging Face's Accelerate in bfloat16, with accumulation and clipping."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    import stenograd.accelerate
+
+    with _launched():
+        accelerator = Accelerator(
+            cpu=device.type == "cpu", mixed_precision="bf16", gradient_accumulation_steps=2
+        )
+        attached = stenograd.accelerate.use(accelerator, text)
+        plain = _layers(device)
+        optimizer: Any = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        model, optimizer = accelerator.prepare(plain, optimizer)
+        for x in _batches(device, 8):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).float().square().mean())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        with attached.sync.consensus():
+            _check(plain)
+        attached.close()
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+
+
+def lightning(device: torch.device, text: str) -> None:
+    """Train by Lightning's Trainer in bfloat16."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from stenograd.lightning import StenogradStrategy
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _layers(torch.device("cpu"))
+
+        def training_step(self, batch: Tensor, number: int) -> Tensor:
+            loss: Tensor = self.inner(batch).float().square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    module = Module()
+    data: Any = torch.utils.data.DataLoader(torch.cat(_batches(torch.device("cpu"), 6)), batch_size=8)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with _launched(), tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=1,
+            num_nodes=dist.get_world_size(),
+            max_epochs=1,
+            precision="bf16-mixed",
+            strategy=StenogradStrategy(text),
+            enable_model_summary=False,
+            default_root_dir=folder,
+            **quiet,
+        )
+        trainer.fit(module, data)
+    assert all(bool(p.isfinite().all()) for p in module.parameters())
+
+
 PROGRAMS: dict[str, tuple[Program, tuple[str, ...]]] = {
     "late": (late, (*_EVERY, *_ROUNDS)),
     "own stream": (own_stream, ("dense", "topk:ratio=0.1", "powersgd:rank=2", *_ROUNDS)),
@@ -387,6 +466,8 @@ PROGRAMS: dict[str, tuple[Program, tuple[str, ...]]] = {
     "SINGA": (singa, ("update", "update_half", "partial_update", "sparse_update")),
     "MLBench": (mlbench, ("CentralizedSGD", "PowerSGD", "CentralizedSparsifiedSGD")),
     "Heat": (heat, ("DASO", "DataParallel")),
+    "Accelerate": (accelerate, ("dense", "topk:ratio=0.1", "local:every=2")),
+    "Lightning": (lightning, ("dense", "topk:ratio=0.1", "local:every=2")),
     "compiled": (compiled, ("dense", "topk:ratio=0.1")),
 }
 
@@ -395,11 +476,16 @@ def named(*, small: bool) -> dict[str, Callable[[torch.device], None]]:
     """Return every program with every method that suits it, or each with one, by a name for the table."""
     found: dict[str, Callable[[torch.device], None]] = {}
     for name, (program, texts) in PROGRAMS.items():
-        if small and name == "compiled":
-            continue  # needs a C++ compiler on the CPU, and long
+        if (small and name == "compiled") or not _is_here(name):
+            continue  # a compiler takes long, and needs one for C++ on the CPU
         for text in texts[1:2] if small else texts:
             found[f"{name}: {text}"] = partial(_call, program, text)
     return found
+
+
+def _is_here(name: str) -> bool:
+    needed = name.lower() if name in ("Accelerate", "Lightning") else "torch"
+    return importlib.util.find_spec(needed) is not None
 
 
 def _call(program: Program, text: str, device: torch.device) -> None:
