@@ -1,8 +1,9 @@
 """Kernels for CUDA tensors in Triton; STENOGRAD_KERNELS=triton turns them on.
 
-They have run in Triton's interpreter only, where they give the bits of plain torch, and never on a GPU, so
-plain torch is the default there. What is missing (top-k, scatter, indices, casts) stays with plain torch.
-Codes are written one a byte and then packed by torch. None is returned for what is left to plain torch.
+They give plain torch's bits in Triton's interpreter, and a test compiles them for a GPU. They have not run on
+one, so plain torch is the default there. What is missing (top-k, scatter, indices, casts) stays with it.
+Blocks whose codes do not begin at a byte are written one code a byte, and then packed by torch. None is
+returned for what is left to plain torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from stenograd.kernels.quantize import MOST, hash_keys, levels_of
 from stenograd.kernels.sign import block_count, check_scales
 
 __all__ = [
-    "kernel",
     "qsgd_decode_mean",
     "qsgd_encode_feedback",
     "sign_decode_mean",
@@ -41,13 +41,8 @@ except ImportError:
     triton = tl = None
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compile for the GPU where Triton is installed.
-
-    Example:
-        >>> kernel(lambda: None) is not None
-        True
-    """
+def _kernel(function: Callable[..., Any]) -> Any:
+    """Compile for the GPU where Triton is installed."""
     return triton.jit(function) if triton else function
 
 
@@ -101,7 +96,7 @@ def _room(x: Tensor, bits: int, *, packs: bool) -> Tensor:
     return x.new_empty(packed_bytes(x.numel(), bits) if packs else x.numel(), dtype=torch.uint8)
 
 
-@kernel
+@_kernel
 def _sign(
     x: tl.tensor,
     left: tl.tensor,
@@ -169,7 +164,7 @@ def qsgd_encode_feedback(
     return codes if packs else pack_bits(codes, bits), scales
 
 
-@kernel
+@_kernel
 def _quantize(
     x: tl.tensor,
     left: tl.tensor,
@@ -269,7 +264,7 @@ def _decoded(
     return total
 
 
-@kernel
+@_kernel
 def _decode(
     total: tl.tensor,
     starts: tl.tensor,
