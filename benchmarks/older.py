@@ -1,15 +1,21 @@
-"""Tables of older records: time to an accuracy.
+"""Tables of older records, time to an accuracy, and their picture.
+
+python benchmarks/older.py RECORD.json PNG
 
 What measured them has given way to `evidence.py`; they go when its records are there.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from harness import number, table
+from pictures import accuracies
 from rivals import Points
 
 __all__ = ["reached", "summary", "time_to_accuracy"]
@@ -52,3 +58,8 @@ def time_to_accuracy(told: Mapping[str, Any]) -> str:
     settings = told["settings"]
     task = settings.get("task", "mnist")
     return summary(told["results"], settings["target"], settings["parts"], task=task)
+
+
+if __name__ == "__main__":
+    record = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    print(accuracies(Path(sys.argv[2]), record["results"], record["settings"]["target"]))

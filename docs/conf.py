@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,11 +55,12 @@ napoleon_use_ivar = True
 napoleon_custom_sections = ["Reference"]
 
 html_theme = "furo"
-pygments_style = "friendly"
+pygments_style = "default"  # all its colours have a contrast of 4.5 to their ground
 pygments_dark_style = "monokai"
 html_title = f"Stenograd {release}"
 html_copy_source = False
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 # Modules whose public names must all have a place in the reference.
 PUBLIC = ("", ".ddp", ".heat", ".mlbench", ".simulate", ".singa", ".testing", ".topology")
@@ -123,6 +125,17 @@ def _drop_empty_patterns(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = "\n".join(kept)
 
 
+def _breakable(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Let long words of tables, such as a method with its keys, break in a narrow window."""
+    for entry in doctree.findall(nodes.entry):
+        for text in list(entry.findall(nodes.Text)):
+            first, *others = re.split(r"(?<=[,:/(.])(?=[a-z]{3})", text, flags=re.IGNORECASE)
+            parts: list[nodes.Node] = [nodes.Text(first)]
+            for other in others:
+                parts += [nodes.raw("", "<wbr>", format="html"), nodes.Text(other)]
+            text.parent.replace(text, parts)
+
+
 def _example_as_code(app: Sphinx, what: str, name: str, member: Any, options: Any, lines: list[str]) -> None:
     """Show an example without prompts as code: it needs a framework that doctests do not have."""
     at = next((i for i, line in enumerate(lines) if line.strip() == "Example:"), None)
@@ -138,4 +151,5 @@ def setup(app: Sphinx) -> None:
     app.add_directive("registered", Registered)
     app.connect("source-read", _drop_empty_patterns)
     app.connect("autodoc-process-docstring", _example_as_code, priority=400)  # before napoleon
+    app.connect("doctree-resolved", _breakable)
     app.connect("build-finished", _check)

@@ -204,6 +204,17 @@ def point(seconds, accuracy):
     return {"epoch": 1.0, "seconds": seconds, "host_bytes": seconds * 1e6, "accuracy": accuracy}
 
 
+def test_pictures_suit_a_dark_page_and_a_narrow_one(tmp_path):
+    """The ground is transparent, and what is drawn for 6 inches can be read in a window of 400 px."""
+    image = pytest.importorskip("matplotlib.image")
+    pictures.accuracies(tmp_path / "x.png", {"ddp": [point(5.0, 0.2), point(20.0, 0.97)]}, 0.985)
+    for path in [tmp_path / "x.png", *Path(bench.__file__).parent.glob("results/**/*.png")]:
+        pixels = image.imread(path)
+        assert pixels.shape[1] <= 1000, path
+        assert pixels.shape[2] == 4, path
+        assert pixels[0, 0, 3] == 0, path
+
+
 def test_time_to_accuracy():
     """DDP gets there after 40 s, sign after 10 s: 4 x faster; the last never does."""
     curves = {
