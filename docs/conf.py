@@ -129,7 +129,7 @@ def _breakable(app: Sphinx, doctree: nodes.document, page: str) -> None:
     """Let long words of tables, such as a method with its keys, break in a narrow window."""
     for entry in doctree.findall(nodes.entry):
         for text in list(entry.findall(nodes.Text)):
-            first, *others = re.split(r"(?<=[,:/(.])(?=[a-z]{3})", text, flags=re.IGNORECASE)
+            first, *others = re.split(r"(?<=\w[,:/(.])(?=[a-z]{3})", text, flags=re.IGNORECASE)
             parts: list[nodes.Node] = [nodes.Text(first)]
             for other in others:
                 parts += [nodes.raw("", "<wbr>", format="html"), nodes.Text(other)]
