@@ -402,6 +402,8 @@ def _run_ranks(part: Part, world: int, end: float, first: int) -> int:
             finally:
                 process.kill()
         reached = Path(folder, "job")
+        if failed and not reached.exists():
+            part.add(f"{world} ranks", False, note="ended before their first job")
         return int(reached.read_text()) + 1 if failed and reached.exists() else -1
 
 
