@@ -12,7 +12,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", minversion="3.6", reason="Triton 3.6 is not installed")
 
 from stenograd.kernels import triton as fast
 from stenograd.testing.checks import Plain

@@ -78,7 +78,7 @@ def _load(function: Any) -> Any:
 def _triton(function: Any) -> Any:
     cuda = importlib.import_module("stenograd.kernels.triton")
     if cuda.triton is None:
-        raise ConfigError("STENOGRAD_KERNELS is 'triton', which is not installed: pip install triton")
+        raise ConfigError("STENOGRAD_KERNELS is 'triton', which needs Triton 3.6: pip install 'triton>=3.6'")
     return getattr(cuda, function.__name__, None)
 
 

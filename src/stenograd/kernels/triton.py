@@ -39,6 +39,8 @@ try:
     tl: Any = import_module("triton.language")
 except ImportError:
     triton = tl = None
+if triton and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):  # what is older was not tried
+    triton = tl = None
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
