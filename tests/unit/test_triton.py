@@ -14,7 +14,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", minversion="3.6", reason="Triton 3.6 is not installed")
 
+from stenograd.errors import ConfigError
 from stenograd.kernels import triton as fast
+from stenograd.kernels.backend import pick
+from stenograd.kernels.sign import sign_encode_feedback
 from stenograd.testing.checks import Plain
 
 quantize = Plain("quantize")
@@ -74,6 +77,13 @@ def test_a_block_longer_than_a_program_holds_is_left_to_plain_torch():
     x = values([9000], 3, bad=False)
     assert fast.sign_encode_feedback(x, None, 9000, [9000]) is None
     assert fast.qsgd_encode_feedback(x, None, 4, 9000, [9000], 3) is None
+
+
+def test_without_a_triton_that_suits_the_choice_is_refused(monkeypatch):
+    monkeypatch.setattr(fast, "triton", None)
+    monkeypatch.setenv("STENOGRAD_KERNELS", "triton")
+    with pytest.raises(ConfigError, match=r"needs Triton 3\.6"):
+        pick(sign_encode_feedback)
 
 
 COMPILE = """
