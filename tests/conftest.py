@@ -5,9 +5,13 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
 from launched import LAUNCHER_VARIABLES
 
 from stenograd.testing.pool import RankPool
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # for test_triton.py: read when any test first imports Triton
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,6 @@ import sys
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", minversion="3.6", reason="Triton 3.6 is not installed")
 
 from stenograd.errors import ConfigError
