@@ -76,7 +76,7 @@ def qsgd_encode_feedback(
         y.copy_(torch.where(y > 0, y, 0.0)).clamp_(max=2 * levels).floor_()  # NaN becomes 0
         scales.append(scale.view(-1))
         if residual is not None:
-            rows -= ((y - levels) * (scale / levels)).to(rows.dtype)  # r' = v - m / s (code - s)
+            rows -= ((y - levels) * _level(scale, levels)).to(rows.dtype)  # r' = v - m / s (code - s)
     # Each y is a view of u, in which the codes have taken the draws' place.
     return pack_bits(u.to(torch.uint8), bits), torch.cat(scales)
 
@@ -117,8 +117,13 @@ def qsgd_decode_mean(
     total.zero_()
     for codes, scales in payloads:
         y = unpack_bits(codes, bits, n).to(total.dtype).sub_(levels)
-        total += scale_blocks(y, scales / levels, block, numels)
+        total += scale_blocks(y, _level(scales, levels), block, numels)
     return landed(total.div_(len(payloads)), out)
+
+
+def _level(scale: Tensor, levels: int) -> Tensor:
+    # Not by the number itself, for whose reciprocal a GPU multiplies: that would be rounded twice.
+    return scale / torch.full_like(scale, levels)
 
 
 def levels_of(bits: int) -> int:

@@ -200,7 +200,8 @@ def _quantize(
     draw = (h >> (((start + lane) & 1) * 16).to(tl.uint32)) & 0xFFFF  # two draws of 16 bits a hash
     inverse = tl.div_rn(levels, tl.where(scale == 0, 1.0, scale))
     inverse = tl.where(inverse > most, most, inverse)
-    inverse = (inverse.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)  # the next larger float
+    larger = (inverse.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)  # the next float
+    inverse = tl.where(inverse == inverse, larger, inverse)  # after a GPU's NaN comes -0
     y = draw.to(tl.float32) * 1.52587890625e-05 + v * inverse + levels  # 2**-16
     y = tl.minimum(tl.where(y > 0, y, 0.0), 2 * levels).to(tl.int32)  # NaN, too, becomes 0
     tl.store(scales + row, scale)
