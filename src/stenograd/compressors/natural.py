@@ -77,7 +77,7 @@ class Natural(BlockCodec):
         codes, scales = payload
         check_scales([(codes, scales)], block_count(WHOLE, site.numels, sum(site.numels)))
         powers = torch.exp2(torch.arange(_SIGN, device=codes.device, dtype=torch.float32) - _ONE)
-        powers[0] = 0
+        powers[:1].zero_()  # not `powers[0] = 0`, which copies a number from memory: a GPU is waited for
         levels = torch.cat([powers, -powers])
         values = levels.index_select(0, unpack_bits(codes, _BITS, sum(site.numels)).to(torch.int32))
         return scale_blocks(values, scales, WHOLE, site.numels)

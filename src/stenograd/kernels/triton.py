@@ -1,7 +1,7 @@
 """Kernels for CUDA tensors in Triton; STENOGRAD_KERNELS=triton turns them on.
 
-They give plain torch's bits in Triton's interpreter, and a test compiles them for a GPU. They have not run on
-one, so plain torch is the default there. What is missing (top-k, scatter, indices, casts) stays with it.
+They give plain torch's bits, on a GPU and in Triton's interpreter; a test compiles them without one. Few programs
+ran with them, so plain torch is the default. What is missing (top-k, scatter, indices, casts) stays with it.
 Blocks whose codes do not begin at a byte are written one code a byte, and then packed by torch. None is
 returned for what is left to plain torch.
 """
