@@ -1,9 +1,9 @@
 """Kernels for CUDA tensors in Triton; STENOGRAD_KERNELS=triton turns them on.
 
-They give plain torch's bits, on a GPU and in Triton's interpreter; a test compiles them without one. Few programs
-ran with them, so plain torch is the default. What is missing (top-k, scatter, indices, casts) stays with it.
-Blocks whose codes do not begin at a byte are written one code a byte, and then packed by torch. None is
-returned for what is left to plain torch.
+They give plain torch's bits, on a GPU and in Triton's interpreter; a test compiles them without one. Few
+programs ran with them, so plain torch is the default. What is missing (top-k, scatter, indices, casts) is left
+to it, for which None is returned. Blocks whose codes do not begin at a byte are written one code a byte, and
+then packed by torch.
 """
 
 from __future__ import annotations
