@@ -2,8 +2,8 @@
 
 They give plain torch's bits, on a GPU and in Triton's interpreter; a test compiles them without one. Few
 programs ran with them, so plain torch is the default. What is missing (top-k, scatter, indices, casts) is
-left to it, for which None is returned. Blocks whose codes do not begin at a byte are written one code a byte, and
-then packed by torch.
+left to it, for which None is returned. Blocks whose codes do not begin at a byte are written one code a
+byte, and then packed by torch.
 """
 
 from __future__ import annotations
