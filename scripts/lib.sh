@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+unset PYTHONDONTWRITEBYTECODE  # or each of the many processes that tests start compiles the whole library anew
 
 ensure_venv() {  # ensure_venv EXTRA [FOLDER]
   local venv="${2:-.venv}"
