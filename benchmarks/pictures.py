@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["accuracies", "bands", "step_times", "timeline"]
+__all__ = ["bands", "step_times", "timeline"]
 
 _MARKERS = "osD^vPX*"
 # Read on white and on black: a contrast of more than 3 to either.
@@ -48,36 +48,6 @@ def step_times(path: Path, runs: Sequence[Mapping[str, Any]]) -> str:
         _plain_ticks(axes.xaxis)
         _for_any_page(axes, labels=11)
     return _written(figure, panels[0], path)
-
-
-def accuracies(path: Path, points: Mapping[str, Sequence[Mapping[str, Any]]], target: float) -> str:
-    """Draw accuracy against seconds of training and against MB sent by a host, one panel each.
-
-    Args:
-        path: the PNG file to write.
-        points: by rival, each with accuracy, seconds and host_bytes.
-        target: an accuracy, which gets a line; points more than 2.5 % below it are left out.
-
-    Returns:
-        One line that says what was written, or why nothing was.
-    """
-    try:
-        figure = _figure(6.0, 6.6)
-    except ImportError:
-        return f"no {path}: {_NO_MATPLOTLIB}"
-    panels = figure.subplots(2, 1)
-    scales = (("seconds", 1.0, "seconds of training"), ("host_bytes", 1e6, "MB sent by a host"))
-    for axes, (key, unit, name) in zip(panels, scales, strict=True):
-        for place, (rival, own) in enumerate(points.items()):
-            near = [point for point in own if point["accuracy"] >= target - 0.025]
-            x, y = [point[key] / unit for point in near], [100 * point["accuracy"] for point in near]
-            style = f"{_MARKERS[place % len(_MARKERS)]}-"
-            axes.plot(x, y, style, color=_LINKS[place % len(_LINKS)], markersize=4, label=rival)
-        axes.axhline(100 * target, color=_GREY)
-        axes.set(xscale="log", xlabel=name, ylabel="accuracy, %")
-        _plain_ticks(axes.xaxis)
-        _for_any_page(axes)
-    return _written(figure, panels[0], path, columns=2)
 
 
 def timeline(path: Path, when: Sequence[str], faults: Sequence[Mapping[str, Any]]) -> str:
@@ -178,14 +148,14 @@ def _for_any_page(axes: Any, labels: int = 13) -> None:
         spine.set_color(_GREY)
 
 
-def _written(figure: Any, axes: Any, path: Path, columns: int = 4) -> str:
+def _written(figure: Any, axes: Any, path: Path) -> str:
     """Write a figure with a legend above it, and say so."""
     marks, names = axes.get_legend_handles_labels()
     figure.legend(
         marks,
         names,
         loc="outside upper center",
-        ncols=min(columns, len(names)),
+        ncols=min(4, len(names)),
         fontsize=13,
         labelcolor=_GREY,
         frameon=False,

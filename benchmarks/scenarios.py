@@ -145,7 +145,14 @@ EVIDENCE = {
         1000, _ROUNDS, 804_096, 0.05, grid=(0.5, 1.0, 2.0, 4.0), batch=12, context=64, judged=500
     ),
     # SINGA's example and recipe
-    "mnist": Evidence(2400, ("local:every=16/qsgd:bits=4", "topk:ratio=0.01"), 431_080, 0.02, target=0.985),
+    "mnist": Evidence(
+        2400,
+        ("local:every=16/qsgd:bits=4", "topk:ratio=0.01"),
+        431_080,
+        0.02,
+        grid=(0.5, 1.0, 2.0, 4.0),
+        target=0.985,
+    ),
     # residual blocks with BatchNorm on MNIST, at a tenth of what ImageNet's networks have
     "resnet": Evidence(1200, ("local:every=16/qsgd:bits=4", *_ROUNDS[1:]), 151_546, 0.08, target=0.985),
     # adapters of rank 8 in a small GPT that was trained first: now the text has its case swapped

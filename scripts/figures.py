@@ -33,7 +33,6 @@ import count_bytes
 import daso
 import evidence
 import handed_over
-import older
 import reproductions
 import storm
 import streaming
@@ -68,14 +67,6 @@ def cells(rival: str) -> str:
     """Return a rival's milliseconds of two models on three links, as cells of a table."""
     places = [(model, rate) for model in ("mlp", "gpt-small") for rate in ("none", "1gbit", "100mbit")]
     return " | ".join(f"{step(*place, rival):,.0f}" for place in places)
-
-
-def reached(name: str, rival: str, key: str = "seconds") -> float:
-    """Return what a rival had spent when it first stood at the target of a training of `older.py`."""
-    told = record(name)
-    hit = older.reached(told["results"][rival], told["settings"]["target"])
-    assert hit is not None, f"{rival} of {name} did not reach its target"
-    return float(hit[key])
 
 
 def ended(name: str, rival: str, key: str = "seconds", per: float = 1.0) -> float:
@@ -226,8 +217,6 @@ def _maker(name: str) -> Callable[[Mapping[str, Any]], str]:
         return evidence.body
     if name.startswith("steps"):
         return lambda told: bench.step_tables(told["results"])
-    if name.startswith("time_to_accuracy"):
-        return older.time_to_accuracy
     makers: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "count_bytes": lambda told: count_bytes.summary(told["results"]),
         "daso": lambda told: daso.summary(told["results"]),

@@ -13,7 +13,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tes
 
 import bench
 import harness
-import older
 import pictures
 
 from stenograd.emulate import hosts as emulated
@@ -200,43 +199,12 @@ def test_no_picture_without_matplotlib(monkeypatch, tmp_path, rows):
     assert "pip install stenograd[plots]" in pictures.step_times(tmp_path / "x.png", [run])
 
 
-def point(seconds, accuracy):
-    return {"epoch": 1.0, "seconds": seconds, "host_bytes": seconds * 1e6, "accuracy": accuracy}
-
-
-def test_pictures_suit_a_dark_page_and_a_narrow_one(tmp_path):
+def test_pictures_suit_a_dark_page_and_a_narrow_one(tmp_path, rows):
     """The ground is transparent, and what is drawn for 6 inches can be read in a window of 400 px."""
     image = pytest.importorskip("matplotlib.image")
-    pictures.accuracies(tmp_path / "x.png", {"ddp": [point(5.0, 0.2), point(20.0, 0.97)]}, 0.985)
+    pictures.step_times(tmp_path / "x.png", [{"model": "cnn", "rate": "none", "rows": rows}])
     for path in [tmp_path / "x.png", *Path(bench.__file__).parent.glob("results/**/*.png")]:
         pixels = image.imread(path)
         assert pixels.shape[1] <= 1000, path
         assert pixels.shape[2] == 4, path
         assert pixels[0, 0, 3] == 0, path
-
-
-def test_time_to_accuracy():
-    """DDP gets there after 40 s, sign after 10 s: 4 x faster; the last never does."""
-    curves = {
-        "ddp": [point(20.0, 0.97), point(40.0, 0.985)],
-        "sign": [point(5.0, 0.98), point(10.0, 0.99)],
-        "bad": [point(5.0, 0.1), point(9.0, 0.2)],
-    }
-    lines = older.summary(curves, 0.985, parts=2).splitlines()
-    assert lines[2].startswith("| ddp | 40.0 | 1.00 | 40.0 | 40.0 | 40.0 | 98.50 | 97.75 |")
-    assert lines[3].startswith("| sign | 10.0 | 4.00 | 10.0 | 10.0 | 10.0 | 99.00 | 98.50 |")
-    assert lines[4].startswith("| bad |  |  |  | 9.0 | 9.0 | 20.00 | 15.00 |")
-
-
-def test_time_to_a_loss():
-    """DDP gets to 1.9 after 40 s, sign after 10 s; the last never does."""
-    losses = {"ddp": [(20.0, 1.95), (40.0, 1.9)], "sign": [(5.0, 2.0), (10.0, 1.8)], "bad": [(5.0, 3.0)]}
-    curves = {
-        name: [point(seconds, 0.5) | {"eval_loss": loss} for seconds, loss in mine]
-        for name, mine in losses.items()
-    }
-    lines = older.summary(curves, 1.9, parts=2, task="text").splitlines()
-    assert lines[0].startswith("| rival | s to 1.9 | x faster than ddp")
-    assert lines[2].startswith("| ddp | 40.0 | 1.00 | 40.0 | 40.0 | 40.0 | 1.9000 |")
-    assert lines[3].startswith("| sign | 10.0 | 4.00 | 10.0 | 10.0 | 10.0 | 1.8000 |")
-    assert lines[4].startswith("| bad |  |  |  | 5.0 | 5.0 | 3.0000 |")

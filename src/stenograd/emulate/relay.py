@@ -16,7 +16,6 @@ it does when the process that started it dies. Its devices vanish with it.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import gc
 import os
 import select
@@ -97,6 +96,8 @@ def _enlarge_buffers() -> None:
 
 def _open_tap(name: str) -> int:
     """Make a device in the present namespace; it exists as long as the file is open."""
+    import fcntl  # not on Windows, where `hosts` imports this file to say that it cannot emulate
+
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
