@@ -148,12 +148,12 @@ def rows(told: Mapping[str, Any], names: Sequence[str], base: str = "ddp") -> li
 
 
 def step_tables(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Format one table a model: a line a rival, and for every link ms, ratio to DDP, ratio to the floor."""
+    """Format one table a model: a line a rival, and per link ms, with the turns' range, and ratio to DDP."""
     parts = []
     for model in dict.fromkeys(run["model"] for run in runs):
         mine = [run for run in runs if run["model"] == model]
-        heads = [f"{run['rate']}: {what}" for run in mine for what in ("ms", "x DDP", "x floor")]
-        by_run = [{row["rival"]: row for row in run["rows"]} for run in mine]
+        heads = [f"{run['rate']}: {what}" for run in mine for what in ("ms", "x DDP")]
+        by_run = [{row["rival"]: _with_turns(row, run) for row in run["rows"]} for run in mine]
         lines = [_cells([rows[name] for rows in by_run]) for name in by_run[0]]
         cores = mine[0].get("cores_per_host", 0)
         where = f"{mine[0]['hosts']} hosts" if mine[0]["hosts"] else "2 processes"
@@ -165,6 +165,10 @@ def step_tables(runs: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def _with_turns(row: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    return {**run["turns"].get(row["rival"], {}), **row}
+
+
 def _cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Format one rival on all links.
 
@@ -173,9 +177,10 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     cells = [rows[0]["rival"]]
     for row in rows:
         if row.get("refused"):
-            cells += ["not supported", "", ""]
+            cells += ["not supported", ""]
         else:
-            cells += [number(row["ms"]), number(row["ddp_ratio"], 3), number(row["floor_ratio"], 3)]
+            least, most = (number(of(row["turns_ms"]), 0) for of in (min, max))
+            cells += [f"{number(row['ms'])} ({least} to {most})", number(row["ddp_ratio"], 3)]
     for kind in ("counted_bytes", "interface_bytes"):
         seen = [row[kind] for row in rows if row.get(kind) is not None]
         cells.append(number(max(0.0, *seen) / 1e3) if seen else "")

@@ -140,14 +140,16 @@ def turns(*turns_ms, counted=None):
     }
 
 
+TURNS = {
+    "none": turns(10, 20, 10),
+    "ddp": turns(20, 40, 30),
+    "sign": turns(10, 20, 60, counted=900.0),
+}
+
+
 @pytest.fixture
 def rows():
-    rivals = {
-        "none": turns(10, 20, 10),
-        "ddp": turns(20, 40, 30),
-        "sign": turns(10, 20, 60, counted=900.0),
-    }
-    told = {"rivals": rivals, "refused": {"ddp-bf16": "wants CUDA"}}
+    told = {"rivals": TURNS, "refused": {"ddp-bf16": "wants CUDA"}}
     return bench.rows(told, ["none", "ddp", "ddp-bf16", "sign"])
 
 
@@ -162,15 +164,15 @@ def test_ratios_are_within_rounds(rows):
 
 
 def test_tables(rows):
-    run = {"model": "cnn", "rate": "1gbit", "hosts": 2, "parameters": 431_080, "rows": rows}
+    run = {"model": "cnn", "rate": "1gbit", "hosts": 2, "parameters": 431_080, "rows": rows, "turns": TURNS}
     text = bench.step_tables([run, run | {"rate": "none"}])
     lines = text.splitlines()
     assert lines[0] == "### cnn, 0.43 M parameters, 2 hosts"
     assert "1gbit: ms | 1gbit: x DDP" in lines[2]
-    assert "| sign | 20.0 | 0.500 | 1.000 | 20.0 | 0.500 | 1.000 | 0.9 | 1.0 |" in lines
-    assert "| ddp-bf16 | not supported |  |  | not supported |  |  |  |  |" in lines
+    assert "| sign | 20.0 (10 to 60) | 0.500 | 20.0 (10 to 60) | 0.500 | 0.9 | 1.0 |" in lines
+    assert "| ddp-bf16 | not supported |  | not supported |  |  |  |" in lines
     assert lines[-1] == "ddp-bf16: wants CUDA"
-    assert {line.count("|") for line in lines if "|" in line} == {10}
+    assert {line.count("|") for line in lines if "|" in line} == {8}
 
 
 def test_files(rows, tmp_path):
