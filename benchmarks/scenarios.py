@@ -150,7 +150,7 @@ EVIDENCE = {
         ("local:every=16/qsgd:bits=4", "topk:ratio=0.01"),
         431_080,
         0.02,
-        grid=(0.5, 1.0, 2.0, 4.0),
+        grid=(0.5, 1.0, 2.0, 4.0, 8.0),
         target=0.985,
     ),
     # residual blocks with BatchNorm on MNIST, at a tenth of what ImageNet's networks have
