@@ -166,6 +166,7 @@ def step_tables(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _with_turns(row: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row beside its rival's turns; bytes, which both have, are the row's."""
     return {**run["turns"].get(row["rival"], {}), **row}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import sys
 from itertools import pairwise, permutations
@@ -69,6 +70,12 @@ def test_systems_without_affinity_are_told_what_hosts_need(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda program: None)
     with pytest.raises(HostsError), Hosts(2):
         pass
+
+
+def test_systems_without_fcntl_import_the_relay(monkeypatch):
+    """Such as Windows, where `Hosts` must get so far as to say that it needs Linux."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert runpy.run_path(emulated.relay.__file__)["READY"] == emulated.relay.READY
 
 
 def test_only_root_emulates_hosts(monkeypatch):
