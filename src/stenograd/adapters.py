@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from stenograd.catalog.method import Method
 from stenograd.checkpoint.api import load_state, save_state
-from stenograd.errors import StenogradError
+from stenograd.errors import MethodError, StenogradError
 from stenograd.sync.ddp import register
 from stenograd.sync.distribute import distribute
 from stenograd.sync.handshake import unwrapped
+from stenograd.sync.step_settings import directed
 from stenograd.wire.carried import in_memory
 
-__all__ = ["Attached", "stops"]
+__all__ = ["Attached", "refuse_clipping", "stops"]
 
 _POLL_STEPS = 8  # between two questions whether to stop, where no exchange tells
 
@@ -32,6 +33,19 @@ def stops(sync: Any, step: int) -> bool:
     # By the step's number, which is equal on all ranks, because a poll is a collective.
     polls = sync.needs_poll and sync.listens and step % _POLL_STEPS == 0
     return bool(sync.poll() if polls else sync.stopping)
+
+
+def refuse_clipping(method: Method, parameters: Iterable[Tensor], advice: str) -> None:
+    """Refuse to clip what a framework takes for gradients after their exchange, where it is a direction.
+
+    Raises:
+        MethodError: the method delivers a direction for one of the parameters.
+    """
+    if method.averages_gradients and directed(method, parameters):
+        raise MethodError(
+            f"{method} delivers a direction, whose norm is that of its shape, so clipping it would shorten "
+            f"every step alike: {advice}, and choose the learning rate instead"
+        )
 
 
 # Compared by identity, as `one in others` needs: its fields hold tensors, whose == has many answers.

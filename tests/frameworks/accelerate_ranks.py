@@ -1,5 +1,6 @@
 """What test_accelerate.py runs on every rank: `SCENARIO ARGUMENTS FOLDER`; prints JSON."""
 
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -231,6 +232,10 @@ def refused(folder):
     fp16 = DistributedDataParallelKwargs(comm_hook="fp16")
     other = Run("local:every=8").accelerator
     use = stenograd.accelerate.use
+    along = Accelerator(cpu=True)
+    use(along, "demo")
+    bare = net()
+    directed, _ = along.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
 
     def dense_after_all():
         with accelerate.local_sgd.LocalSGD(ours.accelerator, ours.model, 4) as local:
@@ -238,6 +243,9 @@ def refused(folder):
 
     return {
         "dense after all": said(dense_after_all),
+        "direction": said(lambda: along.clip_grad_norm_(directed.parameters(), max_norm=1.0)),
+        "its elements": said(lambda: along.clip_grad_value_(directed.parameters(), 0.1)),
+        "its norm": said(lambda: along.clip_grad_norm_(directed.parameters(), math.inf)),
         "late": said(lambda: use(plain.accelerator, "dense")),
         "twice": said(lambda: use(ours.accelerator, "dense")),
         "hook": said(lambda: Run("dense", handlers=[fp16])),

@@ -57,6 +57,8 @@ class Task(LightningModule):
     def configure_optimizers(self):
         if not self.automatic_optimization:
             return [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in (self.net[0], self.net[2])]
+        if self.kind == "plain":
+            return torch.optim.SGD(self.parameters(), lr=0.05)
         if self.kind == "adam":
             return torch.optim.Adam(self.parameters(), lr=0.01)
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -461,6 +463,26 @@ def too_early(folder):
     try:
         training.fit(Task(), data(1))
     except stenograd.errors.LaunchError as error:
+        return str(error)
+
+
+def clipped(folder):
+    """Clipping what a method delivers in the place of gradients; what Trainer and Fabric say."""
+    clipping = trainer(StenogradStrategy("demo"), 1, gradient_clip_val=1.0)
+    said = [refusal(clipping.fit, Task("plain"), data(1))]
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=StenogradFabricStrategy("demo"))
+    fabric.launch()
+    bare = net()
+    prepared = fabric.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.05))
+    said += [refusal(fabric.clip_gradients, *prepared, **{way: 1.0}) for way in ("max_norm", "clip_val")]
+    return said
+
+
+def refusal(call, *args, **options):
+    """Return what a method's refusal says."""
+    try:
+        call(*args, **options)
+    except stenograd.errors.MethodError as error:
         return str(error)
 
 

@@ -125,9 +125,12 @@ def test_fields_of_the_handler_are_kept(ran):
         ("dense after all", "optimizer.step() applies gradients that no exchange has averaged"),
         ("local and local", "ConfigError: LocalSGD averages parameters where use averages gradients"),
         ("steps", "ConfigError: local_sgd_steps must be at least 1, got 0"),
+        ("direction", "MethodError: demo delivers a direction"),
+        ("its elements", "leave clip_grad_value_ out"),
         ("schedule", "MethodError: LocalSGD, whose local_sgd_steps is the schedule"),
     ],
 )
 def test_what_would_go_wrong_in_silence_is_said(ran, case, says):
     for rank in ran("refused"):
         assert says in rank[case]
+        assert rank["its norm"] == ""

@@ -217,6 +217,13 @@ def test_joining_the_ranks_before_lightning_starts_them_is_refused(ran):
     assert "torchrun" in said
 
 
+def test_clipping_a_direction_is_refused(ran):
+    for said in ran("clipped"):
+        assert len(said) == 3
+        assert all("demo delivers a direction" in text for text in said)
+        assert ["gradient_clip_val" in text for text in said] == [True, False, False]
+
+
 class TestRefusals:
     """Before any process is started."""
 

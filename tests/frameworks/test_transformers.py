@@ -127,6 +127,7 @@ def test_an_error_in_train_leaves_no_thread_group_or_hook(ran, method):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
+        ("direction", "a Trainer's max_grad_norm is 0 then"),
         ("late", "ConfigError: use must be called before trainer.train()"),
         ("after", "ConfigError: use must be called before accelerator.prepare"),
         ("other accelerator", "StenogradError: the Trainer has made another Accelerator"),
@@ -136,6 +137,7 @@ def test_an_error_in_train_leaves_no_thread_group_or_hook(ran, method):
 def test_what_would_go_wrong_in_silence_is_said(ran, case, says):
     for rank in ran("refused"):
         assert says in rank[case]
+        assert rank["no clipping"] == ""
 
 
 def test_accelerate_launch_gives_the_same_parameters(ran, folder):

@@ -245,10 +245,15 @@ def refused(folder):
     late.add_callback(At(on_train_begin=lambda state, **_: use(late, "topk")))
     done = trainer_of(folder, 1)
     done.train()
+    norm, sgd = trainer_of(folder, 2, optim="sgd"), trainer_of(folder, 2, optim="sgd", max_grad_norm=0)
+    use(norm, "demo")
+    use(sgd, "demo")
     other = trainer_of(folder, 2)
     use(other, "topk")
     other.create_accelerator_and_postprocess()  # as hyperparameter search does
     return {
+        "direction": said(norm.train),
+        "no clipping": said(sgd.train),
         "late": said(late.train),
         "after": said(lambda: use(done, "topk")),
         "other accelerator": said(other.train),

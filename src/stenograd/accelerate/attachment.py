@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 
-from stenograd.adapters import Attached
+from stenograd.adapters import Attached, refuse_clipping
 from stenograd.catalog.method import Method
 from stenograd.catalog.method import method as parse
 from stenograd.checkpoint.api import MissingState
@@ -106,6 +109,8 @@ class Attachment:
             # Also in a world of one, where Accelerate makes no DDP model whose hook could carry the method.
             self._replace_wrapping()
         self._join_checkpoints()
+        accelerator.clip_grad_norm_ = self._clipping(accelerator.clip_grad_norm_)
+        accelerator.clip_grad_value_ = self._clipping(accelerator.clip_grad_value_)
         accelerator.stenograd = self
 
     @property
@@ -189,6 +194,22 @@ class Attachment:
                 warnings.warn(
                     f"{reason}; {self.method} begins anew from the loaded model", RuntimeWarning, stacklevel=3
                 )
+
+    def _clipping(self, clip: Any) -> Any:
+        """Return one of Accelerate's ways to clip, which refuses what is not a gradient."""
+
+        @wraps(clip)
+        def clip_gradients(*args: Any, **options: Any) -> Any:
+            given = signature(clip).bind(*args, **options)
+            parameters, limit, *_ = given.arguments.values()
+            held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if limit < math.inf:  # a Trainer takes the norm alone by clipping at infinity
+                advice = f"leave {clip.__name__} out (a Trainer's max_grad_norm is 0 then)"
+                refuse_clipping(self.method, held, advice)
+            given.arguments["parameters"] = held
+            return clip(*given.args, **given.kwargs)
+
+        return clip_gradients
 
     def _named(self) -> list[tuple[str, Attached]]:
         """Return for each model the name of its folder, and what is attached to it."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stenograd.adapters import Attached
+from stenograd.adapters import Attached, refuse_clipping
 from stenograd.errors import ConfigError
 from stenograd.lightning.exchanging import Exchanging, copied, fabric, register_names
 
@@ -84,6 +84,19 @@ class StenogradFabricStrategy(Exchanging, fabric.strategies.DDPStrategy):
         self._attach(module, optimizers)
         self._backward_sync_control = _RoundsControl(self._attached)
         return (module, list(optimizers), *rest)
+
+    def clip_gradients_norm(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Clip the norm of gradients, but not of what is none."""
+        self._refuse_clipping(module)
+        return super().clip_gradients_norm(module, *args, **kwargs)
+
+    def clip_gradients_value(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Clip the elements of gradients, but not of what is none."""
+        self._refuse_clipping(module)
+        super().clip_gradients_value(module, *args, **kwargs)
+
+    def _refuse_clipping(self, module: nn.Module) -> None:
+        refuse_clipping(self._method, module.parameters(), "leave fabric.clip_gradients out")
 
     def teardown(self) -> None:
         """Leave the process groups of all models, and take threads and hooks away; `syncs` still tell.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stenograd.adapters import stops
+from stenograd.adapters import refuse_clipping, stops
 from stenograd.errors import ConfigError, LaunchError
 from stenograd.lightning.exchanging import Exchanging, copied, drop_others, pytorch, register_names
 from stenograd.stopping import alone
@@ -91,6 +91,9 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
             self._close()
             self._attached.clear()
         super().setup(trainer)
+        if self._fitting and trainer.gradient_clip_val:
+            parameters = self.lightning_module.parameters()
+            refuse_clipping(self._method, parameters, "leave gradient_clip_val out of the Trainer")
         # After super, which makes the optimizers.
         if self._fitting and self._in_rounds:
             self._attach(self.lightning_module, self.optimizers)

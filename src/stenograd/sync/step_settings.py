@@ -20,7 +20,7 @@ from stenograd.catalog.method import Method
 from stenograd.errors import MethodError, MismatchError
 from stenograd.wire.drivers import AnyDriver
 
-__all__ = ["BITS", "StepSettings", "hashed", "learning_rates", "refuse", "tell", "unequal"]
+__all__ = ["BITS", "StepSettings", "directed", "hashed", "learning_rates", "refuse", "tell", "unequal"]
 
 BITS = 4  # of a pass's number, and of the settings' hash: other ones each time, so 8 exchanges tell all
 _TURNS = 32 // BITS  # of a CRC's 32 bits
@@ -145,14 +145,26 @@ class StepSettings:
 
 def _refuse_division(how: Method, optimizer: Optimizer, scaler: GradScaler) -> None:
     """Refuse a scaler that would make steps along a direction too short by the factor of its scale."""
-    if not (scaler.is_enabled() and how.own_momentum):  # the usual case, without a look at every parameter
-        return
-    held = (p for group in optimizer.param_groups for p in group["params"] if p.numel() >= how.dense_below)
-    if how.directs(*(p.shape for p in held)):
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    if scaler.is_enabled() and directed(how, held):
         raise MethodError(
             f"{how} delivers a direction, which GradScaler divides by its scale, {scaler.get_scale():g}, so "
             "that steps change next to nothing: train in bfloat16, which needs no GradScaler"
         )
+
+
+def directed(how: Method, parameters: Iterable[Tensor]) -> bool:
+    """Return whether a method delivers a direction for one of them, whose length is not a gradient's.
+
+    Example:
+        >>> import torch
+        >>> from stenograd.catalog.method import method
+        >>> [directed(method(name), [torch.ones(64, 64)]) for name in ("demo", "dgc")]
+        [True, False]
+    """
+    if not how.own_momentum:  # the usual case, without a look at every parameter
+        return False
+    return how.directs(*(p.shape for p in parameters if p.numel() >= how.dense_below))
 
 
 def learning_rates(optimizers: Iterable[Optimizer]) -> list[float]:
