@@ -38,6 +38,7 @@ import storm
 import streaming
 import unequal
 from harness import RESULTS
+from scenarios import EVIDENCE
 
 __all__ = ["check", "derived", "tables", "unbacked"]
 
@@ -67,6 +68,22 @@ def cells(rival: str) -> str:
     """Return a rival's milliseconds of two models on three links, as cells of a table."""
     places = [(model, rate) for model in ("mlp", "gpt-small") for rate in ("none", "1gbit", "100mbit")]
     return " | ".join(f"{step(*place, rival):,.0f}" for place in places)
+
+
+def target(work: str) -> float:
+    """Return the accuracy that a workload of `evidence.py` is trained to."""
+    found = EVIDENCE[work].target
+    if found is None:
+        raise ValueError(f"{work} has no accuracy to reach: take one that has")
+    return found
+
+
+def to_accuracy(rival: str) -> str:
+    """Return what a rival took to an accuracy on MNIST, and in all, as cells of a table."""
+    told = standings("evidence/mnist_2_100mbit", "mnist", 2)[rival]
+    first = f"{statistics.median(told['to']):,.0f} | {min(told['faster']):.1f}x"
+    seconds, score, sent = (statistics.median(told[key]) for key in ("seconds", "scores", "megabytes"))
+    return f"{first} | {seconds:,.0f} | {100 * score:.2f} | {sent:,.0f}"
 
 
 def ended(name: str, rival: str, key: str = "seconds", per: float = 1.0) -> float:
