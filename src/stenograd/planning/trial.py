@@ -28,7 +28,7 @@ _BATCHES = 4  # enough to see data-dependent methods differ, few enough to keep
 
 @dataclass(frozen=True)
 class Trial:
-    """What is trained, for `stenograd plan FILE.py:FUNCTION` and `stenograd.plan`.
+    """What is trained, for `stenograd plan --trial FILE.py:FUNCTION` and `stenograd.plan`.
 
     Args:
         model: the module; a copy of it is trained, on the device where it is.
@@ -67,7 +67,7 @@ class Work:
         except Exception as cause:  # whatever the user's modules do when they are copied
             raise ConfigError(
                 f"model and optimizer must be copyable, got {first_line(cause)}: make them in the function "
-                "of FILE.py:FUNCTION and hand over nothing that was trained"
+                "of --trial FILE.py:FUNCTION and hand over nothing that was trained"
             ) from cause
         self._batches, self._loss, self._next = batches, trial.loss, 0
         self.model.train()
