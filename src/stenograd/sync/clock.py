@@ -420,6 +420,8 @@ class RoundSync(Sync):
     def _end_pass(self) -> None:
         self._counted += 1
         self._trains = self._model.training
+        if self._weighing is not None:
+            self._weighing.ended = True
         if self._gradients is None:  # a GradScaler may leave out the step that could tell
             found = self._look()
             if isinstance(found, Tensor):
