@@ -532,5 +532,5 @@ def beside(driver: AnyDriver, what: str) -> Driver:
     """Return a driver over the same ranks whose collectives mix with nobody's; both have one ledger."""
     own: Driver
     (own,) = driver.split([range(driver.world_size)], what)  # every rank is in the one part
-    own.traffic = driver.traffic
+    own.traffic, own.tracer = driver.traffic, driver.tracer
     return own
