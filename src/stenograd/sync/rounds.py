@@ -473,9 +473,7 @@ class ParameterSync(RoundSync):
             False where the round is void.
         """
         part = self._parts[fragment]
-        # The optimizers' copies follow, unless a round averages these itself.
-        averages = not fragment and self._averages_states(self.round + 1)
-        with self._copies.follow(self._whole[fragment].values(), state=not averages):
+        with self._copies.follow(self._whole[fragment].values()):
             outcome = self._merge(part, first=not fragment)
             self._flying.pop(fragment, None)
             self._hear(part.stopped)
@@ -552,8 +550,8 @@ class ParameterSync(RoundSync):
             found.append(partial(overwrite, buffers, average_carried(buffers, self._way)))
         number = self.round + 1
         if self._averages_states(number):
-            second = number % (2 * self._schedule.states_every) == 0
-            found.append(average_states(self._optimizers, self._parameters, self._way, second=second))
+            way, second = self._way, number % (2 * self._schedule.states_every) == 0
+            found.append(average_states(self._optimizers, self._parameters, way, self._copies, second=second))
         return found
 
     def _end(self, fragment: int, outcome: _Outcome) -> bool:
