@@ -125,6 +125,29 @@ def test_a_skipped_step_leaves_what_is_due_to_the_next_forward_pass(text, skips,
     assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "text", ["local:every=2", "diloco:every=2", "diloco:every=2,delay=1,mix=0.5", "gossip:every=2", "gossip"]
+)
+def test_a_rank_that_skips_a_step_and_calls_no_hook_comes_a_pass_late(text):
+    """As in programs whose loss is a method of the model: rank 1 holds what is due after its next pass."""
+
+    def rank_of(driver):
+        model = Net()
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            for step in range(8):
+                optimizer.zero_grad()
+                loss_of(model.forward, driver.rank, step).backward()
+                if (driver.rank, step) != (1, 3):
+                    optimizer.step()
+            sync.flush()
+            return sync.round, sync.step, flat(model.state_dict())
+
+    (held, steps, a), (others, _, b) = ranks(2, rank_of)
+    assert (held, others, steps) == (8 if text == "gossip" else 4, held, 8)
+    assert "gossip" in text or "delay" in text or torch.equal(a, b)
+
+
 def test_two_optimizers_skip_together_and_count_once():
     """The bad pass makes a round due on both ranks; it is held when the second optimizer has stepped."""
 

@@ -376,6 +376,13 @@ class RoundSync(Sync):
         self._due, self._finite, self._unread = [], True, []
         self._stepped.clear()
 
+    def _begun_by(self, t: int) -> int:
+        """Return how many passes had begun by local pass t, broken ones included, for ranks to compare.
+
+        More may have begun since: after a skipped step, a forward pass that calls no hook holds nothing.
+        """
+        return self._begun - self._counted + self._dense_passes + t
+
     def _average_elsewhere(self, *, dense: bool) -> None:
         """Average gradients over all ranks from now on, or else inside nodes, where these are a level."""
         self._close_gradients()

@@ -334,13 +334,16 @@ class ParameterSync(RoundSync):
         return self._schedule.starts(t)
 
     def _is_due(self, t: int) -> bool:
-        ends = any(t >= sent + self._schedule.delay for sent in self._flying.values())
+        # With what an earlier pass is still to send, and other ranks have sent in time.
+        sent = [*self._flying.values(), *filter(self._starts, self._due if self._schedule.delay else ())]
+        ends = any(t >= at + self._schedule.delay for at in sent)
         if self._schedule.seconds:
             return time.monotonic() >= self._ends_at
         if self._schedule.qsr:  # a rate that rises makes the round that has begun shorter
             self._next = min(self._next, max(self._began + self._period(), t))
-        late = isinstance(self._schedule, Local) and t >= self._next  # an earlier round is still due
-        return ends or late or bool(self._starts(t))
+        if isinstance(self._schedule, Local) and t > self._next:  # an earlier round is still due
+            return bool(self._schedule.qsr) or (t - self._next) % self._schedule.every == 0
+        return ends or bool(self._starts(t))
 
     def _meet(self, t: int) -> None:
         """Finish what was sent long enough ago, then send what is due: one exchange at a time is under way.
@@ -356,8 +359,7 @@ class ParameterSync(RoundSync):
             if t >= sent + self._schedule.delay:
                 self._finish(fragment)
         for fragment in self._starts(t):
-            # Passes that broke off count, too: one that did on this rank alone shows by it in the round.
-            self._parts[fragment].passes = self._begun
+            self._parts[fragment].passes = self._begun_by(t)
             self._parts[fragment].weight = self._counts(fragment)
             self._parts[fragment].stop = self._asks_in_rounds()
             self._parts[fragment].send()
