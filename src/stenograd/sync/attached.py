@@ -402,7 +402,8 @@ class Sync(ABC):
     def consensus(self) -> AbstractContextManager[None]:
         """Put the parameters to evaluate or export in place for a `with` block, on all ranks.
 
-        Where every step averages gradients, they are in place already.
+        Where every step averages gradients, they are in place already. Else this rank's own come back after
+        the block, so to save, load or train inside is a StenogradError.
         """
         return nullcontext()
 

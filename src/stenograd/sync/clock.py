@@ -98,6 +98,7 @@ class RoundSync(Sync):
     _dense_passes: int = 0
     _levels: tuple[str, int] | None = None
     _looks: bool = True  # whether a round refuses parameters that were replaced
+    _shown: bool = False  # whether `consensus()` has put this rank's own parameters aside
 
     def __init__(
         self,
@@ -267,6 +268,7 @@ class RoundSync(Sync):
         A round that has begun is ended by the ranks' mean; a mixing of gossip that is due is held. Then all
         ranks start from rank 0's, as at the beginning, and from nothing owed.
         """
+        self._refuse_shown()
         self._looks = False  # what a look refuses is what this mends
         try:
             self.flush()
@@ -364,8 +366,22 @@ class RoundSync(Sync):
             self._gradients._weighing = self._weighing
 
     def _identity(self) -> dict[str, Any]:
+        self._refuse_shown()
         where = {"rank": self.rank, "world_size": self.world_size}
         return {"format": _FORMAT, "method": self.method.text, **where}
+
+    def _refuse_shown(self) -> None:
+        """Refuse, inside of `consensus()`, what is done with this rank's own parameters.
+
+        Raises:
+            StenogradError: these are put aside.
+        """
+        if self._shown:
+            raise StenogradError(
+                "inside consensus() the model has what all ranks have in common, and this rank's own "
+                "parameters come back after it: save, load and train outside of it (a backward pass that is "
+                "not for training belongs in sync.no_sync())"
+            )
 
     def _take_counters(self, state: Mapping[str, Any]) -> None:
         """Take what a saved state knows of passes and rounds; nothing is due after it."""
@@ -421,6 +437,7 @@ class RoundSync(Sync):
         self._driver.check_groupless()
         self._finite = None
         if self._enabled:
+            self._refuse_shown()
             at_end(task, self._order, self._end_pass)
 
     @torch.no_grad()

@@ -481,9 +481,11 @@ class GossipSync(RoundSync):
 
         kept = self._gossip.together(mean)
         _swap(tensors, kept)
+        before, self._shown = self._shown, True
         try:
             yield
         finally:
+            self._shown = before
             _swap(tensors, kept)
 
     @property

@@ -210,10 +210,9 @@ class ParameterSync(RoundSync):
     def consensus(self) -> Iterator[None]:
         """Put the parameters to evaluate or export in place for a `with` block, on all ranks.
 
-        With `diloco` these are the outer parameters, and nothing is sent (except with eager=true, where
-        they differ and their mean is taken). Otherwise they are the exact mean of the ranks' parameters;
-        right after an exact round they are in place already, and nothing is sent. Floating buffers are
-        averaged with them.
+        With `diloco` these are the outer parameters, and nothing is sent (except with eager=true, where their
+        mean is taken). Otherwise they are the exact mean of the ranks' parameters, which right after an exact
+        round is in place already, without a message. Floating buffers are averaged with them.
         """
         self._come_for(_CONSENSUS)
         if self._is_common:
@@ -221,7 +220,7 @@ class ParameterSync(RoundSync):
             return
         parameters, buffers = [p.detach() for p in self._parameters.values()], self._buffers()
         tensors = [*parameters, *buffers]
-        own = [t.detach().clone() for t in tensors]
+        own, before, self._shown = [t.clone() for t in tensors], self._shown, True
         try:
             alone = [part.take_common() for part in self._parts]
             if self._nodes is not None:
@@ -239,6 +238,7 @@ class ParameterSync(RoundSync):
                 overwrite([*apart, *buffers], self._together(means))
             yield
         finally:
+            self._shown = before
             overwrite(tensors, own)
 
     @as_in_training
