@@ -243,6 +243,24 @@ def test_two_levels_send_each_element_once_between_nodes():
     assert ranks(4, rank_of) == [4 * 2 * 16 * 16 * 3 // 2 + 2 * 8] * 4  # and the pass's number
 
 
+@pytest.mark.parametrize("text", ["local:every=2,after=9", "local:every=2,inside=dense,node_size=2"])
+def test_passes_that_are_switched_off_average_nothing(text):
+    """Neither in the first passes nor inside nodes, where an engine of its own averages gradients."""
+
+    def rank_of(driver):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            found = []
+            for sync.enabled in (False, True):
+                optimizer.zero_grad()
+                (model(torch.ones(1, 1)) * driver.rank).sum().backward()
+                found.append(model.weight.grad.item())
+            return found, sync.step
+
+    assert ranks(2, rank_of) == [([0.0, 0.5], 1), ([1.0, 0.5], 1)]
+
+
 def test_replicas_are_checked_after_rounds():
     def rank_of(driver):
         model = nn.Linear(4, 2)

@@ -175,6 +175,7 @@ class RoundSync(Sync):
             )
             # A request that was made before there was this engine must travel with its first pass.
             self._gradients._asked = self._asked
+            self._gradients.enabled = self._enabled
             self._lend_weights()
 
     def _attend(self, model: nn.Module) -> None:
@@ -252,6 +253,17 @@ class RoundSync(Sync):
         if self._due and not self._closed:
             self._hold_if_due()
         return super().stopping or (self._dense and self._gradients is not None and self._gradients.stopping)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes count, and average gradients; set it alike on all ranks, between passes."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = value
+        if self._gradients is not None:
+            self._gradients.enabled = value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
