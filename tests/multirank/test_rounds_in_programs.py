@@ -299,6 +299,7 @@ AFTER = [
     "local:every=3,after=6",
     "local:every=3,after=6/qsgd",
     "local:every=1,after=6,inside=dense,node_size=1",
+    "local:every=1,after=6,inside=dense,node_size=2",
     *(f"{name}:every=4,after=6" for name in ("diloco", "noloco", "sparseloco")),
     "diloco:every=4,fragments=2,delay=1,mix=0.5,after=6",
     "diloco:every=4,eager=true,after=6",

@@ -167,7 +167,8 @@ class RoundSync(Sync):
         if dense:
             driver = beside(self._driver, "gradients")
         elif self._levels is not None and self._nodes is not None:
-            how, driver = self._levels[0], self._nodes.inside
+            # Not the node's own way, which outlives the engine.
+            how, driver = self._levels[0], beside(self._nodes.inside, "gradients")
         if driver is not None:  # the engine closes it
             kept: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "timeout_s": driver.timeout_s}
             self._gradients = GradientSync(
