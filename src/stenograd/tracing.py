@@ -48,11 +48,12 @@ class Tracing:
     """Notes forward, backward, step and every exchange while a `with` block lasts; made by `sync.trace`.
 
     All ranks enter and leave it together, between steps. On leaving, rank 0 writes the file. Where the block
-    ends with an error, ranks cannot be expected to answer: then each writes its own events to `path.rankR`.
+    ends with an error, or on fewer ranks than it began (lost=drop), ranks cannot be expected to answer: then
+    each writes its own events to `path.rankR`.
 
     Args:
         path: file to write on rank 0.
-        drivers: the ways to other ranks whose exchanges are noted, the one to all of them first.
+        drivers: returns the ways to other ranks whose exchanges are noted, the one to all of them first.
         model: whose forward passes are noted.
         optimizers: whose steps are noted.
         max_events: a rank's events beyond it are left out, with one warning; at least 1.
@@ -64,14 +65,15 @@ class Tracing:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        drivers: Sequence[AnyDriver],
+        drivers: Callable[[], Sequence[AnyDriver]],
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         max_events: int = MAX_EVENTS,
     ) -> None:
         whole("max_events", max_events, "leave it out")
-        self.path, self.driver, self._drivers = os.fspath(path), drivers[0], drivers
+        self.path, self._drivers = os.fspath(path), drivers
+        self.driver, *_ = drivers()
         self._tracer = Tracer(max_events)
         self._tracer.names = {id(p): name for name, p in model.named_parameters()}
         self._phases = Phases(model, optimizers, self._tracer.add)
@@ -81,16 +83,17 @@ class Tracing:
         self._clocks = clock_offsets(self.driver)
         self._phases.watch()
         # After the clocks: the all-gathers that compare them are no part of the training.
-        for driver in self._drivers:
+        for driver in self._drivers():
             driver.tracer = self._tracer
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Before the events are gathered, which would be recorded too.
-        for driver in self._drivers:
+        drivers = self._drivers()
+        for driver in drivers:
             driver.tracer = None
         self._phases.close()
-        if kind is not None:
+        if kind is not None or drivers[0] is not self.driver:  # those that are left have another
             _write(f"{self.path}.rank{self.driver.rank}", as_json([(0.0, self._tracer.events)]))
             return
         own = json.dumps([self._tracer.dropped, self._tracer.events]).encode()

@@ -1,5 +1,6 @@
 """Rounds when a rank dies: an error, or a round that the others hold without it."""
 
+import json
 import os
 import time
 import warnings
@@ -273,6 +274,27 @@ def test_a_loss_in_a_void_round_leaves_survivors_equal(pool, tmp_path, text, vic
     """Three of four rounds count, and the rank that made one void goes on from what the others have."""
     text = text.replace(":every=3", ":every=3,lost=drop")
     _equal(survivors(pool, 3, _void_and_lost, tmp_path, text, victim, dies_in, victim=victim), 3, victim)
+
+
+def _traced(rank, folder):
+    """Rank 2 dies before the second of three rounds, while a trace is taken."""
+    model, optimizer, sync = _attached("diloco:every=2,lost=drop", nn.Tanh(), timeout_s=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with sync.trace(str(folder / "trace.json")):
+            for step in range(6):
+                if (rank, step) == (2, 3):
+                    os._exit(9)
+                _backward(model, optimizer, rank, step)
+                optimizer.step()
+    file = folder / f"trace.json.rank{rank}"
+    steps = [e["name"] for e in json.loads(file.read_text())["traceEvents"]].count("step")
+    tell(folder, rank, (sync.round, steps, sync._driver.tracer))
+    sync.close()
+
+
+def test_a_trace_of_a_lost_rank_ends_with_a_file_of_each_survivor(pool, tmp_path):
+    assert list(survivors(pool, 3, _traced, tmp_path).values()) == [(3, 6, None)] * 2
 
 
 def test_without_drop_a_lost_rank_is_an_error_that_names_it(pool, tmp_path):

@@ -125,6 +125,29 @@ def test_a_skipped_step_leaves_what_is_due_to_the_next_forward_pass(text, skips,
     assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "text", ["local:every=2", "diloco:every=2", "diloco:every=2,delay=1,mix=0.5", "gossip:every=2", "gossip"]
+)
+def test_a_rank_that_skips_a_step_and_calls_no_hook_comes_a_pass_late(text):
+    """As in programs whose loss is a method of the model: rank 1 holds what is due after its next pass."""
+
+    def rank_of(driver):
+        model = Net()
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            for step in range(8):
+                optimizer.zero_grad()
+                loss_of(model.forward, driver.rank, step).backward()
+                if (driver.rank, step) != (1, 3):
+                    optimizer.step()
+            sync.flush()
+            return sync.round, sync.step, flat(model.state_dict())
+
+    (held, steps, a), (others, _, b) = ranks(2, rank_of)
+    assert (held, others, steps) == (8 if text == "gossip" else 4, held, 8)
+    assert "gossip" in text or "delay" in text or torch.equal(a, b)
+
+
 def test_two_optimizers_skip_together_and_count_once():
     """The bad pass makes a round due on both ranks; it is held when the second optimizer has stepped."""
 
@@ -218,6 +241,24 @@ def test_two_levels_send_each_element_once_between_nodes():
         return sent
 
     assert ranks(4, rank_of) == [4 * 2 * 16 * 16 * 3 // 2 + 2 * 8] * 4  # and the pass's number
+
+
+@pytest.mark.parametrize("text", ["local:every=2,after=9", "local:every=2,inside=dense,node_size=2"])
+def test_passes_that_are_switched_off_average_nothing(text):
+    """Neither in the first passes nor inside nodes, where an engine of its own averages gradients."""
+
+    def rank_of(driver):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            found = []
+            for sync.enabled in (False, True):
+                optimizer.zero_grad()
+                (model(torch.ones(1, 1)) * driver.rank).sum().backward()
+                found.append(model.weight.grad.item())
+            return found, sync.step
+
+    assert ranks(2, rank_of) == [([0.0, 0.5], 1), ([1.0, 0.5], 1)]
 
 
 def test_replicas_are_checked_after_rounds():

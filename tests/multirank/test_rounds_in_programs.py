@@ -218,6 +218,33 @@ def test_a_model_that_holds_its_own_sync_is_averaged_over_time(text):
     stenograd.shutdown()
 
 
+@pytest.mark.parametrize("text", ["local:every=4", "diloco:every=4", "gossip"])
+def test_inside_consensus_nothing_is_saved_loaded_or_trained(text):
+    """The parameters there are not this rank's own, which come back after the block."""
+
+    def train(rank):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, text, group=rank, timeout_s=20) as sync:
+            step(model, optimizer, rank.rank)
+            state, own = sync.state_dict(), model.weight.detach().clone()
+
+            def trains():
+                model(torch.ones(1, 3)).sum().backward()
+
+            for call in (sync.state_dict, lambda: sync.load_state_dict(state), sync.refresh, trains):
+                with pytest.raises(StenogradError, match=r"inside consensus\(\)"), sync.consensus():
+                    call()
+            with sync.consensus(), sync.no_sync(), sync.consensus():
+                trains()
+            assert torch.equal(model.weight, own)
+            step(model, optimizer, rank.rank)
+            sync.load_state_dict(sync.state_dict())
+            return sync.step
+
+    assert ranks(2, train) == [2, 2]
+
+
 def _skipped_then_saved(rank, folder, text):
     """Rank 1 skips the fourth step, after which a round is due, and all save."""
     model = nn.Linear(3, 2)
@@ -272,6 +299,7 @@ AFTER = [
     "local:every=3,after=6",
     "local:every=3,after=6/qsgd",
     "local:every=1,after=6,inside=dense,node_size=1",
+    "local:every=1,after=6,inside=dense,node_size=2",
     *(f"{name}:every=4,after=6" for name in ("diloco", "noloco", "sparseloco")),
     "diloco:every=4,fragments=2,delay=1,mix=0.5,after=6",
     "diloco:every=4,eager=true,after=6",

@@ -398,6 +398,24 @@ def test_a_number_without_a_pass_changes_nothing(again, kept):
         assert sync._weighing.trained == 8 + (24 if again is None else again)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["set_to_none", "zeros"])
+@pytest.mark.parametrize("early", [False, True], ids=["after clearing", "before clearing"])
+def test_a_pass_whose_step_was_left_out_takes_nothing_from_the_next(early, kept):
+    """As where a GradScaler leaves out a step; what is cleared then counts with no later pass."""
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    with stenograd.distribute(layer, optimizer, "local:every=9") as sync:
+        for _ in range(3):
+            if early:
+                sync.weight(8)
+            optimizer.zero_grad(set_to_none=not kept)
+            if not early:
+                sync.weight(8)
+            layer(torch.ones(1, 1)).sum().backward()
+            assert layer.weight.grad.item() == 1.0
+        assert sync._weighing.trained == 24
+
+
 @pytest.mark.parametrize("method", ["dense", "local:every=2"])
 def test_what_torch_returns_is_not_weighed(method):
     """As an adaptive weight of two losses needs it: only what is added to `.grad` counts by its number."""

@@ -473,6 +473,7 @@ def test_copies_that_an_optimizer_keeps_follow_every_average(method, kind, dtype
         "diloco:every=4,fragments=2,delay=1,mix=0.5",
         "diloco:every=2,eager=true",
         "local:every=2,states=average,states_every=1",
+        "diloco:every=2,states=average,states_every=1",
         "noloco:every=2",
     ],
 )

@@ -345,7 +345,7 @@ class Sync(ABC):
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
-        return Tracing(path, self._drivers(), self._model, self._optimizers, max_events=max_events)
+        return Tracing(path, self._drivers, self._model, self._optimizers, max_events=max_events)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides this rank's next exchanges, by parameter name; save it on every rank."""
@@ -402,7 +402,8 @@ class Sync(ABC):
     def consensus(self) -> AbstractContextManager[None]:
         """Put the parameters to evaluate or export in place for a `with` block, on all ranks.
 
-        Where every step averages gradients, they are in place already.
+        Where every step averages gradients, they are in place already. Else this rank's own come back after
+        the block, so to save, load or train inside is a StenogradError.
         """
         return nullcontext()
 

@@ -335,6 +335,7 @@ def average_states(
     optimizers: Sequence[torch.optim.Optimizer],
     parameters: Mapping[str, Tensor],
     driver: AnyDriver,
+    copies: Copies,
     *,
     second: bool,
 ) -> Callable[[], None]:
@@ -350,12 +351,13 @@ def average_states(
         optimizers: the same on all ranks.
         parameters: by name, alike on all ranks.
         driver: the way to the other ranks; nothing of this user's may be under way.
+        copies: of the parameters in these states, which follow the parameters and are no moments.
         second: whether second moments (those of squares) are averaged, too.
 
     Raises:
         NonFiniteError: on every rank, if a moment has an element that is finite nowhere; all are kept then.
     """
-    own = _moments(optimizers, parameters)
+    own = _moments(optimizers, parameters, copies)
     received = [set(json.loads(text)) for text in driver.gather_bytes(json.dumps([*own]).encode())]
     having = [{name.rsplit("|", 1)[0] for name in other} for other in received]
     lacking = {of: [of in other for other in having] for of in set().union(*having)}
@@ -393,7 +395,7 @@ def average_states(
         # Whole states first: the means are then written over the moments in them.
         for state, p, entries in new:
             state[p] = entries
-        now = _moments(optimizers, parameters)
+        now = _moments(optimizers, parameters, copies)
         for name, mean_ in zip(names, means, strict=True):
             if name in now:
                 now[name].copy_(mean_)
@@ -457,15 +459,16 @@ def _owners(
 
 
 def _moments(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Tensor]
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Tensor], copies: Copies
 ) -> dict[str, Tensor]:
     """Return moments by "parameter|key", in the order of the parameters."""
-    found = {}
+    found, others = dict[str, Tensor](), copies.of(parameters.values())
     for name, p in parameters.items():
         for optimizer in optimizers:
             for key, value in sorted(optimizer.state.get(p, {}).items()):
                 moment = isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
-                if moment and key != "step":  # a scalar parameter has the shape of its count of steps
+                # A scalar parameter has the shape of its count of steps.
+                if moment and key != "step" and id(value) not in others:
                     found[f"{name}|{key}"] = value
     return found
 
@@ -548,16 +551,15 @@ class Copies:
         return len(self._owners)
 
     @contextmanager
-    def follow(self, parameters: Iterable[Tensor], *, state: bool = True) -> Iterator[None]:
+    def follow(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Move copies as what happens inside of a `with` block moves the parameters.
 
         Args:
             parameters: that may be moved.
-            state: whether copies in the optimizers' states are moved, too.
         """
         with torch.no_grad():
             # Found before the parameters move: afterwards their copies are not near them.
-            pairs = self._found(list(parameters), state) if self._owners else ()
+            pairs = self._found(parameters)
             # By memory: a tensor to which two ways lead must move once.
             found = list({copy.data_ptr(): (p, copy) for p, copy in pairs}.values())
             before = {id(p): p.detach().clone() for p, _ in found}
@@ -627,14 +629,21 @@ class Copies:
                 "the parameter's shape for each, which then follow the rounds"
             )
 
-    def _found(self, parameters: list[Tensor], within_state: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def of(self, parameters: Iterable[Tensor]) -> set[int]:
+        """Return the ids of the copies that there are of some parameters."""
+        return {id(copy) for _, copy in self._found(parameters)}
+
+    def _found(self, given: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield parameters, each with a copy of it."""
+        if not self._owners:
+            return
+        parameters = list(given)
         largest = sorted(parameters, key=Tensor.numel)[-_LARGEST:]
         shaped: dict[torch.Size, list[Tensor]] = {}
         for p in parameters:
             shaped.setdefault(p.shape, []).append(p)
         for number, owner in enumerate(self._owners):
-            state: Mapping[Tensor, Any] = vars(owner).get("state", {}) if within_state else {}
+            state: Mapping[Tensor, Any] = vars(owner).get("state", {})
             for p in parameters:
                 for key, value in state.get(p, {}).items():
                     if _fits(value, p) and self._is_copy((number, str(key)), state, largest):

@@ -98,6 +98,7 @@ class RoundSync(Sync):
     _dense_passes: int = 0
     _levels: tuple[str, int] | None = None
     _looks: bool = True  # whether a round refuses parameters that were replaced
+    _shown: bool = False  # whether `consensus()` has put this rank's own parameters aside
 
     def __init__(
         self,
@@ -166,7 +167,8 @@ class RoundSync(Sync):
         if dense:
             driver = beside(self._driver, "gradients")
         elif self._levels is not None and self._nodes is not None:
-            how, driver = self._levels[0], self._nodes.inside
+            # Not the node's own way, which outlives the engine.
+            how, driver = self._levels[0], beside(self._nodes.inside, "gradients")
         if driver is not None:  # the engine closes it
             kept: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "timeout_s": driver.timeout_s}
             self._gradients = GradientSync(
@@ -174,6 +176,7 @@ class RoundSync(Sync):
             )
             # A request that was made before there was this engine must travel with its first pass.
             self._gradients._asked = self._asked
+            self._gradients.enabled = self._enabled
             self._lend_weights()
 
     def _attend(self, model: nn.Module) -> None:
@@ -252,6 +255,17 @@ class RoundSync(Sync):
             self._hold_if_due()
         return super().stopping or (self._dense and self._gradients is not None and self._gradients.stopping)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes count, and average gradients; set it alike on all ranks, between passes."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = value
+        if self._gradients is not None:
+            self._gradients.enabled = value
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally: passes inside do not count. All ranks use it for the same passes."""
@@ -267,6 +281,7 @@ class RoundSync(Sync):
         A round that has begun is ended by the ranks' mean; a mixing of gossip that is due is held. Then all
         ranks start from rank 0's, as at the beginning, and from nothing owed.
         """
+        self._refuse_shown()
         self._looks = False  # what a look refuses is what this mends
         try:
             self.flush()
@@ -364,8 +379,22 @@ class RoundSync(Sync):
             self._gradients._weighing = self._weighing
 
     def _identity(self) -> dict[str, Any]:
+        self._refuse_shown()
         where = {"rank": self.rank, "world_size": self.world_size}
         return {"format": _FORMAT, "method": self.method.text, **where}
+
+    def _refuse_shown(self) -> None:
+        """Refuse, inside of `consensus()`, what is done with this rank's own parameters.
+
+        Raises:
+            StenogradError: these are put aside.
+        """
+        if self._shown:
+            raise StenogradError(
+                "inside consensus() the model has what all ranks have in common, and this rank's own "
+                "parameters come back after it: save, load and train outside of it (a backward pass that is "
+                "not for training belongs in sync.no_sync())"
+            )
 
     def _take_counters(self, state: Mapping[str, Any]) -> None:
         """Take what a saved state knows of passes and rounds; nothing is due after it."""
@@ -375,6 +404,13 @@ class RoundSync(Sync):
         self._skipped = int(state["own"]["skipped"]) - (self.skipped - self._skipped)
         self._due, self._finite, self._unread = [], True, []
         self._stepped.clear()
+
+    def _begun_by(self, t: int) -> int:
+        """Return how many passes had begun by local pass t, broken ones included, for ranks to compare.
+
+        More may have begun since: after a skipped step, a forward pass that calls no hook holds nothing.
+        """
+        return self._begun - self._counted + self._dense_passes + t
 
     def _average_elsewhere(self, *, dense: bool) -> None:
         """Average gradients over all ranks from now on, or else inside nodes, where these are a level."""
@@ -414,12 +450,15 @@ class RoundSync(Sync):
         self._driver.check_groupless()
         self._finite = None
         if self._enabled:
+            self._refuse_shown()
             at_end(task, self._order, self._end_pass)
 
     @torch.no_grad()
     def _end_pass(self) -> None:
         self._counted += 1
         self._trains = self._model.training
+        if self._weighing is not None:
+            self._weighing.ended = True
         if self._gradients is None:  # a GradScaler may leave out the step that could tell
             found = self._look()
             if isinstance(found, Tensor):
@@ -530,5 +569,5 @@ def beside(driver: AnyDriver, what: str) -> Driver:
     """Return a driver over the same ranks whose collectives mix with nobody's; both have one ledger."""
     own: Driver
     (own,) = driver.split([range(driver.world_size)], what)  # every rank is in the one part
-    own.traffic = driver.traffic
+    own.traffic, own.tracer = driver.traffic, driver.tracer
     return own

@@ -147,7 +147,7 @@ class DDPHook(Sync):
 
         Steps are noted of the optimizers that have stepped before, since DDP does not know its optimizer.
         """
-        return Tracing(path, [self._driver], self._model, list(self._seen), max_events=max_events)
+        return Tracing(path, lambda: [self._driver], self._model, list(self._seen), max_events=max_events)
 
     def join(self, **options: Any) -> AbstractContextManager[Any]:
         """Let ranks have different numbers of batches: `ddp_model.join(**options)`.

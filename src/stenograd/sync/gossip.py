@@ -435,7 +435,7 @@ class GossipSync(RoundSync):
             StenogradError: a neighbour is at another backward pass.
         """
         with self._copies.follow(self._parameters.values()):
-            self._gossip.mix(self._tensors(), carried=self._buffers(), passes=self._begun)
+            self._gossip.mix(self._tensors(), carried=self._buffers(), passes=self._begun_by(t))
         self._driver = self._gossip.driver  # another one, if ranks were lost
         self.round += 1
 
@@ -481,9 +481,11 @@ class GossipSync(RoundSync):
 
         kept = self._gossip.together(mean)
         _swap(tensors, kept)
+        before, self._shown = self._shown, True
         try:
             yield
         finally:
+            self._shown = before
             _swap(tensors, kept)
 
     @property

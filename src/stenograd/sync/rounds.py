@@ -210,10 +210,9 @@ class ParameterSync(RoundSync):
     def consensus(self) -> Iterator[None]:
         """Put the parameters to evaluate or export in place for a `with` block, on all ranks.
 
-        With `diloco` these are the outer parameters, and nothing is sent (except with eager=true, where
-        they differ and their mean is taken). Otherwise they are the exact mean of the ranks' parameters;
-        right after an exact round they are in place already, and nothing is sent. Floating buffers are
-        averaged with them.
+        With `diloco` these are the outer parameters, and nothing is sent (except with eager=true, where their
+        mean is taken). Otherwise they are the exact mean of the ranks' parameters, which right after an exact
+        round is in place already, without a message. Floating buffers are averaged with them.
         """
         self._come_for(_CONSENSUS)
         if self._is_common:
@@ -221,7 +220,7 @@ class ParameterSync(RoundSync):
             return
         parameters, buffers = [p.detach() for p in self._parameters.values()], self._buffers()
         tensors = [*parameters, *buffers]
-        own = [t.detach().clone() for t in tensors]
+        own, before, self._shown = [t.clone() for t in tensors], self._shown, True
         try:
             alone = [part.take_common() for part in self._parts]
             if self._nodes is not None:
@@ -239,6 +238,7 @@ class ParameterSync(RoundSync):
                 overwrite([*apart, *buffers], self._together(means))
             yield
         finally:
+            self._shown = before
             overwrite(tensors, own)
 
     @as_in_training
@@ -334,13 +334,16 @@ class ParameterSync(RoundSync):
         return self._schedule.starts(t)
 
     def _is_due(self, t: int) -> bool:
-        ends = any(t >= sent + self._schedule.delay for sent in self._flying.values())
+        # With what an earlier pass is still to send, and other ranks have sent in time.
+        sent = [*self._flying.values(), *filter(self._starts, self._due if self._schedule.delay else ())]
+        ends = any(t >= at + self._schedule.delay for at in sent)
         if self._schedule.seconds:
             return time.monotonic() >= self._ends_at
         if self._schedule.qsr:  # a rate that rises makes the round that has begun shorter
             self._next = min(self._next, max(self._began + self._period(), t))
-        late = isinstance(self._schedule, Local) and t >= self._next  # an earlier round is still due
-        return ends or late or bool(self._starts(t))
+        if isinstance(self._schedule, Local) and t > self._next:  # an earlier round is still due
+            return bool(self._schedule.qsr) or (t - self._next) % self._schedule.every == 0
+        return ends or bool(self._starts(t))
 
     def _meet(self, t: int) -> None:
         """Finish what was sent long enough ago, then send what is due: one exchange at a time is under way.
@@ -356,8 +359,7 @@ class ParameterSync(RoundSync):
             if t >= sent + self._schedule.delay:
                 self._finish(fragment)
         for fragment in self._starts(t):
-            # Passes that broke off count, too: one that did on this rank alone shows by it in the round.
-            self._parts[fragment].passes = self._begun
+            self._parts[fragment].passes = self._begun_by(t)
             self._parts[fragment].weight = self._counts(fragment)
             self._parts[fragment].stop = self._asks_in_rounds()
             self._parts[fragment].send()
@@ -473,9 +475,7 @@ class ParameterSync(RoundSync):
             False where the round is void.
         """
         part = self._parts[fragment]
-        # The optimizers' copies follow, unless a round averages these itself.
-        averages = not fragment and self._averages_states(self.round + 1)
-        with self._copies.follow(self._whole[fragment].values(), state=not averages):
+        with self._copies.follow(self._whole[fragment].values()):
             outcome = self._merge(part, first=not fragment)
             self._flying.pop(fragment, None)
             self._hear(part.stopped)
@@ -552,8 +552,8 @@ class ParameterSync(RoundSync):
             found.append(partial(overwrite, buffers, average_carried(buffers, self._way)))
         number = self.round + 1
         if self._averages_states(number):
-            second = number % (2 * self._schedule.states_every) == 0
-            found.append(average_states(self._optimizers, self._parameters, self._way, second=second))
+            way, second = self._way, number % (2 * self._schedule.states_every) == 0
+            found.append(average_states(self._optimizers, self._parameters, way, self._copies, second=second))
         return found
 
     def _end(self, fragment: int, outcome: _Outcome) -> bool:

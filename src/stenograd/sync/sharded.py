@@ -142,7 +142,7 @@ class ShardedSync(GradientSync):
         """
         own = Path(path)
         path = str(own.with_name(f"{own.stem}{self.suffix}{own.suffix}"))
-        return Tracing(path, self._drivers(), self._sharded, self._optimizers, max_events=max_events)
+        return Tracing(path, self._drivers, self._sharded, self._optimizers, max_events=max_events)
 
     def join(self, **_: Any) -> AbstractContextManager[Any]:
         """Refuse uneven inputs, with which FSDP itself would wait for ever.

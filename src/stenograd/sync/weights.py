@@ -14,6 +14,7 @@ from torch import Tensor
 from stenograd.errors import ConfigError, StenogradError, bad_value
 from stenograd.exchange.filling import is_returned
 from stenograd.wire.drivers import AnyDriver
+from stenograd.wire.finite import values_of
 
 __all__ = ["Weights"]
 
@@ -29,6 +30,9 @@ class Weights:
 
     Args:
         driver: the way to all ranks that give weights.
+
+    Attributes:
+        ended: whether the last pass was a step's last; if nobody makes that step, gradients may become zeros.
     """
 
     def __init__(self, driver: AnyDriver) -> None:
@@ -38,6 +42,8 @@ class Weights:
         self._factor = self._shrunk = 1.0  # of this pass's gradients, and of those from before it
         self._given, self._made = False, True  # whether since the last exchange; whether its pass has begun
         self._handles: dict[int, Any] = {}
+        self._held: list[Tensor] = []  # whose gradients count
+        self.ended = False
         # By the store, not by a collective: a rank that never gives weights would not take part in one.
         driver.announce(_WHAT)
 
@@ -55,6 +61,7 @@ class Weights:
     def tell(self, n: float, reduce: str, divided: float, parameters: Iterable[Tensor]) -> None:
         """Take what the next backward pass counts for; see `Sync.weight`."""
         n, held = _checked(n, reduce, divided), list(parameters)
+        self._held = held
         self._hook(held)
         grads = [p.grad for p in held if p.grad is not None]
         self._close_last(grads)
@@ -79,6 +86,14 @@ class Weights:
         self._shrunk = self._total / total if self._total else 1.0
         _scale(grads, self._shrunk)
         self._factor = self._unit / total if self._last else 0.0
+
+    def begin(self) -> None:
+        """Note that the last number's pass begins; gradients may have been cleared since it was given."""
+        self._made = True
+        looks, self.ended = self.ended, False  # only then for zeros: the host waits for a device
+        grads = (p.grad for p in self._held if p.grad is not None)
+        if self._total and not any(not looks or bool(values_of(grad).any()) for grad in grads):
+            self._total, self._factor = 0.0, self._unit / self._last if self._last else 0.0
 
     def take(self) -> float:
         """Return what the gradients count for that are exchanged now, and begin anew.
@@ -108,7 +123,7 @@ class Weights:
         grads = [p.grad for p in parameters if p.grad is not None]
         waits = not self._made
         self._close_last(grads)
-        self._total, self._given = 0.0, waits
+        self._total, self._given, self.ended = 0.0, waits, False
         if waits:
             self._expect(grads)
 
@@ -153,7 +168,8 @@ def _scaled(weights: weakref.ref[Weights], grad: Tensor) -> Tensor | None:
     running = weights()
     if running is None or is_returned():
         return None
-    running._made = True
+    if not running._made:
+        running.begin()
     if running._factor == 1.0:
         return None
     # The mean over nothing may be NaN.
