@@ -1,13 +1,19 @@
 """`stenograd rendezvous`, and the options of open runs."""
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 from launched import clean_env
 
+from stenograd.cli import train
+from stenograd.cli.loop import Progress, endless
+from stenograd.cli.options import TrainOptions
+from stenograd.cli.setup import make_setup
 from stenograd.errors import ConfigError
 from stenograd.launch.detect import World
 from stenograd.launch.local_workers import run_local
@@ -35,6 +41,10 @@ def test_a_rendezvous_says_what_to_export_and_workers_meet_there():
     [
         (["train", "--keep", "--workers", "2"], "--keep needs a method with a quorum, got dense"),
         (["train", "--keep", "--method", "diloco:quorum=0.5"], "--keep does nothing without --workers"),
+        (
+            ["train", "--method", "diloco:quorum=0.5", "--save-steps", "5", "--out", "/proc/self"],
+            "--save-steps does nothing with a quorum",
+        ),
         (["rendezvous", "--port", "70000"], "--port must be from 0 to 65535, got 70000"),
     ],
 )
@@ -80,3 +90,34 @@ def test_a_new_run_does_not_go_on_in_the_folder_of_an_old_one(tmp_path):
     ]
     assert [one.returncode for one in done] == [0, 2], done
     assert "--out must not hold a run" in done[1].stderr
+
+
+def test_workers_without_a_launcher_train_on_batches_of_their_own():
+    """Each is the start of one, so all have one shard; the first has it in the order of a fixed world."""
+    setup, fixed = make_setup(TrainOptions(), 1), Progress(epoch=1)
+    fixed.join(1)
+    first, second = (list(islice(endless(setup, rank, 1), setup.steps)) for rank in (0, 1))
+    assert [batch.tolist() for batch in first] == [batch.tolist() for batch in fixed.batches(setup, 0)]
+    samples = [[int(sample) for batch in batches for sample in batch] for batches in (first, second)]
+    assert samples[0] != samples[1]
+    assert sorted(samples[0]) == sorted(samples[1])
+
+
+def test_what_a_shell_has_exported_is_for_its_workers_alone(here, unlaunched, tmp_path):
+    """Others have a world of their own: as ranks of the run they would fix how many begin it."""
+    store, begun = tmp_path / "store", []
+    unlaunched.setenv("STENOGRAD_OPEN", str(store))
+    unlaunched.setattr("stenograd.cli.setup.run_local", lambda *_, env, **__: begun.append(env) or 0)
+    asked = ("train", "--workers", 2, "--method", "diloco:quorum=0.5")
+    status, _, err = here(*asked)
+    assert (status, "--workers does nothing where STENOGRAD_OPEN names the run" in err) == (2, True)
+    before = {"identity": {}, "options": {"workers": 2, "method": "diloco:quorum=0.5"}}
+    (tmp_path / "run.json").write_text(json.dumps(before))
+    assert train._remembered(TrainOptions(out=tmp_path, resume=True)).workers is None
+    assert here(*asked[:3])[0] == 0
+    assert "STENOGRAD_OPEN" not in begun[0]
+    plan = ("plan", "--workers", 2, "--link", "1mbit", "--method", "sign", "--seconds", 1)
+    for words, found in ((plan, "times as fast as dense"), (("doctor",), "works")):
+        unlaunched.setenv("STENOGRAD_OPEN", str(store))
+        status, out, _ = here(*words)
+        assert (status, found in out, store.exists()) == (0, True, False), out

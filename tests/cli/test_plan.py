@@ -9,6 +9,8 @@ import time
 import pytest
 from cli_process import on_a_rank
 
+from stenograd.cli import plan as cli_plan
+from stenograd.planning.link import assumed
 from stenograd.planning.plan import Plan
 from stenograd.planning.trial import load_trial
 
@@ -109,6 +111,25 @@ def test_a_trial_imports_from_its_folder_and_reads_no_arguments_of_ours(here, tm
     assert (status, err) == (0, "")
 
 
+def test_what_a_trial_prints_is_no_part_of_the_json(here, tmp_path):
+    script = tmp_path / "talks.py"
+    script.write_text(
+        "import torch, stenograd\n"
+        "def loss(model, x):\n"
+        "    print('a step')\n"
+        "    return model(x).sum()\n"
+        "def build():\n"
+        "    print('reading')\n"
+        "    model = torch.nn.Linear(4, 2)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    return stenograd.Trial(model, optimizer, [torch.ones(2, 4)], loss)\n"
+    )
+    asked = ("--workers", 2, "--link", "1gbit", "--seconds", 1, "--method", "topk", "--json")
+    status, out, err = here("plan", "--trial", f"{script}:build", *asked)
+    assert (status, json.loads(out)["predictions"][0]["method"]) == (0, "dense")
+    assert err.startswith("reading\na step\n")
+
+
 def test_a_trial_s_file_does_not_stand_in_for_a_module_of_its_name(tmp_path, monkeypatch):
     """Whoever imports `queue` afterwards, such as a DataLoader, gets Python's."""
     (tmp_path / "queue.py").write_text(
@@ -157,6 +178,21 @@ def test_sizes_are_recorded_and_keys_chosen_for_the_link(here):
     assert [one["workers"] for one in told["sizes"]] == [2, 4]
     assert told["method"] == "local:every=128"
     assert "values that you did not write" in told["notes"][0]
+
+
+def test_sizes_are_planned_for_hosts_like_those_of_the_measured_link(here, tmp_path, monkeypatch):
+    """Eight workers beside four on two hosts are on four, not on eight of which each has a link to itself."""
+    link, asked, real = tmp_path / "link.json", [], cli_plan.plan
+    link.write_text(json.dumps(assumed("1mbit", [0, 0, 1, 1]).as_json()))
+
+    def noted(*args, **more):
+        asked.append((more["workers"], more["ranks_per_host"]))
+        return real(*args, **more)
+
+    monkeypatch.setattr(cli_plan, "plan", noted)
+    words = ("--link", link, "--workers", "4,8", "--seconds", 1, "--method", "sign", "--batch-size", 64)
+    status, _, err = here("plan", *words)
+    assert (status, err, asked) == (0, "", [(4, 2), (8, 2)])
 
 
 def test_a_plan_without_matplotlib_says_why_there_is_no_picture(planned, here, tmp_path, monkeypatch):

@@ -438,3 +438,5 @@ def test_train_starts_workers_again_stops_and_goes_on(tmp_path):
     assert after[: len(epochs)] == epochs
     assert after[-1] == epochs[-1] + 5
     assert json.loads((out / "result.json").read_text())["steps_by_rank"].keys() == {"0", "1"}
+    options = json.loads((out / "run.json").read_text())["options"]  # for the next --resume
+    assert (options["epochs"], options["keep"]) == (epochs[-1] + 5, True)

@@ -283,13 +283,16 @@ def test_a_store_that_is_gone_is_named(tmp_path):
     member.close()
 
 
-def test_no_store_is_named():
+def test_no_store_is_named(tmp_path):
     with pytest.raises(LaunchError, match=r"no store of an open run answers at 127.0.0.1:1 "):
         Membership("127.0.0.1:1", alone(), 0.3)
     with pytest.raises(
         LaunchError, match="STENOGRAD_OPEN must be HOST:PORT, or a path with a slash, got 'x'"
     ):
         Membership("x", alone(), 0.3)
+    for path, why in ((tmp_path / "no" / "store", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(LaunchError, match=rf"STENOGRAD_OPEN must be a file .*{why}"):
+            Membership(str(path), alone(), 0.3)
 
 
 @given(

@@ -13,7 +13,7 @@ import typer
 import stenograd
 from stenograd.cli import options as opt
 from stenograd.errors import ConfigError, LaunchError, bad_value, check_count
-from stenograd.launch.detect import STORE_VARIABLE
+from stenograd.launch.detect import OPEN_VARIABLE, STORE_VARIABLE
 
 __all__ = ["app"]
 
@@ -39,6 +39,8 @@ def _root(
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+    elif context.invoked_subcommand not in ("train", "emulate"):
+        os.environ.pop(OPEN_VARIABLE, None)  # the others have ranks of their own, whatever run was exported
 
 
 @cache  # asked for every word that begins with --, and the note shall come once

@@ -221,11 +221,13 @@ class Progress:
 def endless(setup: Setup, rank: int, epoch: int) -> Iterator[Tensor]:
     """Yield a worker's batches of an open run, for ever: its shard in another order in each epoch from this.
 
-    A worker that is numbered beyond those of the start has the shard of the rank that many before.
+    A worker that is numbered beyond those of the start has the shard of the rank that many before, in an
+    order of its own: without a launcher each is the start of one, and all would train on the same batches.
     """
     everything, size = torch.arange(setup.task.train_size, device="cpu"), setup.world_size
+    turn, own = divmod(rank, size)
     while True:
-        yield from _cut(setup, everything, epoch, setup.steps, rank % size, size)
+        yield from _cut(setup, everything, epoch, setup.steps, own, size, turn)
         epoch += 1
 
 
@@ -256,13 +258,15 @@ def _steps(setup: Setup, samples: int, before: int, world_size: int) -> int:
     return tasks.steps_per_epoch(samples, world_size, setup.recipe.batch_size, None)
 
 
-def _cut(setup: Setup, pool: Tensor, epoch: int, steps: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """Cut a rank's shard of the pool in batches."""
+def _cut(
+    setup: Setup, pool: Tensor, epoch: int, steps: int, rank: int, world_size: int, turn: int = 0
+) -> Iterator[Tensor]:
+    """Cut a rank's shard of the pool in batches; workers that share it take turns of their own."""
     options = setup.options
     shuffle = options.shards == "shuffled"
     own = pool[tasks.shard(len(pool), rank, world_size, shuffle=shuffle, seed=options.seed)]
     return tasks.batches(
-        own, setup.recipe.batch_size, epoch=epoch, seed=options.seed, shuffle=True, steps=steps
+        own, setup.recipe.batch_size, epoch=epoch, seed=options.seed + turn, shuffle=True, steps=steps
     )
 
 

@@ -50,9 +50,10 @@ def work(ready: OpenJob, driver: Driver) -> int:
         ConfigError: this run is new, and the folder holds another one.
     """
     here = membership()
-    if ready.folder is not None and here is not None and here.now < 0:
+    begins = here is not None and here.now < 0
+    if ready.folder is not None and begins:
         ready.folder.check(ready.resume)  # later the folder holds what others of this run have written
-    run = _Work(ready, driver)
+    run = _Work(ready, driver, begins)
     try:
         return run.train()
     finally:
@@ -62,8 +63,9 @@ def work(ready: OpenJob, driver: Driver) -> int:
 class _Work:
     """One worker's training."""
 
-    def __init__(self, ready: OpenJob, driver: Driver) -> None:
+    def __init__(self, ready: OpenJob, driver: Driver, begins: bool) -> None:
         self._ready, self._setup, self._folder = ready, ready.setup, ready.folder
+        self._begins = begins
         self.trainer = Trainer(ready.setup, ready.method, driver)
         self._sync: Any = self.trainer.sync
         self._rows: list[Row] = []
@@ -104,9 +106,12 @@ class _Work:
         return float(sum(self._sync.tokens.values()))
 
     def _begin(self) -> None:
-        # Where another worker, or this one before a restart, has begun the files, begin() would empty them.
-        if self._folder is not None and not (self._folder.path / "metrics.jsonl").exists():
-            self._folder.begin([asdict(row) for row in self._rows], self._ready.about)
+        if self._folder is None:
+            return
+        # Later another worker may be adding a row, or this one has begun the files before a restart.
+        if self._begins or not (self._folder.path / "metrics.jsonl").exists():
+            rows = self._folder.rows() or self._rows
+            self._folder.begin([asdict(row) for row in rows], self._ready.about)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate, say so, and save; meanwhile the others train on, and wait for the grace at most."""

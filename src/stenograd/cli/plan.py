@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -166,15 +168,17 @@ def run(asked: PlanOptions) -> int:
     if not sizes:
         raise ConfigError("--link needs --workers: say how many will train, such as --workers 4")
     first, *others = sizes
+    per_host = _per_host(asked, link, first)
+    asked = replace(asked, ranks_per_host=per_host)  # the same hosts for all sizes, as on paper
     for size in sizes:
-        _check_hosts(size, _per_host(asked, link, first))
+        _check_hosts(size, per_host)
     job = _job(asked, link, first)
-    with working(_rehearsing(job)):
+    with working(_rehearsing(job)), _aside(asked):
         plans = [_made(asked, job, link, None, len(sizes))]
     for size in others:
         exact = size <= _MOST_RECORDED
         other = replace(job, workers=size)
-        with working(_rehearsing(other)):
+        with working(_rehearsing(other)), _aside(asked):
             plans.append(_made(asked, other, link, None, len(sizes)) if exact else plans[-1].sized(size))
     return _shown(asked, plans[0], job.run, plans[1:])
 
@@ -228,10 +232,17 @@ def _job(asked: PlanOptions, link: str | Link | None, workers: int) -> _Job:
     run = None if asked.check is None else read_run(asked.check)
     if run is not None:
         run.require(workers, asked.bucket_bytes, list(dict.fromkeys([DENSE, *known])))
-    name, trial = _trial(asked, workers)
-    trial = replace(trial, batches=first_batches(trial))  # once: an iterator would give others every time
+    with _aside(asked):
+        name, trial = _trial(asked, workers)
+        batches = first_batches(trial)  # once: an iterator would give others every time
+    trial = replace(trial, batches=batches)
     methods = split_methods(asked.methods) if asked.methods else known
     return _Job(name=name, trial=trial, workers=workers, methods=methods, run=run)
+
+
+def _aside(asked: PlanOptions) -> AbstractContextManager[object]:
+    """Let what the user's training prints go to standard error, where the output is to be JSON alone."""
+    return redirect_stdout(sys.stderr) if asked.as_json else nullcontext()
 
 
 def _rehearsing(job: _Job) -> str:
@@ -254,9 +265,9 @@ def _measured(asked: PlanOptions, given: str | Link | None, job: _Job, driver: D
     display = Display(driver.rank)
     with display.bar("measuring the link"):
         link = given or measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
-    with display.bar(_rehearsing(job)):
+    with display.bar(_rehearsing(job)), _aside(asked):
         found = agree(driver, lambda: _made(asked, job, link, driver))
-    with display.bar("training together on all ranks"):
+    with display.bar("training together on all ranks"), _aside(asked):
         found = with_ranks(found, job.trial, driver, asked.seconds * _TOGETHER)
     tell = partial(_shown, asked, found, job.run, []) if driver.rank == 0 else lambda: 0
     status = agree(driver, tell)  # a report that rank 0 cannot write must fail everywhere

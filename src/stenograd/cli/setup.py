@@ -15,6 +15,7 @@ from stenograd.catalog.method import Method
 from stenograd.cli.options import Options
 from stenograd.errors import ConfigError, bad_value, check_count
 from stenograd.exchange.buckets import assign
+from stenograd.launch.detect import OPEN_VARIABLE
 from stenograd.launch.local_workers import python, run_local, usable_cores
 from stenograd.launch.process_group import World, detect, init
 from stenograd.tasks import Recipe, Task
@@ -157,7 +158,8 @@ def in_ranks(
         argv = [*python("from stenograd.cli import main; sys.exit(main())"), *sys.argv[1:]]
         # Until then they can save that they were asked to stop.
         limit_s = options.timeout_s
-        return run_local(argv, options.workers, timeout_s=limit_s, stop_s=limit_s, **launch)
+        env = {key: value for key, value in os.environ.items() if key != OPEN_VARIABLE}  # a run of their own
+        return run_local(argv, options.workers, timeout_s=limit_s, stop_s=limit_s, env=env, **launch)
     if options.workers not in (None, world.world_size):
         raise ConfigError(
             f"--workers must be the launcher's world size {world.world_size} ({world.launcher}), "

@@ -30,7 +30,7 @@ from stenograd.wire.driver import Driver
 
 __all__ = ["run"]
 
-_REMEMBERED = ("method", "save_every", "save_steps")  # of a job, besides the shared options
+_REMEMBERED = ("method", "save_every", "save_steps", "keep")  # of a job, besides the shared options
 
 
 class _Stopped(Exception):
@@ -58,6 +58,8 @@ def run(job: TrainOptions) -> int:
         raise ConfigError(f"--keep needs a method with a quorum, got {job.method}: {advice}")
     if (job.workers or 1) < 2 and detect(os.environ).launcher == "alone":
         job.refuse(["keep"], "without --workers of 2 or more, which it would start again")
+    if quorum and (job.workers or 1) > 1 and _joins():
+        job.refuse(["workers"], f"where {OPEN_VARIABLE} names the run, to which each command is one worker")
     with _requests():
         if not quorum:
             return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
@@ -92,6 +94,7 @@ def _prepare(job: TrainOptions, world_size: int) -> _Ready:
 def _prepare_open(job: TrainOptions, world_size: int) -> OpenJob:
     if job.trace is not None:
         raise ConfigError("--trace needs the same workers in all rounds: leave it or the quorum out")
+    job.refuse(["save_every", "save_steps"], "with a quorum, which saves after each epoch of all workers")
     # One that is started again finds what the others have written.
     resume = job.resume or OPEN_VARIABLE in os.environ
     ready = _prepare(replace(job, resume=resume), world_size)
@@ -116,8 +119,9 @@ def _remembered(job: TrainOptions) -> TrainOptions:
         raise ConfigError("--resume needs --out: give the folder of the run")
     before = {name: value for name, value in saved_options(job.out).items() if name not in job.given}
     world = detect(os.environ)
-    if world.launcher != "alone" and before.get("workers") != world.world_size:
-        before.pop("workers", None)  # the launcher says how many there are
+    started = world.launcher != "alone" and before.get("workers") != world.world_size
+    if started or _joins():
+        before.pop("workers", None)  # who starts them says how many there are
     if before.get("data") is not None:
         before["data"] = Path(before["data"])
     return replace(job, **before)
@@ -128,6 +132,11 @@ def _told_again(job: TrainOptions) -> dict[str, Any]:
     names = [*(f.name for f in fields(Options) if f.name != "given"), *_REMEMBERED]
     received = {name: getattr(job, name) for name in names}
     return received if job.data is None else received | {"data": str(job.data.resolve())}
+
+
+def _joins() -> bool:
+    """Whether this process is a worker of an open run, and no launcher has started it."""
+    return OPEN_VARIABLE in os.environ and detect(os.environ).launcher == "alone"
 
 
 def _restarts() -> bool:

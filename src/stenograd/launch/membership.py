@@ -547,6 +547,7 @@ def host_store(port: int) -> TCPStore:
 def _open(address: str, timeout_s: float) -> tuple[TorchStore, TorchStore]:
     """Return two ways to the store: a wait in one must not keep heartbeats from the other."""
     if os.sep in address:
+        _make_file(address)
         return FileStore(address, -1), FileStore(address, -1)  # -1: no store removes the file
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
@@ -567,3 +568,12 @@ def _open(address: str, timeout_s: float) -> tuple[TorchStore, TorchStore]:
             f"rendezvous` there, and let {OPEN_VARIABLE} name it"
         ) from error
     return one, two
+
+
+def _make_file(path: str) -> None:
+    """Make a store's file as torch does, which would wait for a missing folder, and print C++ frames."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+    except OSError as error:
+        rule, advice = f"must be a file that can be written ({error.strerror})", "make its folder first"
+        raise bad_variable(OPEN_VARIABLE, rule, path, advice) from error
