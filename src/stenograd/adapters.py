@@ -64,7 +64,7 @@ class Attached:
     sync: Any
     optimizers: Sequence[torch.optim.Optimizer] = ()
     timeout_s: float = 300.0
-    _own: list[Tensor] | None = field(default=None, init=False)
+    _own: dict[str, Tensor] | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
 
     @classmethod
@@ -160,16 +160,21 @@ class Attached:
         held = {"model": self.module, "optimizer": self.optimizers} if self.in_rounds else {}
         return {**held, "timeout_s": self.timeout_s}
 
-    def _common(self) -> list[Tensor]:
+    def _common(self) -> dict[str, Tensor]:
         with self.sync.consensus():
             return self._values()
 
-    def _tensors(self) -> list[Tensor]:
-        return [in_memory(t.detach()) for t in (*self.module.parameters(), *self.module.buffers())]
+    def _tensors(self) -> dict[str, Tensor]:
+        averaged = self.sync._averaged()
+        held: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if id(p) in averaged}
+        held |= self.module.named_buffers()
+        return {name: in_memory(t.detach()) for name, t in held.items()}
 
-    def _values(self) -> list[Tensor]:
-        return [t.clone() for t in self._tensors()]
+    def _values(self) -> dict[str, Tensor]:
+        return {name: t.clone() for name, t in self._tensors().items()}
 
-    def _put(self, values: Iterable[Tensor]) -> None:
-        for target, value in zip(self._tensors(), values, strict=True):
-            target.copy_(value)
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        for name, target in self._tensors().items():
+            # A buffer may have been made, or have grown, since: a cache of what was last computed.
+            if name in values and values[name].shape == target.shape:
+                target.copy_(values[name])

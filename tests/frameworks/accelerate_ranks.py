@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from left_over import left_over, left_when_dropped
 from small_model import by_one_process, digest, end, flat, net, uneven
+from torch import nn
 
 import stenograd
 import stenograd.accelerate
@@ -201,6 +202,45 @@ def local_sgd_ended(way, folder):
                 raise KeyError(way)
     except KeyError:
         return {"alive": alive, "left": left_over(run.bare, run.optimizer.optimizer)}
+
+
+def shared(method, folder):
+    """8 steps of two models that one optimizer trains, 2 batches each; then 2 more, prepared again."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    attached = stenograd.accelerate.use(accelerator, method, timeout_s=120)
+    torch.manual_seed(0)
+    both = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 32)])
+    held, before = torch.optim.SGD(both.parameters(), lr=0.05, momentum=0.9), flat(both)
+    moved = []
+    for batches in (range(16), range(16, 20)):
+        first, second, optimizer = accelerator.prepare(*both, held)
+        for number in batches:
+            torch.manual_seed(1000 * number + accelerator.process_index)
+            with accelerator.accumulate(first, second):
+                accelerator.backward(second(torch.tanh(first(torch.randn(4, 64)))).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        moved.append((flat(both) - before).abs().max().item())
+        attached.close()
+        accelerator.free_memory()
+    return {"steps": attached.sync.step, "moved": moved, "digest": digest(both)}
+
+
+def evaluated(folder):
+    """A model that is prepared for evaluation before `use`, and one that is before it is trained."""
+    accelerator = Accelerator(cpu=True)
+    fixed, bare = accelerator.prepare_model(net(1), evaluation_mode=True), net()
+    attached = stenograd.accelerate.use(accelerator, "topk:ratio=0.05", timeout_s=120)
+    seen = accelerator.prepare_model(bare, evaluation_mode=True)
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.05))
+    for number in range(3):
+        torch.manual_seed(1000 * number + accelerator.process_index)
+        x = torch.randn(4, 64)
+        accelerator.backward((model(x) - fixed(x)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"unwrapped": seen is bare, "steps": [one.step for one in attached.syncs]}
+    return found | {"models": len(accelerator._models), "digest": digest(bare)}
 
 
 def said(call):

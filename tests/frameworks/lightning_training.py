@@ -146,6 +146,39 @@ def validated(folder):
     return {"seen": module.seen, **told(training.strategy.sync, module)}
 
 
+class Exporting(Task):
+    """Exports what it is when training ends."""
+
+    def on_train_end(self):
+        self.exported = digest(self)
+
+
+class Averaging(Callback):
+    """Leaves an average of this rank's weights in the module, as Lightning's EMAWeightAveraging does."""
+
+    def on_train_start(self, trainer, module):
+        self.average = flat(module)
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.average = (self.average + flat(module)) / 2
+
+    def on_train_end(self, trainer, module):
+        with torch.no_grad():
+            held = list(module.parameters())
+            pieces = self.average.split([p.numel() for p in held])
+            for p, own in zip(held, pieces, strict=True):
+                p.copy_(own.view_as(p))
+
+
+def exported(how, folder):
+    """10 steps, which end in mid-round; and again with an average of this rank's weights in their place."""
+    plain, _ = fit(StenogradStrategy(how), 10, Exporting())
+    averaging = Averaging()
+    averaged, _ = fit(StenogradStrategy(how), 10, callbacks=[averaging])
+    found = {"plain": digest(plain), "exported": plain.exported}
+    return found | {"kept": torch.equal(flat(averaged), averaging.average), "averaged": digest(averaged)}
+
+
 class Rated(Task):
     """Has a learning rate that a finder may set."""
 

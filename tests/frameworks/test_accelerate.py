@@ -103,6 +103,23 @@ def test_an_error_in_local_sgd_leaves_no_thread_group_or_hook(ran, way):
         assert rank["left"] == []
 
 
+def test_models_that_share_an_optimizer_are_trained_in_one_process_and_in_rounds(ran):
+    """As a text encoder and what it feeds: 10 steps, of which 2 after both were prepared again."""
+    (alone,) = ran("shared", "topk:ratio=0.05", launcher="none")
+    one, other = ran("shared", "local:every=2")
+    for found in (alone, one, other):
+        assert found["steps"] == 10
+        assert 0 < found["moved"][0] != found["moved"][1]
+    assert one["digest"] == other["digest"]
+
+
+def test_models_prepared_for_evaluation_are_no_hindrance(ran):
+    """The one that is trained, too, is wrapped then, where Accelerate would give it back as it is."""
+    one, other = ran("evaluated")
+    assert one == other
+    assert (one["unwrapped"], one["steps"], one["models"]) == (True, [3], 2)
+
+
 def test_fields_of_the_handler_are_kept(ran):
     assert ran("handler") == [[True, True]] * 2
 

@@ -115,6 +115,16 @@ def test_validation_sees_the_consensus(ran):
     assert one["step"] == 10
 
 
+@pytest.mark.parametrize("how", ["local:every=4", "diloco:every=4"])
+def test_the_consensus_is_in_place_when_callbacks_hear_of_the_end(ran, how):
+    """So a module exports it, and weights that a callback puts in its place stay."""
+    one, other = ran("exported", how)
+    assert one["plain"] == one["exported"] == other["plain"] == other["exported"]
+    for rank in (one, other):
+        assert rank["kept"]
+        assert rank["averaged"] != rank["plain"]
+
+
 @pytest.mark.parametrize("how", ["topk:ratio=0.05", "local:every=4"])
 def test_training_begins_anew_after_a_finder_of_learning_rates(ran, how):
     one, other = ran("found_rate", how)

@@ -105,6 +105,21 @@ def test_rounds_evaluate_and_keep_the_best_of_what_ranks_have_in_common(ran):
 METHODS = ["topk:ratio=0.05", "local:every=4", "diloco:every=4"]
 
 
+def test_a_trainer_may_have_prepared_another_model(ran):
+    one, other = ran("referring")
+    assert one == other
+    assert one["exchanges"] == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluation_before_training_and_another_trainer_after_it(ran, method):
+    """Accelerate wraps no model that it has prepared as it is: ranks would train each by itself."""
+    one, other = ran("evaluated", method)
+    assert one == other
+    assert one["exchanges"] == 3
+    assert one["moved"]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_second_training_goes_on_where_the_first_stood(ran, method):
     one, other = ran("again", method)

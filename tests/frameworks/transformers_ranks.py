@@ -273,6 +273,31 @@ def again(method, folder):
     return found | {"digest": digest(trainer.model), "left": left}
 
 
+class Referring(Trainer):
+    """Prepares a model to refer to when it is made, as trainers of preferences do."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.fixed = self.accelerator.prepare_model(bert(1), evaluation_mode=True)
+
+
+def referring(folder):
+    """3 steps of a trainer that has prepared another model."""
+    trainer, attached = trained_by(folder, 3, "topk:ratio=0.05", kind=Referring)
+    return {"exchanges": attached.sync.step, "digest": digest(trainer.model)}
+
+
+def evaluated(method, folder):
+    """3 steps after an evaluation; then 3 of a Trainer of its own for the same model."""
+    trainer = trainer_of(folder, 3)
+    attached = stenograd.transformers.use(trainer, method, timeout_s=120)
+    trainer.evaluate()
+    trainer.train()
+    found = {"exchanges": attached.sync.step, "digest": digest(trainer.model)}
+    plain, _ = trained_by(folder, 3, model=trainer.model)
+    return found | {"moved": digest(plain.model) != found["digest"], "plain": digest(plain.model)}
+
+
 def broken(method, folder):
     """What is left of ours where a callback raises on all ranks, after the second step."""
     alive = []

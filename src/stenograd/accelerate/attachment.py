@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
@@ -27,6 +27,8 @@ from stenograd.sync.replica_guard import check_interval
 from stenograd.wire.traffic import Traffic
 
 __all__ = ["Attachment", "optimizers_of", "refuse_sharding", "use"]
+
+_SEEN = "_is_accelerate_prepared"  # on models that Accelerate has prepared, and gives back as they are
 
 
 def use(
@@ -105,6 +107,7 @@ class Attachment:
         wraps = accelerator.multi_device or accelerator.distributed_type == DistributedType.MULTI_CPU
         if wraps and not self.rounds:
             accelerator.ddp_handler = _handler(self, accelerator.ddp_handler)
+            self._wrap_evaluated()
         else:
             # Also in a world of one, where Accelerate makes no DDP model whose hook could carry the method.
             self._replace_wrapping()
@@ -166,6 +169,8 @@ class Attachment:
         self._closed = list(self._attached)  # kept, as a model prepared again takes its state from there
         for one in self._attached:
             one.sync.close()
+            for model in _models_of(one):  # else another Accelerator would leave a model unwrapped
+                vars(model).pop(_SEEN, None)
 
     def save(self, folder: str | Path) -> None:
         """Save what each rank keeps for itself into a folder; `accelerator.save_state` calls it on all ranks.
@@ -255,21 +260,26 @@ class Attachment:
     def _on_ddp(self, ddp_model: Any) -> None:
         """Attach to a DDP model that Accelerate has just made."""
         inner: Any = unwrapped(ddp_model).module
-        self._go_on(self._drop(inner), Attached.by_hook(ddp_model, self.method, self._options))
+        self._go_on(self._drop([inner]), Attached.by_hook(ddp_model, self.method, self._options))
 
-    def _drop(self, model: nn.Module) -> Attached | None:
-        """Close what exchanged for a model that is wrapped or attached anew, and for those freed before.
+    def _drop(self, models: Sequence[nn.Module]) -> Attached | None:
+        """Close what exchanged for models that are wrapped or attached anew, and for those freed before.
 
         Returns:
-            What exchanged for the model, if `close()` has ended it.
+            What exchanged for the models, if `close()` has ended it.
         """
-        gone = [one for one in self._attached if one.module is model or one in self._freed]
+        before = [one for model in models for one in self._of(model)]
+        gone = [one for one in self._attached if one in before or one in self._freed]
         self._attached = [one for one in self._attached if one not in gone]
         self._freed = []
         for one in gone:
             one.sync.close()
             self._earlier.append(one.sync.traffic)
-        return next((one for one in gone if one.module is model and one in self._closed), None)
+        return next((one for one in before if one in self._closed), None)
+
+    def _of(self, model: nn.Module) -> list[Attached]:
+        """Return what exchanges for a model."""
+        return [one for one in self._attached if any(own is model for own in _models_of(one))]
 
     def _go_on(self, before: Attached | None, now: Attached) -> None:
         """Take what was just attached, with the state of what it follows."""
@@ -278,6 +288,18 @@ class Attachment:
             now.sync.load_state_dict(before.sync.state_dict())
             now.sync.after_load()
 
+    def _wrap_evaluated(self) -> None:
+        """Let Accelerate wrap for training what it has prepared for evaluation before."""
+        accelerator, prepare_model = self.accelerator, self.accelerator.prepare_model
+
+        def with_ddp(model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+            learns = any(p.requires_grad for p in model.parameters())
+            if learns and not evaluation_mode and not _is_wrapped(model):
+                _forget(accelerator, model)
+            return prepare_model(model, device_placement, evaluation_mode)
+
+        accelerator.prepare_model = with_ddp
+
     def _replace_wrapping(self) -> None:
         """Let Accelerate prepare models without DDP, and attach them once their optimizers are prepared."""
         accelerator = self.accelerator
@@ -285,6 +307,8 @@ class Attachment:
         backward, no_sync = accelerator.backward, accelerator.no_sync
 
         def without_ddp(model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+            if not hasattr(model, _SEEN):  # by `close()`, where it was prepared before
+                _forget(accelerator, model)
             # only for training does Accelerate wrap a model in DDP
             ready = prepare_model(model, device_placement=device_placement, evaluation_mode=True)
             if not evaluation_mode and any(p.requires_grad for p in ready.parameters()):
@@ -307,7 +331,7 @@ class Attachment:
 
         @contextmanager
         def accumulating(model: Any) -> Iterator[None]:
-            own = [one.sync for one in self._attached if one.module is unwrapped(model)]
+            own = [one.sync for one in self._of(unwrapped(model))]
             with own[0].no_sync() if own else no_sync(model):
                 yield
 
@@ -315,26 +339,29 @@ class Attachment:
         accelerator.backward, accelerator.no_sync = checked, accumulating
 
     def _attach_waiting(self) -> None:
-        """Attach each prepared model whose optimizers are prepared, too."""
-        models = {id(m): m for m in [*(one.module for one in self._attached), *self._waiting]}
-        for model in models.values():
-            held = optimizers_of(self.accelerator, model)
-            runs = next((one for one in self._attached if one.module is model), None)
+        """Attach each prepared model whose optimizers are prepared, too; those that share one, together."""
+        known = [model for one in self._attached for model in _models_of(one)]
+        for models, held in _by_optimizers(self.accelerator, [*known, *self._waiting]):
+            runs = next((one for model in models for one in self._of(model)), None)
             before = runs.optimizers if runs is not None and runs not in self._closed else ()
             # Every `prepare` comes here, also one of a data loader alone, which changes nothing.
-            if not held or {*map(id, held)} == {*map(id, before)}:
+            if {*map(id, held)} == {*map(id, before)}:
                 continue
             if before and any(o is old for o in held for old in before):
                 raise ConfigError(
                     f"a model of {self.method} got a further optimizer after its first: give prepare the "
                     "model and all of its optimizers in one call"
                 )
-            ended = self._drop(model)
-            now = Attached.by_optimizers(model, held, self.method, self._options)
+            ended = self._drop(models)
+            module = models[0] if len(models) == 1 else _Together(models)
+            now = Attached.by_optimizers(module, held, self.method, self._options)
             same = ended is not None and {*map(id, held)} == {*map(id, ended.optimizers)}
             self._go_on(ended if same else None, now)
-        known = {id(one.module) for one in self._attached}
-        self._waiting = [model for model in self._waiting if id(model) not in known]
+        self._waiting = [model for model in self._waiting if not self._of(model)]
+
+
+class _Together(nn.ModuleList):
+    """Models that one optimizer trains, and that exchange as one."""
 
 
 def _handler(attachment: Attachment, old: Any) -> Any:
@@ -360,9 +387,11 @@ def _refuse_late(accelerator: Accelerator) -> None:
             "already: leave this call out, or make another Accelerator"
         )
     refuse_sharding(accelerator)
-    if accelerator._models:
+    # Others were prepared for evaluation, as the model that a trainer of preferences refers to.
+    taken = [m for m in accelerator._models if _is_wrapped(m) or optimizers_of(accelerator, m)]
+    if taken:
         raise ConfigError(
-            f"use must be called before accelerator.prepare, which has prepared {len(accelerator._models)} "
+            f"use must be called before accelerator.prepare, which has prepared {len(taken)} "
             "model(s) already that would go on densely: move the line up, right after making the Accelerator"
         )
     hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
@@ -380,6 +409,42 @@ def optimizers_of(accelerator: Accelerator, model: nn.Module) -> list[torch.opti
     own = {id(p) for p in model.parameters()}
     prepared = as_optimizers(list(accelerator._optimizers))
     return [o for o in prepared if any(id(p) in own for g in o.param_groups for p in g["params"])]
+
+
+def _by_optimizers(
+    accelerator: Accelerator, models: Sequence[nn.Module]
+) -> list[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
+    """Return models with the prepared optimizers that hold their parameters; those that share one, together.
+
+    Models without an optimizer are left out.
+    """
+    found: list[dict[int, torch.optim.Optimizer]] = []
+    unique = list({id(model): model for model in models}.values())
+    for model in unique:
+        held = {id(o): o for o in optimizers_of(accelerator, model)}
+        shared = [others for others in found if not others.keys().isdisjoint(held)]
+        found = [others for others in found if others not in shared]
+        if held:
+            found.append({key: o for some in (*shared, held) for key, o in some.items()})
+    return [
+        ([m for m in unique if any(id(o) in held for o in optimizers_of(accelerator, m))], [*held.values()])
+        for held in found
+    ]
+
+
+def _models_of(one: Attached) -> list[nn.Module]:
+    """Return the models as they were prepared."""
+    return list(one.module) if isinstance(one.module, _Together) else [one.module]
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    return hasattr(unwrapped(model), "register_comm_hook")
+
+
+def _forget(accelerator: Accelerator, model: nn.Module) -> None:
+    """Let Accelerate prepare a model as if it had never seen it."""
+    vars(model).pop(_SEEN, None)
+    accelerator._models = [other for other in accelerator._models if other is not model]
 
 
 def refuse_sharding(accelerator: Accelerator) -> None:

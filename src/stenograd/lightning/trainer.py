@@ -97,6 +97,8 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
         # After super, which makes the optimizers.
         if self._fitting and self._in_rounds:
             self._attach(self.lightning_module, self.optimizers)
+            if not any(isinstance(callback, _Result) for callback in trainer.callbacks):
+                trainer.callbacks.insert(0, _Result())
 
     def configure_ddp(self) -> None:
         """Wrap the model, but for methods in rounds."""
@@ -141,6 +143,11 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
         if self._attached and self._in_rounds:
             self._attached[-1].hide()
             self.sync.enabled = True
+
+    def show_result(self) -> None:
+        """Put the consensus in place, before callbacks and the module are called at the end of training."""
+        if self._attached and self._in_rounds:
+            self._attached[-1].show()
 
     def on_train_end(self) -> None:
         """Leave the consensus in the model; what is trained later by hand is not exchanged."""
@@ -189,6 +196,13 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
         super().remove_checkpoint(filepath)
         if self.local_rank == 0:
             drop_others(filepath, [])
+
+
+class _Result(pytorch.callbacks.Callback):
+    """The first callback: others may export what training has led to, or replace it."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.show_result()
 
 
 class TrafficLogger(pytorch.callbacks.Callback):
