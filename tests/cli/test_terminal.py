@@ -111,6 +111,9 @@ def test_columns_that_can_be_spared_go_before_a_row_becomes_lines(monkeypatch, c
     assert capsys.readouterr().out.splitlines()[-1] == "left out for want of room: limit"
     table.show(head, [row])
     assert capsys.readouterr().out.splitlines() == [row[0], "  ms/step: 12.5", "  limit: bandwidth"]
+    monkeypatch.setenv("COLUMNS", "0")
+    table.show(head, [row])
+    assert capsys.readouterr().out.splitlines()[0] == row[0]
 
 
 @pytest.mark.parametrize("asked", ["plan.json", "compare.json"])

@@ -108,6 +108,9 @@ def test_resumed_equals_uninterrupted(on_two_ranks, trained, tmp_path):
     options = json.loads((straight / "run.json").read_text())["options"]
     assert (options["save_steps"], options["workers"]) == (31, 2)
     assert rows(resumed) == rows(straight)
+    steps = (straight / "steps.json").read_text()
+    on_two_ranks("train", "--out", straight, "--resume")
+    assert (straight / "steps.json").read_text() == steps
     assert result(resumed)["fingerprint"] == result(straight)["fingerprint"]
 
 

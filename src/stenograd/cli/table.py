@@ -185,7 +185,7 @@ def _widths(
 def _wrapped(text: str, width: int, indent: str) -> str:
     return textwrap.fill(
         text,
-        width,
+        max(width, 1),  # of a terminal that says 0, too
         initial_indent=indent,
         subsequent_indent=f"{indent}  ",
         break_long_words=False,
