@@ -136,6 +136,7 @@ def _end_with_training(trainer: Trainer, attached: Attachment) -> None:
         finally:
             attached.close()
             trainer.model_wrapped = trainer.model
+            trainer.is_in_train = False  # the Trainer leaves it where an error ends training
 
     trainer.train = train_and_close
 

@@ -137,6 +137,7 @@ def test_an_error_in_train_leaves_no_thread_group_or_hook(ran, method):
     for rank in ran("broken", method):
         assert rank["alive"] != []
         assert rank["left"] == []
+        assert rank["loss"] > 0  # and what was trained can be saved and evaluated
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,9 @@ def broken(method, folder):
     try:
         trainer.train()
     except KeyError:
-        return {"alive": alive, "left": left_over(trainer.model, trainer.optimizer.optimizer)}
+        trainer.save_model(str(Path(folder, "broken")))
+        left = left_over(trainer.model, trainer.optimizer.optimizer)
+        return {"alive": alive, "left": left, "loss": trainer.evaluate()["eval_loss"]}
 
 
 class InOrder(Trainer):
