@@ -408,7 +408,7 @@ def test_train_starts_workers_again_stops_and_goes_on(tmp_path):
         (tmp_path / "errors").open("w") as errors,
         subprocess.Popen(command, env=env, stdout=errors, stderr=errors, start_new_session=True) as process,
     ):
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 200
 
         def wait_for(what):
             while not what():

@@ -32,7 +32,7 @@ def test_averages_are_equal_on_processors_of_different_kinds():
             process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
             started.append(stack.enter_context(process))
             stack.callback(process.kill)
-        written = [process.communicate(timeout=120)[0] for process in started]
+        written = [process.communicate(timeout=240)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     found = [json.loads(text.splitlines()[-1]) for text in written]
     assert len(found[0]) == 2 * len(METHODS)
