@@ -90,7 +90,7 @@ class RunFolder:
                 raise
 
     def finish(self, result: Mapping[str, Any], steps: Mapping[str, Any]) -> None:
-        """Write steps.json and result.json; a finished run that is resumed has no steps, and keeps its own."""
+        """Write result.json, and steps.json unless a finished run was resumed, which took none."""
         if any(rank["steps"] for rank in steps["ranks"]) or not self._file("steps").exists():
             write_json(self._file("steps"), steps)
         write_json(self._file("result"), result)
