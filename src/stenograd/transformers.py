@@ -32,10 +32,10 @@ def use(
     """Make a Trainer exchange by a Stenograd method. Call it once, between construction and `train()`.
 
     Gradient accumulation, `max_grad_norm` (which clips what was averaged; with a schedule, each rank's own
-    gradients), `ddp_find_unused_parameters` and mixed precision work as before. Checkpoints also keep what
-    each rank has of its own, in a folder `stenograd` inside of theirs; `train(resume_from_checkpoint=...)`
-    continues from it, on as many ranks as saved it or on others. `traffic.as_metrics()` is added to what the
-    Trainer logs.
+    gradients; `demo` and `dion` need 0), `ddp_find_unused_parameters` and mixed precision work as before.
+    Checkpoints also keep what each rank has of its own, in a folder `stenograd` inside of theirs;
+    `train(resume_from_checkpoint=...)` continues from it, on as many ranks as saved it or on others.
+    `traffic.as_metrics()` is added to what the Trainer logs.
 
     With a schedule (`local`, `diloco`, `gossip`) ranks' parameters differ between rounds: during `train()`
     they are evaluated and saved as `sync.consensus()` puts them, and they stay so when it ends.

@@ -143,7 +143,7 @@ def test_an_error_in_train_leaves_no_thread_group_or_hook(ran, method):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("direction", "a Trainer's max_grad_norm is 0 then"),
+        ("direction", "in a Trainer by max_grad_norm=0"),
         ("late", "ConfigError: use must be called before trainer.train()"),
         ("after", "ConfigError: use must be called before accelerator.prepare"),
         ("other accelerator", "StenogradError: the Trainer has made another Accelerator"),

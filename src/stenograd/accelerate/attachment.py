@@ -209,7 +209,7 @@ class Attachment:
             parameters, limit, *_ = given.arguments.values()
             held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if limit < math.inf:  # a Trainer takes the norm alone by clipping at infinity
-                advice = f"leave {clip.__name__} out (a Trainer's max_grad_norm is 0 then)"
+                advice = f"leave {clip.__name__} out (in a Trainer by max_grad_norm=0)"
                 refuse_clipping(self.method, held, advice)
             given.arguments["parameters"] = held
             return clip(*given.args, **given.kwargs)
