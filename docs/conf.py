@@ -14,7 +14,7 @@ from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
-from sphinx.util import logging
+from sphinx.util import inspect, logging
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -146,10 +146,31 @@ def _example_as_code(app: Sphinx, what: str, name: str, member: Any, options: An
     lines[at + 1 :] = [f"{indent}    .. code-block:: python", "", *code]
 
 
+def _formulas(app: Sphinx, doctree: nodes.document) -> None:
+    """Keep the lines of an indented paragraph of a docstring, which holds formulas."""
+    for quote in list(doctree.findall(nodes.block_quote)):
+        text = "\n\n".join(part.rawsource for part in quote.children).replace("`", "")
+        quote.replace_self(nodes.literal_block(text, text, language="none"))
+
+
+def _own_signature(
+    app: Sphinx, what: str, name: str, cls: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None] | None:
+    """Show what a class takes where its base, a stand-in or a protocol, takes anything."""
+    if what != "class" or not (signature or "").startswith("(*args"):
+        return None
+    if getattr(cls, "_is_protocol", False):
+        return "", returns
+    own = inspect.signature(cls.__init__, bound_method=True)
+    return inspect.stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), returns
+
+
 def setup(app: Sphinx) -> None:
     """Register the directive and what acts on pages and on the finished site."""
     app.add_directive("registered", Registered)
     app.connect("source-read", _drop_empty_patterns)
     app.connect("autodoc-process-docstring", _example_as_code, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", _own_signature)
+    app.connect("doctree-read", _formulas)
     app.connect("doctree-resolved", _breakable)
     app.connect("build-finished", _check)
