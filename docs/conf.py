@@ -146,6 +146,16 @@ def _example_as_code(app: Sphinx, what: str, name: str, member: Any, options: An
     lines[at + 1 :] = [f"{indent}    .. code-block:: python", "", *code]
 
 
+def _whole_sentence(app: Sphinx, what: str, name: str, member: Any, options: Any, lines: list[str]) -> None:
+    """Put back what napoleon took for a type, the words before a colon; signatures have the types."""
+    for field, first in ((":rtype:", ":returns:"), (":type:", "")):
+        at = next((i for i, line in enumerate(lines) if line.startswith(field)), None)
+        if at is not None:
+            words = lines.pop(at).removeprefix(field).strip()
+            to = next(i for i, line in enumerate(lines) if line.startswith(first))
+            lines[to] = f"{first} {words}: {lines[to].removeprefix(first).strip()}".strip()
+
+
 def _formulas(app: Sphinx, doctree: nodes.document) -> None:
     """Keep the lines of an indented paragraph of a docstring, which holds formulas."""
     for quote in list(doctree.findall(nodes.block_quote)):
@@ -170,6 +180,7 @@ def setup(app: Sphinx) -> None:
     app.add_directive("registered", Registered)
     app.connect("source-read", _drop_empty_patterns)
     app.connect("autodoc-process-docstring", _example_as_code, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _whole_sentence, priority=600)  # after napoleon
     app.connect("autodoc-process-signature", _own_signature)
     app.connect("doctree-read", _formulas)
     app.connect("doctree-resolved", _breakable)
