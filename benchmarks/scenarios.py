@@ -156,7 +156,9 @@ EVIDENCE = {
     # residual blocks with BatchNorm on MNIST, at a tenth of what ImageNet's networks have
     "resnet": Evidence(1200, ("local:every=16/qsgd:bits=4", *_ROUNDS[1:]), 151_546, 0.08, target=0.985),
     # adapters of rank 8 in a small GPT that was trained first: now the text has its case swapped
-    "lora": Evidence(600, _ROUNDS[:1], 65_536, 0.06, batch=12, context=64, judged=500),
+    "lora": Evidence(
+        600, _ROUNDS[:1], 65_536, 0.06, grid=(0.5, 1.0, 2.0, 4.0, 8.0), batch=12, context=64, judged=500
+    ),
     # what a machine does in minutes, to see that all of it works
     "try": Evidence(
         16, _ROUNDS[:1], 804_096, 0.05, grid=(1.0, 2.0), batch=12, context=64, judged=100, parts=2
