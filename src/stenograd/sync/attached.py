@@ -162,6 +162,7 @@ class Sync(ABC):
     _asked: bool = False  # to stop, by `stop()`
     _stopping: bool = False
 
+    _polled: int = 0  # for `stenograd.adapters.stops`
     #: Whether all ranks called `stop_on` before attaching; looked at where only `poll()` tells.
     listens: bool = False
 
