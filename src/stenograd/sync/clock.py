@@ -30,7 +30,7 @@ from stenograd.sync.handshake import (
     synced_parameters,
     unwrapped,
 )
-from stenograd.sync.outer import Nodes
+from stenograd.sync.outer import Nodes, overwrite
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.steps import Leftovers, bad_of, drop_bad, refuse_step, zero_bad
 from stenograd.wire.carried import Carried, in_memory
@@ -382,6 +382,16 @@ class RoundSync(Sync):
         self._refuse_shown()
         where = {"rank": self.rank, "world_size": self.world_size}
         return {"format": _FORMAT, "method": self.method.text, **where}
+
+    @contextmanager
+    def _aside(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let tensors be changed in a `with` block of `consensus()`, after which they are as before."""
+        own, before, self._shown = [t.clone() for t in tensors], self._shown, True
+        try:
+            yield
+        finally:
+            self._shown = before
+            overwrite(tensors, own)
 
     def _refuse_shown(self) -> None:
         """Refuse, inside of `consensus()`, what is done with this rank's own parameters.

@@ -220,8 +220,7 @@ class ParameterSync(RoundSync):
             return
         parameters, buffers = [p.detach() for p in self._parameters.values()], self._buffers()
         tensors = [*parameters, *buffers]
-        own, before, self._shown = [t.clone() for t in tensors], self._shown, True
-        try:
+        with self._aside(tensors):
             alone = [part.take_common() for part in self._parts]
             if self._nodes is not None:
                 for whole in self._whole:  # by fragments: that is how a node's ranks share them out
@@ -237,9 +236,6 @@ class ParameterSync(RoundSync):
             if apart or buffers:
                 overwrite([*apart, *buffers], self._together(means))
             yield
-        finally:
-            self._shown = before
-            overwrite(tensors, own)
 
     @as_in_training
     def state_dict(self) -> dict[str, Any]:
