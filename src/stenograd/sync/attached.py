@@ -204,7 +204,7 @@ class Sync(ABC):
     @property
     def repaired(self) -> int:
         """Number of checks that found the ranks' parameters unequal, and repaired them."""
-        return self._guard.repaired
+        return self._guard.repaired + sum(engine.repaired for engine in self._engines())
 
     @property
     def enabled(self) -> bool:
@@ -214,6 +214,8 @@ class Sync(ABC):
     @enabled.setter
     def enabled(self, value: bool) -> None:
         self._enabled = value
+        for engine in self._engines():
+            engine.enabled = value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -221,13 +223,14 @@ class Sync(ABC):
 
         Every rank must use it for the same passes.
         """
+        made = [(engine, engine._passes_made()) for engine in (self, *self._engines())]
         before, self.enabled = self.enabled, False
-        passes = self._passes_made()
         try:
             yield
         finally:
             self.enabled = before
-            self._accumulated(passes)
+            for engine, passes in made:
+                engine._accumulated(passes)
 
     def weight(self, n: float, *, reduce: str = "mean", divided: float = 1.0) -> None:
         """Let the next backward pass count n times: gradients become means over all ranks' tokens or samples.
@@ -275,9 +278,13 @@ class Sync(ABC):
         """Refuse weights where ranks cannot count differently."""
         return
 
+    def _engines(self) -> Iterable[Sync]:
+        """Return the engines that work for this one: what holds for its passes holds for theirs."""
+        return ()
+
     def _lend_weights(self) -> None:
-        """Let engines that work for this one count by the same weights."""
-        return
+        for engine in self._engines():
+            engine._weighing = self._weighing
 
     def _learning(self) -> Iterable[Tensor]:
         """Return the parameters whose gradients count."""
@@ -294,6 +301,8 @@ class Sync(ABC):
     def stop(self) -> None:
         """Ask all ranks to stop, as a signal of `stenograd.stop_on` does; `stopping` says when they know."""
         self._asked = True
+        for engine in self._engines():
+            engine.stop()
 
     @property
     def stopping(self) -> bool:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -196,8 +196,7 @@ class RoundSync(Sync):
 
     def _drivers(self) -> list[AnyDriver]:
         levels = [] if self._nodes is None else [self._nodes.inside, self._nodes.between]
-        inner = [] if self._gradients is None else self._gradients._drivers()
-        return [self._driver, *levels, *inner]
+        return [self._driver, *levels, *(driver for one in self._engines() for driver in one._drivers())]
 
     @property
     def step(self) -> int:
@@ -237,12 +236,6 @@ class RoundSync(Sync):
         """Whether something is due."""
         return bool(self._due)
 
-    def stop(self) -> None:
-        """Ask all ranks to stop; see `Sync.stop`."""
-        super().stop()
-        if self._gradients is not None:
-            self._gradients.stop()
-
     @property
     def stopping(self) -> bool:
         """Whether a rank was asked to stop, true on all ranks after the same step; read it after the step.
@@ -254,26 +247,6 @@ class RoundSync(Sync):
         if self._due and not self._closed:
             self._hold_if_due()
         return super().stopping or (self._dense and self._gradients is not None and self._gradients.stopping)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether backward passes count, and average gradients; set it alike on all ranks, between passes."""
-        return self._enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._enabled = value
-        if self._gradients is not None:
-            self._gradients.enabled = value
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: passes inside do not count. All ranks use it for the same passes."""
-        with ExitStack() as stack:
-            stack.enter_context(super().no_sync())
-            if self._gradients is not None:
-                stack.enter_context(self._gradients.no_sync())
-            yield
 
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
@@ -319,12 +292,14 @@ class RoundSync(Sync):
         """Finish what is under way or due; ranks differ all the same: export inside `consensus()`."""
         self._hold_if_due()
 
-    def join(self, **_: Any) -> Any:
-        """Refuse ranks with different numbers of batches.
+    def join(self, *, enable: bool = True, **_: Any) -> AbstractContextManager[Any]:
+        """Refuse ranks with different numbers of batches; do nothing if not `enable`.
 
         Raises:
-            StenogradError: always: a rank without batches would have nothing to average.
+            StenogradError: a rank without batches would have nothing to average.
         """
+        if not enable:
+            return nullcontext()
         raise StenogradError(
             f"{self.method} needs as many batches on every rank: drop the rest of longer inputs, or average "
             "gradients in every step (leave out what stands before the slash), where join() works"
@@ -373,10 +348,9 @@ class RoundSync(Sync):
     def _buffers(self) -> list[Tensor]:
         return [] if self._schedule.buffers == "keep" else self._carried.now()
 
-    def _lend_weights(self) -> None:
-        """Let the engine that averages gradients, here or inside nodes, count passes as this does."""
-        if self._gradients is not None:
-            self._gradients._weighing = self._weighing
+    def _engines(self) -> list[GradientSync]:
+        """Return the engine that averages gradients, here or inside nodes, if one does."""
+        return [] if self._gradients is None else [self._gradients]
 
     def _identity(self) -> dict[str, Any]:
         self._refuse_shown()
