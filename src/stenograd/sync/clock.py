@@ -133,6 +133,7 @@ class RoundSync(Sync):
         # A group of its own: what the program sends in its backward passes would be paired with rounds.
         self._driver = Driver.own(group, timeout_s=timeout_s)
         self._bucket_bytes, self._check_every = bucket_bytes, check_every
+        self._checks = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
         self._skips, self._left = skip_bad_steps, Leftovers()
         self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
         self.round = self._skipped = self._counted = 0
@@ -150,6 +151,7 @@ class RoundSync(Sync):
         self._gradients: GradientSync | None = None
         self._nodes: Nodes | None = None
         self._watches, self._wrapping = [], Wrapping(self)
+        self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
         with self._wholly():
             # First, because gradients may be averaged inside nodes.
             if self._levels is not None:
@@ -157,7 +159,6 @@ class RoundSync(Sync):
             # Before `refresh` and `_attend`: the inner engine refuses an attached model or optimizer.
             self._average_gradients(dense=self._dense_passes > 0)
             self.refresh()
-            self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
             self._attend(model)
 
     def _average_gradients(self, *, dense: bool) -> None:
@@ -171,6 +172,7 @@ class RoundSync(Sync):
             how, driver = self._levels[0], beside(self._nodes.inside, "gradients")
         if driver is not None:  # the engine closes it
             kept: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "timeout_s": driver.timeout_s}
+            kept |= self._checks if dense else {}  # else only some ranks' replicas are equal
             self._gradients = GradientSync(
                 self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
             )
@@ -417,6 +419,7 @@ class RoundSync(Sync):
         """Stop averaging gradients, over whichever ranks."""
         if self._gradients is not None:
             self._skipped += self._gradients.skipped
+            self._guard.repaired += self._gradients.repaired
             self._gradients._weighing = None  # they stay in use
             # Of an engine inside a node only its ranks have heard; all others hear in a round.
             self._hear(self._dense and self._gradients.stopping)
