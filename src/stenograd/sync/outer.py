@@ -121,11 +121,6 @@ class Part:
         self._before: dict[str, Any] = {}  # of the exchange, when it last sent
         self.anchor()
 
-    @property
-    def under_way(self) -> bool:
-        """Whether something was sent and not applied yet."""
-        return self._flat.under_way or bool(self._arrived)
-
     def is_finite(self) -> bool:
         """Return whether this rank's parameters are."""
         return are_finite(self.parameters.values())

@@ -84,8 +84,8 @@ class ParameterSync(RoundSync):
 
     @property
     def pending(self) -> bool:
-        """Whether a round is due, or an exchange under way."""
-        return bool(self._due) or any(part.under_way for part in self._parts)
+        """Whether a round is due, or an exchange under way that `flush()` would end."""
+        return bool(self._due or self._flying)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -388,7 +388,8 @@ class ParameterSync(RoundSync):
             StenogradError: on all ranks: they have come for different things.
         """
         while True:
-            asked = self._numbers(what + (_STOP if self._asks() else 0))
+            own = _ROUND if self._due else what  # a step that was skipped has left a round due
+            asked = self._numbers(own + (_STOP if self._asks() else 0))
             self._hear(any(number & _STOP for number in asked))
             came = [number & ~_STOP for number in asked]
             if _ROUND in came:
