@@ -175,9 +175,10 @@ class ParameterSync(RoundSync):
         """End a round that has begun by the ranks' mean; the outer momentum starts again."""
         if not self._parts or self._is_common:
             return
+        steps = float(self._counted - self._held_at) if self._schedule.seconds else None
         with self._copies.follow(self._parameters.values()):
-            for part, whole in zip(self._parts, self._whole, strict=True):
-                part.end_by_mean()
+            for fragment, (part, whole) in enumerate(zip(self._parts, self._whole, strict=True)):
+                part.end_by_mean(self._counts(fragment, steps))
                 if self._nodes is not None:
                     self._nodes.spread(whole)
 
