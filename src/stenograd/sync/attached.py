@@ -152,6 +152,7 @@ class Sync(ABC):
     _check_every: int
     _passes: Passes
     _watches: list[Any]
+    _join_config: Any  # torch's, where gradients are averaged
     _wrapping: Wrapping
     _closed: bool
     _enabled: bool = True
@@ -161,8 +162,8 @@ class Sync(ABC):
     _weighing: Weights | None = None
     _asked: bool = False  # to stop, by `stop()`
     _stopping: bool = False
-
     _polled: int = 0  # for `stenograd.adapters.stops`
+
     #: Whether all ranks called `stop_on` before attaching; looked at where only `poll()` tells.
     listens: bool = False
 
@@ -568,6 +569,11 @@ class Sync(ABC):
         """Return the ranks' mean of a loss, the same bits everywhere; in `no_sync()` this rank's."""
         if not self.enabled or self.world_size == 1:
             return loss
+        if self._join_config.enable:
+            raise StenogradError(
+                "LBFGS decides by the mean of all ranks' losses, and one that has run out of batches brings "
+                "none: give all ranks as many, without join(), or use another optimizer"
+            )
         # float64 holds the loss exactly, and "cpu" whatever torch.set_default_device says.
         own = torch.tensor([loss], dtype=torch.float64, device="cpu")
         received = [float(other) for (other,) in self._driver.run(gather(own))]
