@@ -30,8 +30,9 @@ def stops(sync: Any, step: int) -> bool:
 
     Where no exchange tells, they ask each other now and then, if `stop_on` was called before attaching.
     """
-    # By the step's number, which is equal on all ranks, because a poll is a collective.
-    polls = sync.needs_poll and sync.listens and step % _POLL_STEPS == 0
+    # By the step's number, which is equal on all ranks, because a poll is a collective. It may go by twos.
+    before, sync._polled = sync._polled, step // _POLL_STEPS
+    polls = sync.needs_poll and sync.listens and sync._polled != before
     return bool(sync.poll() if polls else sync.stopping)
 
 

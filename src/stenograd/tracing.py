@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from stenograd.arguments import whole
 from stenograd.checkpoint.files import write_atomically
-from stenograd.errors import ConfigError
+from stenograd.errors import ConfigError, PeerLost, first_line
 from stenograd.wire.agreement import agree
 from stenograd.wire.drivers import AnyDriver
 
@@ -48,8 +48,8 @@ class Tracing:
     """Notes forward, backward, step and every exchange while a `with` block lasts; made by `sync.trace`.
 
     All ranks enter and leave it together, between steps. On leaving, rank 0 writes the file. Where the block
-    ends with an error, or on fewer ranks than it began (lost=drop), ranks cannot be expected to answer: then
-    each writes its own events to `path.rankR`.
+    ends with an error, or on fewer ranks than it began, ranks cannot be expected to answer: then each writes
+    its own events to `path.rankR`, with a warning if only this shows that a rank was lost.
 
     Args:
         path: file to write on rank 0.
@@ -94,11 +94,27 @@ class Tracing:
             driver.tracer = None
         self._phases.close()
         if kind is not None or drivers[0] is not self.driver:  # those that are left have another
-            _write(f"{self.path}.rank{self.driver.rank}", as_json([(0.0, self._tracer.events)]))
+            self._write_own()
             return
         own = json.dumps([self._tracer.dropped, self._tracer.events]).encode()
-        packed = self.driver.gather_bytes(zlib.compress(own, 1))
-        agree(self.driver, lambda: self._write(packed))
+        try:
+            packed = self.driver.gather_bytes(zlib.compress(own, 1))
+            agree(self.driver, lambda: self._write(packed))
+        except PeerLost as error:  # the next exchange raises it again, or goes on without them
+            self._write_own()
+            warnings.warn(
+                f"the trace ends without those that were lost: {self._own} has this rank's events only "
+                f"({first_line(error)})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def _own(self) -> str:
+        return f"{self.path}.rank{self.driver.rank}"
+
+    def _write_own(self) -> None:
+        _write(self._own, as_json([(0.0, self._tracer.events)]))
 
     def _check_path(self) -> None:
         if self.driver.rank != 0:

@@ -276,25 +276,34 @@ def test_a_loss_in_a_void_round_leaves_survivors_equal(pool, tmp_path, text, vic
     _equal(survivors(pool, 3, _void_and_lost, tmp_path, text, victim, dies_in, victim=victim), 3, victim)
 
 
-def _traced(rank, folder):
-    """Rank 2 dies before the second of three rounds, while a trace is taken."""
+def _traced(rank, folder, steps):
+    """Rank 2 dies before the second of three rounds, while so many steps are traced."""
     model, optimizer, sync = _attached("diloco:every=2,lost=drop", nn.Tanh(), timeout_s=6)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+
+    def train(steps):
+        for step in steps:
+            if (rank, step) == (2, 3):
+                os._exit(9)
+            _backward(model, optimizer, rank, step)
+            optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         with sync.trace(str(folder / "trace.json")):
-            for step in range(6):
-                if (rank, step) == (2, 3):
-                    os._exit(9)
-                _backward(model, optimizer, rank, step)
-                optimizer.step()
+            train(range(4 if rank == 2 else steps))
+        train(range(steps, 6))
     file = folder / f"trace.json.rank{rank}"
-    steps = [e["name"] for e in json.loads(file.read_text())["traceEvents"]].count("step")
-    tell(folder, rank, (sync.round, steps, sync._driver.tracer))
+    noted = [e["name"] for e in json.loads(file.read_text())["traceEvents"]].count("step")
+    ends = [str(w.message) for w in caught if "the trace ends without" in str(w.message)]
+    tell(folder, rank, (sync.round, noted, sync._driver.tracer, len(ends)))
     sync.close()
 
 
-def test_a_trace_of_a_lost_rank_ends_with_a_file_of_each_survivor(pool, tmp_path):
-    assert list(survivors(pool, 3, _traced, tmp_path).values()) == [(3, 6, None)] * 2
+# After three steps no survivor has noticed the loss.
+@pytest.mark.parametrize(("steps", "warned"), [(6, 0), (3, 1)])
+def test_a_trace_of_a_lost_rank_ends_with_a_file_of_each_survivor(pool, tmp_path, steps, warned):
+    found = survivors(pool, 3, _traced, tmp_path, steps)
+    assert list(found.values()) == [(3, steps, None, warned)] * 2
 
 
 def test_without_drop_a_lost_rank_is_an_error_that_names_it(pool, tmp_path):

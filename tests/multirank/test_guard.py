@@ -59,6 +59,12 @@ def test_repair_takes_the_majority_s_tensors_and_says_so_once_an_event(pool, fac
     assert "2.weight on rank(s) 1: repaired with the tensors of rank(s) 0" in ranks[0][3][0]
 
 
+def test_passes_before_the_first_round_are_compared_too(pool):
+    """What a bit that flipped after pass 6 cost is counted on in rounds, which begin after pass 10."""
+    for _, error, repaired, _ in pool.run(3, _trained, 3, Face, "local:every=2,after=10", True):
+        assert (error, repaired) == (None, 1)
+
+
 def test_two_ranks_have_no_majority(pool):
     for _, error, *_ in pool.run(2, _trained, 2, Face, "dense", True):
         assert "2.weight, rank(s) 0 against rank(s) 1 without a majority" in error[0]

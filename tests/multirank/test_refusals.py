@@ -190,6 +190,8 @@ def test_programs_that_no_schedule_can_follow(text):
     with stenograd.distribute(model, optimizer, text) as sync:
         with pytest.raises(StenogradError, match=r"where join\(\) works"):
             sync.join()
+        with sync.join(enable=False):
+            pass
         with pytest.raises(ConfigError, match=r"close\(\) the first"):
             stenograd.distribute(model, optimizer, "dense")
     with pytest.raises(MethodError, match=r"pass the model and its optimizer to stenograd\.distribute"):

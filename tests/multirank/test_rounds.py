@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 import warnings
 
 import pytest
@@ -37,6 +38,36 @@ def test_pending_tells_of_what_is_under_way_and_flush_finishes_it():
         return seen
 
     assert ranks(2, rank_of) == [[False, False, False, True, False, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local:every=3",
+        "local:every=0.05s",
+        "diloco:every=3,delay=2,mix=0.5",
+        "diloco:every=3,eager=true",
+        "gossip:every=3",
+    ],
+)
+def test_nothing_is_pending_after_a_flush(text):
+    """A program may flush until nothing is; here a round is due because the third step was skipped."""
+
+    def rank_of(driver):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            for last in (False, False, True):
+                time.sleep(0.1 * last)
+                optimizer.zero_grad()
+                model(torch.ones(1, 4) * driver.rank).sum().backward()
+                if not last:
+                    optimizer.step()
+            before = sync.pending
+            sync.flush()
+            return before, sync.pending
+
+    assert ranks(2, rank_of) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import warnings
 import pytest
 import torch
 from models import SMALL_BUCKETS, flat, mlp, shards
+from support.faces import attached
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
-from stenograd.errors import WireError
+from stenograd.errors import StenogradError, WireError
 from stenograd.exchange.sparse_rows import Rows, average_rows
 
 
@@ -90,6 +91,27 @@ def _early(rank):
 
 def test_uneven_inputs_can_be_an_error(pool):
     pool.run(2, _early)
+
+
+def _searching(rank, face):
+    model = mlp(0)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    net, sync = attached(face, model, optimizer, "dense")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(torch.ones(1, 10)).square().sum()
+        loss.backward()
+        return loss
+
+    with sync, pytest.raises(StenogradError, match=r"LBFGS.*without join\(\)"), sync.join():
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("face", ["distribute", "ddp"])
+def test_losses_that_are_averaged_need_all_ranks(pool, face):
+    """A rank that has run out would come to the exchange only, and the others would wait for its loss."""
+    pool.run(2, _searching, face)
 
 
 def _uneven_ddp(rank, method, how):

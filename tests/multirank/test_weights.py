@@ -212,6 +212,32 @@ def test_what_a_void_round_has_left_counts_in_the_next(method, weighted, counts,
         assert ranks(4, _void, method, weighted, saves) == counts
 
 
+@pytest.mark.parametrize("method", ["local:every=9", "diloco:every=9", "local:every=1000s"])
+def test_refresh_ends_a_round_as_rounds_end(method):
+    """Rank 1 counts four times as much, by its weights or by time by the passes that it has made."""
+    timed = method.endswith("s")
+    text = method + ",outer_lr=1,momentum=0,nesterov=false" * method.startswith("diloco")
+
+    def train(rank):
+        model = nn.Linear(3, 2)
+        nn.init.constant_(model.weight, 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, text, group=rank, timeout_s=30) as sync:
+            for _ in range(4 if timed and rank.rank else 1):
+                optimizer.zero_grad()
+                if not timed:
+                    sync.weight(1 + 3 * rank.rank)
+                (model(torch.ones(1, 3)) - rank.rank).square().sum().backward()
+                optimizer.step()
+            own = flat(model)
+            sync.refresh()
+            return own, flat(model)
+
+    (first, mean), (second, other) = ranks(2, train)
+    assert torch.equal(mean, other)
+    assert torch.allclose(mean, (first + 4 * second) / 5)
+
+
 def _idle(rank, method):
     """Ranks of which only the first has anything to train on."""
     model = mlp(3)

@@ -497,6 +497,23 @@ def test_an_optimizer_that_undoes_rounds_from_hidden_copies_is_refused_by_name(s
     ranks(2, train)
 
 
+def test_the_first_of_two_optimizers_is_seen_to_undo_rounds():
+    def train(rank):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+        for p in model.parameters():
+            nn.init.constant_(p, 0.1)
+        optimizers = [_Master(model[0].parameters(), 0.05, "flat"), _sgd(model[1], lr=0.0)]
+        with stenograd.distribute(model, optimizers, "local:every=2", group=rank):
+            for _ in range(8):
+                model.zero_grad()
+                (model(torch.ones(2, 4)) - 10.0 * rank.rank).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+    with pytest.raises(stenograd.errors.ConfigError, match="_Master, which goes on from copies"):
+        ranks(2, train)
+
+
 @pytest.mark.parametrize("kind", ["state", "attribute"])
 @pytest.mark.parametrize("method", ["local:every=4", "diloco:every=4"])
 def test_copies_follow_where_refresh_ends_a_round(method, kind):
@@ -548,6 +565,26 @@ def test_an_optimizer_without_copies_trains_as_torch_s_own_does_bit_for_bit(sche
         for kind in (_Own, torch.optim.SGD)
     )
     assert all(map(torch.equal, own, torchs))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gradients_along_one_line_are_not_taken_for_copies(seed):
+    """Noise along it makes some steps go back by what a round has moved."""
+
+    def train(rank):
+        model = nn.Linear(8, 1, bias=False)
+        nn.init.constant_(model.weight, 0.1)
+        optimizer = _Own(model.parameters(), lr=0.3)
+        noise = torch.Generator().manual_seed(100 * seed + rank.rank)
+        with stenograd.distribute(model, optimizer, "local:every=2", group=rank) as sync:
+            for _ in range(40):
+                optimizer.zero_grad()
+                x, y = torch.randn(2, generator=noise)
+                (model(torch.full((1, 8), float(x))) - y).square().sum().backward()
+                optimizer.step()
+            return sync.round
+
+    assert ranks(2, train) == [20, 20]
 
 
 def _accumulating(rank, method, passes, quiet):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stenograd import method
-from stenograd.adapters import Attached
+from stenograd.adapters import Attached, stops
 
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
@@ -86,3 +86,22 @@ def test_what_is_frozen_is_not_copied_for_the_consensus(in_rounds):
     attached = in_rounds(model)
     with Cloned() as cloned, attached.shown():
         assert 0 < cloned.elements < 1000
+
+
+class _Asked:
+    """What only polls tell of requests, from the third on."""
+
+    needs_poll = listens = True
+    stopping = False
+    _polled = polls = 0
+
+    def poll(self):
+        self.polls += 1
+        return self.polls > 2
+
+
+@pytest.mark.parametrize("numbers", [range(1, 33), range(1, 33, 2), [3, 3, 3, 10, 20, 30]], ids=str)
+def test_ranks_poll_once_in_eight_steps_whichever_numbers_these_have(numbers):
+    sync = _Asked()
+    assert [stops(sync, number) for number in numbers].count(True) >= 1
+    assert sync.polls == max(numbers) // 8

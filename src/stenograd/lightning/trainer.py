@@ -267,7 +267,9 @@ class StopOnRequest(pytorch.callbacks.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Save once, and let `fit` end, whatever `min_epochs` and `min_steps` say."""
-        if not self._saved and stops(trainer.strategy.sync, trainer.global_step):
+        sync = trainer.strategy.sync
+        # Not by `global_step`, which counts steps of optimizers: a rank may leave some out.
+        if not self._saved and stops(sync, sync.step):
             self._saved = trainer.should_stop = True
             trainer.save_checkpoint(self._path or Path(trainer.default_root_dir, "stopped.ckpt"))
             loop, give_back = trainer.fit_loop, self._undo

@@ -152,6 +152,7 @@ class Sync(ABC):
     _check_every: int
     _passes: Passes
     _watches: list[Any]
+    _join_config: Any  # torch's, where gradients are averaged
     _wrapping: Wrapping
     _closed: bool
     _enabled: bool = True
@@ -161,6 +162,7 @@ class Sync(ABC):
     _weighing: Weights | None = None
     _asked: bool = False  # to stop, by `stop()`
     _stopping: bool = False
+    _polled: int = 0  # for `stenograd.adapters.stops`
 
     #: Whether all ranks called `stop_on` before attaching; looked at where only `poll()` tells.
     listens: bool = False
@@ -203,7 +205,7 @@ class Sync(ABC):
     @property
     def repaired(self) -> int:
         """Number of checks that found the ranks' parameters unequal, and repaired them."""
-        return self._guard.repaired
+        return self._guard.repaired + sum(engine.repaired for engine in self._engines())
 
     @property
     def enabled(self) -> bool:
@@ -213,6 +215,8 @@ class Sync(ABC):
     @enabled.setter
     def enabled(self, value: bool) -> None:
         self._enabled = value
+        for engine in self._engines():
+            engine.enabled = value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -220,13 +224,14 @@ class Sync(ABC):
 
         Every rank must use it for the same passes.
         """
+        made = [(engine, engine._passes_made()) for engine in (self, *self._engines())]
         before, self.enabled = self.enabled, False
-        passes = self._passes_made()
         try:
             yield
         finally:
             self.enabled = before
-            self._accumulated(passes)
+            for engine, passes in made:
+                engine._accumulated(passes)
 
     def weight(self, n: float, *, reduce: str = "mean", divided: float = 1.0) -> None:
         """Let the next backward pass count n times: gradients become means over all ranks' tokens or samples.
@@ -274,9 +279,13 @@ class Sync(ABC):
         """Refuse weights where ranks cannot count differently."""
         return
 
+    def _engines(self) -> Iterable[Sync]:
+        """Return the engines that work for this one: what holds for its passes holds for theirs."""
+        return ()
+
     def _lend_weights(self) -> None:
-        """Let engines that work for this one count by the same weights."""
-        return
+        for engine in self._engines():
+            engine._weighing = self._weighing
 
     def _learning(self) -> Iterable[Tensor]:
         """Return the parameters whose gradients count."""
@@ -293,6 +302,8 @@ class Sync(ABC):
     def stop(self) -> None:
         """Ask all ranks to stop, as a signal of `stenograd.stop_on` does; `stopping` says when they know."""
         self._asked = True
+        for engine in self._engines():
+            engine.stop()
 
     @property
     def stopping(self) -> bool:
@@ -558,6 +569,11 @@ class Sync(ABC):
         """Return the ranks' mean of a loss, the same bits everywhere; in `no_sync()` this rank's."""
         if not self.enabled or self.world_size == 1:
             return loss
+        if self._join_config.enable:
+            raise StenogradError(
+                "LBFGS decides by the mean of all ranks' losses, and one that has run out of batches brings "
+                "none: give all ranks as many, without join(), or use another optimizer"
+            )
         # float64 holds the loss exactly, and "cpu" whatever torch.set_default_device says.
         own = torch.tensor([loss], dtype=torch.float64, device="cpu")
         received = [float(other) for (other,) in self._driver.run(gather(own))]

@@ -502,6 +502,8 @@ def _unpacked(found: dict[str, Any]) -> Any:
 
 _SAMPLE = 256  # elements by which a tensor is told to be a copy
 _LARGEST = 4  # parameters that tell it of a key of the state; small ones may be all zeros
+_UNDONE = 0.05  # largest share of a round's squared length that a step which undoes it may leave
+_LEAST = 3  # rounds that must be undone
 _DEEPEST = 6  # containers within containers in which copies outside of the state are looked for
 
 
@@ -514,9 +516,9 @@ class Copies:
     That keeps what the copy knows beyond p, such as the last bits of master weights.
 
     Copies that cannot be found, as one flat tensor of all, show in the first step after a round, which goes
-    back by what the round moved: where `d` is that, and the step moves by `s` (the one before by `s0`), then
-    `s - s0` is near `-d`. Without copies it is the little by which two steps differ. Ranks whose rounds are
-    undone part more and more, so it shows sooner or later; rounds 1, 2, 4, 8, ... are looked at.
+    back by what the round moved: where `d` is that, and the step moves by `s` (the one before by `s0`, after
+    a round by `d0`, if any), then `s - s0` is near `d0 - d`. Without copies it is the little by which two
+    steps differ, or noise: so at least three rounds running must be undone when ranks ask each other.
 
     Args:
         optimizers: as they were given, with what stands around torch's.
@@ -541,9 +543,9 @@ class Copies:
         self._keys: dict[tuple[int, str], bool] = {}
         self._rounds, self._sampled = 0, list[Tensor]()
         self._start: Tensor | None = None  # where a sample of the parameters was before this step
-        self._step: Tensor | None = None  # by what the last step moved it
-        self._round: Tensor | None = None  # by what a round has, and no step since
-        self._undone: bool | Tensor = False  # read when ranks compare it: reading makes the host wait
+        self._last: tuple[Tensor, Tensor | None] | None = None  # by what a step moved it, and a round before
+        self._round: Tensor | None = None  # by what rounds have, and no step since
+        self._counts: int | Tensor = 0  # rounds that were undone, and others; reading makes the host wait
 
     @property
     def count(self) -> int:
@@ -574,53 +576,57 @@ class Copies:
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Take the parameters that rounds move."""
         self._sampled = sorted(parameters, key=Tensor.numel)[-_LARGEST:]
-        self._start = self._step = self._round = None
-        self._undone = bool(self._undone)  # they may come to lie elsewhere
+        self._start = self._last = self._round = None
+        self._counts = 0  # they may come to lie elsewhere
 
     @contextmanager
     def round(self, driver: AnyDriver | None) -> Iterator[None]:
         """Look, around a round, whether the optimizers undo rounds; all ranks call it for the same ones.
 
         Args:
-            driver: the way to all ranks; None says nothing of what was found.
+            driver: the way to all ranks; None where nothing is looked at.
 
         Raises:
-            ConfigError: on every rank, where one has found that a step undid a round.
+            ConfigError: on every rank, where one has found that steps undo rounds.
         """
         # Alike on all ranks, since `refresh` compares how many there are: `_refuse` is a collective.
-        if not self._owners:
+        if not self._owners or driver is None:
             yield
             return
         self._rounds += 1
-        looks = driver is not None and not self._rounds & (self._rounds - 1)  # powers of two
-        if driver is not None and looks:
+        if not self._rounds & (self._rounds - 1):  # powers of two
             self._refuse(driver)
-        before = self._sample() if looks else None
+        before = self._sample()
         yield
-        self._round = None if before is None else self._sample() - before
+        moved, self._start = self._sample() - before, None
+        self._round = moved if self._round is None else self._round + moved
 
     def steps(self) -> None:
-        """Note from where a step starts, after the round that may come before it."""
-        self._start = self._sample() if self._owners else None
+        """Note from where the optimizers' steps start, after the round that may come before them."""
+        if self._owners and self._start is None:
+            self._start = self._sample()
 
     def stepped(self) -> None:
         """Note where a step has led, and whether it went back by what the round before had moved."""
         if self._start is None:
             return
-        before, moved, self._round = self._step, self._round, None
-        self._step = self._sample() - self._start
-        if before is not None and moved is not None:
-            change = self._step - before
-            along, whole, length = change @ moved, moved @ moved, change @ change
-            # `s - s0` against `d`: a squared cosine above 0.9, and a length within a fifth of -1.
-            self._undone |= (along**2 > 0.9 * whole * length) & ((along / whole + 1).abs() < 0.2)
+        before, moved, step = self._last, self._round, self._sample() - self._start
+        self._last, self._round, self._start = (step, moved), None, None
+        if before is None or moved is None:
+            return
+        change, moved = step - before[0], moved if before[1] is None else moved - before[1]
+        left, whole = change + moved, moved @ moved
+        undone = left @ left < _UNDONE * whole
+        self._counts = self._counts + torch.stack([undone, (whole > 0) & ~undone])
 
     def _sample(self) -> Tensor:
         found = [p.detach().reshape(-1)[:_SAMPLE] for p in self._sampled]
         return torch.cat([part.to(found[0].device, torch.float32) for part in found])
 
     def _refuse(self, driver: AnyDriver) -> None:
-        received = driver.run(gather(torch.tensor([int(self._undone)], device="cpu")))
+        undone, others = self._counts.tolist() if isinstance(self._counts, Tensor) else (0, 0)
+        self._counts = 0 if others else self._counts
+        received = driver.run(gather(torch.tensor([int(undone >= _LEAST and not others)], device="cpu")))
         if any(bool(other) for (other,) in received):
             kinds = ", ".join(dict.fromkeys(type(owner).__name__ for owner in self._owners))
             raise ConfigError(

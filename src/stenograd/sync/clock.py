@@ -7,7 +7,7 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from stenograd.sync.handshake import (
     synced_parameters,
     unwrapped,
 )
-from stenograd.sync.outer import Nodes
+from stenograd.sync.outer import Nodes, overwrite
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.steps import Leftovers, bad_of, drop_bad, refuse_step, zero_bad
 from stenograd.wire.carried import Carried, in_memory
@@ -133,6 +133,7 @@ class RoundSync(Sync):
         # A group of its own: what the program sends in its backward passes would be paired with rounds.
         self._driver = Driver.own(group, timeout_s=timeout_s)
         self._bucket_bytes, self._check_every = bucket_bytes, check_every
+        self._checks = {"check_every": check_every, "repair": repair, "check_buffers": check_buffers}
         self._skips, self._left = skip_bad_steps, Leftovers()
         self._settings = str((check_every, repair, check_buffers, skip_bad_steps))
         self.round = self._skipped = self._counted = 0
@@ -150,6 +151,7 @@ class RoundSync(Sync):
         self._gradients: GradientSync | None = None
         self._nodes: Nodes | None = None
         self._watches, self._wrapping = [], Wrapping(self)
+        self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
         with self._wholly():
             # First, because gradients may be averaged inside nodes.
             if self._levels is not None:
@@ -157,7 +159,6 @@ class RoundSync(Sync):
             # Before `refresh` and `_attend`: the inner engine refuses an attached model or optimizer.
             self._average_gradients(dense=self._dense_passes > 0)
             self.refresh()
-            self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
             self._attend(model)
 
     def _average_gradients(self, *, dense: bool) -> None:
@@ -171,6 +172,7 @@ class RoundSync(Sync):
             how, driver = self._levels[0], beside(self._nodes.inside, "gradients")
         if driver is not None:  # the engine closes it
             kept: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "timeout_s": driver.timeout_s}
+            kept |= self._checks if dense else {}  # else only some ranks' replicas are equal
             self._gradients = GradientSync(
                 self._model, self._optimizers, how, group=driver, skip_bad_steps=self._skips, **kept
             )
@@ -196,8 +198,7 @@ class RoundSync(Sync):
 
     def _drivers(self) -> list[AnyDriver]:
         levels = [] if self._nodes is None else [self._nodes.inside, self._nodes.between]
-        inner = [] if self._gradients is None else self._gradients._drivers()
-        return [self._driver, *levels, *inner]
+        return [self._driver, *levels, *(driver for one in self._engines() for driver in one._drivers())]
 
     @property
     def step(self) -> int:
@@ -237,12 +238,6 @@ class RoundSync(Sync):
         """Whether something is due."""
         return bool(self._due)
 
-    def stop(self) -> None:
-        """Ask all ranks to stop; see `Sync.stop`."""
-        super().stop()
-        if self._gradients is not None:
-            self._gradients.stop()
-
     @property
     def stopping(self) -> bool:
         """Whether a rank was asked to stop, true on all ranks after the same step; read it after the step.
@@ -254,26 +249,6 @@ class RoundSync(Sync):
         if self._due and not self._closed:
             self._hold_if_due()
         return super().stopping or (self._dense and self._gradients is not None and self._gradients.stopping)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether backward passes count, and average gradients; set it alike on all ranks, between passes."""
-        return self._enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._enabled = value
-        if self._gradients is not None:
-            self._gradients.enabled = value
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: passes inside do not count. All ranks use it for the same passes."""
-        with ExitStack() as stack:
-            stack.enter_context(super().no_sync())
-            if self._gradients is not None:
-                stack.enter_context(self._gradients.no_sync())
-            yield
 
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
@@ -319,12 +294,14 @@ class RoundSync(Sync):
         """Finish what is under way or due; ranks differ all the same: export inside `consensus()`."""
         self._hold_if_due()
 
-    def join(self, **_: Any) -> Any:
-        """Refuse ranks with different numbers of batches.
+    def join(self, *, enable: bool = True, **_: Any) -> AbstractContextManager[Any]:
+        """Refuse ranks with different numbers of batches; do nothing if not `enable`.
 
         Raises:
-            StenogradError: always: a rank without batches would have nothing to average.
+            StenogradError: a rank without batches would have nothing to average.
         """
+        if not enable:
+            return nullcontext()
         raise StenogradError(
             f"{self.method} needs as many batches on every rank: drop the rest of longer inputs, or average "
             "gradients in every step (leave out what stands before the slash), where join() works"
@@ -373,15 +350,24 @@ class RoundSync(Sync):
     def _buffers(self) -> list[Tensor]:
         return [] if self._schedule.buffers == "keep" else self._carried.now()
 
-    def _lend_weights(self) -> None:
-        """Let the engine that averages gradients, here or inside nodes, count passes as this does."""
-        if self._gradients is not None:
-            self._gradients._weighing = self._weighing
+    def _engines(self) -> list[GradientSync]:
+        """Return the engine that averages gradients, here or inside nodes, if one does."""
+        return [] if self._gradients is None else [self._gradients]
 
     def _identity(self) -> dict[str, Any]:
         self._refuse_shown()
         where = {"rank": self.rank, "world_size": self.world_size}
         return {"format": _FORMAT, "method": self.method.text, **where}
+
+    @contextmanager
+    def _aside(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let tensors be changed in a `with` block of `consensus()`, after which they are as before."""
+        own, before, self._shown = [t.clone() for t in tensors], self._shown, True
+        try:
+            yield
+        finally:
+            self._shown = before
+            overwrite(tensors, own)
 
     def _refuse_shown(self) -> None:
         """Refuse, inside of `consensus()`, what is done with this rank's own parameters.
@@ -433,6 +419,7 @@ class RoundSync(Sync):
         """Stop averaging gradients, over whichever ranks."""
         if self._gradients is not None:
             self._skipped += self._gradients.skipped
+            self._guard.repaired += self._gradients.repaired
             self._gradients._weighing = None  # they stay in use
             # Of an engine inside a node only its ranks have heard; all others hear in a round.
             self._hear(self._dense and self._gradients.stopping)

@@ -30,6 +30,7 @@ from stenograd.sync.averaging import average, average_carried
 from stenograd.sync.clock import RoundSync
 from stenograd.sync.handshake import compare
 from stenograd.sync.mixing import Estimates, Number, by_dtype, codec_of, mixing
+from stenograd.sync.outer import overwrite
 from stenograd.sync.survivors import watch_ranks
 from stenograd.topology.directed import Directed
 from stenograd.topology.mixing import Checked, Topology, describe
@@ -479,14 +480,9 @@ class GossipSync(RoundSync):
             means = average_carried(buffers, self._driver, weights)
             return [*found, *(mean.to(b.dtype) for b, mean in zip(buffers, means, strict=True))]
 
-        kept = self._gossip.together(mean)
-        _swap(tensors, kept)
-        before, self._shown = self._shown, True
-        try:
+        with self._aside(tensors):
+            overwrite(tensors, self._gossip.together(mean))
             yield
-        finally:
-            self._shown = before
-            _swap(tensors, kept)
 
     @property
     def needs_poll(self) -> bool:
@@ -569,11 +565,3 @@ class GossipSync(RoundSync):
             for name, p in self._parameters.items():
                 p.copy_(owed[name])
         self._gossip.anchor(self._tensors())
-
-
-@torch.no_grad()
-def _swap(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    for t, other in zip(tensors, others, strict=True):
-        own = t.clone()
-        t.copy_(other)
-        other.copy_(own)

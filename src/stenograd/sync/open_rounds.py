@@ -23,7 +23,7 @@ from stenograd.launch.plans import Arrival, Member, Plan
 from stenograd.launch.process_group import connect_members, membership
 from stenograd.sync.attached import as_in_training
 from stenograd.sync.handshake import own_host
-from stenograd.sync.outer import Part, overwrite
+from stenograd.sync.outer import Part
 from stenograd.sync.rounds import ParameterSync
 from stenograd.wire.carried import in_memory
 from stenograd.wire.driver import Driver
@@ -165,13 +165,10 @@ class OpenRounds(ParameterSync):
     @as_in_training
     def consensus(self) -> Iterator[None]:
         """Put the outer parameters in place that this worker's last round has left; sends nothing."""
-        own = [p.detach().clone() for p in self._parameters.values()]
-        for part in self._parts:
-            part.take_outer()
-        try:
+        with self._aside([p.detach() for p in self._parameters.values()]):
+            for part in self._parts:
+                part.take_outer()
             yield
-        finally:
-            overwrite(self._parameters.values(), own)
 
     def _detach(self) -> None:
         super()._detach()
@@ -487,21 +484,23 @@ class OpenRounds(ParameterSync):
         names = [list(state) for state in codec]
         tensors = [t for part in self._parts for t in part.common()]
         tensors += [t for state in codec for t in state.values()]
-        tensors += self._others() if fresh else []
+        others = self._others() if fresh else {}
+        tensors += others.values()
         about = {
             "round": self.round,
             "void": sorted(self._void),
             "tokens": [*self._tokens.items()],
             "clocks": [part.clock() for part in self._parts],
             "codec": names,
+            "others": [*others],
         }
         return about, [in_memory(t.detach()).cpu().contiguous() for t in tensors]
 
-    def _others(self) -> list[Tensor]:
-        """Return what the model holds besides the parameters that rounds average."""
+    def _others(self) -> dict[str, Tensor]:
+        """Return what the model holds besides the parameters that rounds average, by name."""
         averaged = self._averaged()
-        held = [*self._model.parameters(), *self._model.buffers()]
-        return list({id(t): t for t in held if id(t) not in averaged}.values())
+        held = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return {name: in_memory(t.detach()) for name, t in held if id(t) not in averaged}
 
     @torch.no_grad()
     def _adopt(self, found: Mapping[str, Any], tensors: list[Tensor], fresh: bool, begins: bool) -> None:
@@ -514,8 +513,11 @@ class OpenRounds(ParameterSync):
             part.adopt_codec(clock, {tuple(name): next(rest) for name in names})
         # One that has trained keeps its own, though they were sent: another member has just begun.
         if fresh and begins:
-            for t in self._others():
-                in_memory(t).copy_(next(rest))
+            own = self._others()
+            for name, value in zip(found["others"], rest, strict=True):
+                # One of another form, such as a cache that has grown there, is each rank's; see `Carried`.
+                if name in own and own[name].shape == value.shape:
+                    own[name].copy_(value)
         self.round, self._void = int(found["round"]), {*found["void"]}
         self._tokens = dict(found["tokens"])
 

@@ -20,6 +20,7 @@ from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.rounds import Rounds
 from stenograd.sync.averaging import IN_ORDER, FlatExchange, average, difference_method
 from stenograd.sync.handshake import broadcast_tensors
+from stenograd.wire.agreement import sum_over_ranks
 from stenograd.wire.driver import Driver
 from stenograd.wire.drivers import AnyDriver
 from stenograd.wire.finite import are_finite
@@ -120,11 +121,6 @@ class Part:
         self._flat = self._make(driver=side or driver)
         self._before: dict[str, Any] = {}  # of the exchange, when it last sent
         self.anchor()
-
-    @property
-    def under_way(self) -> bool:
-        """Whether something was sent and not applied yet."""
-        return self._flat.under_way or bool(self._arrived)
 
     def is_finite(self) -> bool:
         """Return whether this rank's parameters are."""
@@ -394,11 +390,14 @@ class Part:
             self.arrive()
 
     @torch.no_grad()
-    def end_by_mean(self) -> None:
-        """End a round by the mean of the ranks' parameters."""
+    def end_by_mean(self, weight: float | None) -> None:
+        """End a round by the mean of the ranks' parameters, which count by weights; alike if that is None."""
         means = {name: p.detach().clone() for name, p in self.parameters.items()}
-        average(list(means.values()), self.driver, in_order=True)
-        self.end_resharded(means, self.driver.world_size)
+        size, share = self.driver.world_size, 1.0
+        if weight is not None and (total := sum(sum_over_ranks(self.driver, [weight]))):
+            share = weight * size / total
+        average(list(means.values()), self.driver, share, in_order=True)
+        self.end_resharded(means, size)
 
     @torch.no_grad()
     def end_resharded(self, own: Mapping[str, Tensor] | None, ranks: int) -> bool:

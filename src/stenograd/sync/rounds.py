@@ -84,8 +84,8 @@ class ParameterSync(RoundSync):
 
     @property
     def pending(self) -> bool:
-        """Whether a round is due, or an exchange under way."""
-        return bool(self._due) or any(part.under_way for part in self._parts)
+        """Whether a round is due, or an exchange under way that `flush()` would end."""
+        return bool(self._due or self._flying)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -175,9 +175,10 @@ class ParameterSync(RoundSync):
         """End a round that has begun by the ranks' mean; the outer momentum starts again."""
         if not self._parts or self._is_common:
             return
+        steps = float(self._counted - self._held_at) if self._schedule.seconds else None
         with self._copies.follow(self._parameters.values()):
-            for part, whole in zip(self._parts, self._whole, strict=True):
-                part.end_by_mean()
+            for fragment, (part, whole) in enumerate(zip(self._parts, self._whole, strict=True)):
+                part.end_by_mean(self._counts(fragment, steps))
                 if self._nodes is not None:
                     self._nodes.spread(whole)
 
@@ -220,8 +221,7 @@ class ParameterSync(RoundSync):
             return
         parameters, buffers = [p.detach() for p in self._parameters.values()], self._buffers()
         tensors = [*parameters, *buffers]
-        own, before, self._shown = [t.clone() for t in tensors], self._shown, True
-        try:
+        with self._aside(tensors):
             alone = [part.take_common() for part in self._parts]
             if self._nodes is not None:
                 for whole in self._whole:  # by fragments: that is how a node's ranks share them out
@@ -237,9 +237,6 @@ class ParameterSync(RoundSync):
             if apart or buffers:
                 overwrite([*apart, *buffers], self._together(means))
             yield
-        finally:
-            self._shown = before
-            overwrite(tensors, own)
 
     @as_in_training
     def state_dict(self) -> dict[str, Any]:
@@ -392,7 +389,8 @@ class ParameterSync(RoundSync):
             StenogradError: on all ranks: they have come for different things.
         """
         while True:
-            asked = self._numbers(what + (_STOP if self._asks() else 0))
+            own = _ROUND if self._due else what  # a step that was skipped has left a round due
+            asked = self._numbers(own + (_STOP if self._asks() else 0))
             self._hear(any(number & _STOP for number in asked))
             came = [number & ~_STOP for number in asked]
             if _ROUND in came:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,12 +144,14 @@ class ShardedSync(GradientSync):
         path = str(own.with_name(f"{own.stem}{self.suffix}{own.suffix}"))
         return Tracing(path, self._drivers, self._sharded, self._optimizers, max_events=max_events)
 
-    def join(self, **_: Any) -> AbstractContextManager[Any]:
-        """Refuse uneven inputs, with which FSDP itself would wait for ever.
+    def join(self, *, enable: bool = True, **_: Any) -> AbstractContextManager[Any]:
+        """Refuse uneven inputs, with which FSDP itself would wait for ever; do nothing if not `enable`.
 
         Raises:
-            ConfigError: always.
+            ConfigError: it is enabled.
         """
+        if not enable:
+            return nullcontext()
         raise ConfigError("a sharded model (FSDP) needs as many batches on every rank: cut the longer ones")
 
     def _check_weighing(self) -> None:
