@@ -81,7 +81,9 @@ def target(work: str) -> float:
 def to_accuracy(rival: str) -> str:
     """Return what a rival took to an accuracy on MNIST, and in all, as cells of a table."""
     told = standings("evidence/mnist_2_100mbit", "mnist", 2)[rival]
-    first = f"{statistics.median(told['to']):,.0f} | {min(told['faster']):.1f}x"
+    missed, of = told["to"].count(None), len(told["to"])
+    to = f"not in {missed} of {of} seeds" if missed else f"{statistics.median(told['to']):,.0f}"
+    first = f"{to} | " + ("" if None in told["faster"] else f"{min(told['faster']):.1f}x")
     seconds, score, sent = (statistics.median(told[key]) for key in ("seconds", "scores", "megabytes"))
     return f"{first} | {seconds:,.0f} | {100 * score:.2f} | {sent:,.0f}"
 
@@ -159,9 +161,15 @@ def handed(method: str) -> float:
 
 
 def of_cell(cell: str, rival: str, key: str) -> list[float]:
-    """Return what the seeds say of a rival in a cell of `evidence.py`, see its `standings`."""
+    """Return what the seeds say of a rival in a cell of `evidence.py`, see its `standings`.
+
+    Raises:
+        ValueError: in a seed it did not reach what it ran for.
+    """
     work, hosts, _ = cell.split(":")
     found: list[float] = standings(f"evidence/{cell.replace(':', '_')}", work, int(hosts))[rival][key]
+    if None in found:
+        raise ValueError(f"{key} of {rival} in {cell} is no figure: a seed missed the target, say so there")
     return found
 
 

@@ -55,7 +55,8 @@ def use(
 
     Raises:
         MethodError: unknown method or key, or a value outside its range.
-        ConfigError: training has begun, or the Trainer shards models; see `stenograd.accelerate.use`.
+        ConfigError: training has begun, the Trainer has several GPUs in one process, or it shards models; see
+            `stenograd.accelerate.use`.
 
     Example:
         >>> import tempfile, torch
@@ -80,10 +81,17 @@ def use(
             "use must be called before trainer.train(), whose model is prepared already and would go on "
             "densely: move the line up, right after making the Trainer"
         )
+    if trainer.args.n_gpu > 1:
+        raise ConfigError(
+            f"the Trainer has {trainer.args.n_gpu} GPUs in one process, which torch.nn.DataParallel would "
+            "drive without exchanging anything: start one process per GPU with `torchrun --nproc-per-node "
+            f"{trainer.args.n_gpu} ...`, or let it see one GPU by CUDA_VISIBLE_DEVICES=0"
+        )
     options: dict[str, Any] = {"check_every": check_every, "skip_bad_steps": skip_bad_steps}
     attached = accelerate.use(trainer.accelerator, method, timeout_s=timeout_s, **options)
     _join_checkpoints(trainer, attached)
     _end_with_training(trainer, attached)
+    _note_division(trainer, attached)
     # First, so that what it adds is there when the callbacks of loggers look.
     trainer.callback_handler.callbacks.insert(0, _Callback(trainer, attached))
     return attached
@@ -110,6 +118,11 @@ class _Callback(TrainerCallback):
         if stops(self._attached.sync, state.global_step):
             control.should_save = control.should_training_stop = True
 
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keep what was saved on request, which a Trainer that keeps one would remove for the best."""
+        if self._attached.sync.stopping and args.save_total_limit == 1:
+            args.save_total_limit = 2  # until train() ends
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Add the ledger's totals."""
         if logs is not None:
@@ -131,14 +144,31 @@ def _end_with_training(trainer: Trainer, attached: Attachment) -> None:
     train = trainer.train
 
     def train_and_close(*args: Any, **options: Any) -> Any:
+        kept = trainer.args.save_total_limit
         try:
             return train(*args, **options)
         finally:
+            trainer.args.save_total_limit = kept
             attached.close()
             trainer.model_wrapped = trainer.model
             trainer.is_in_train = False  # the Trainer leaves it where an error ends training
 
     trainer.train = train_and_close
+
+
+def _note_division(trainer: Trainer, attached: Attachment) -> None:
+    """Note for `attached.weight` by what the Trainer divides a loss, as Accelerate does not for it."""
+    step = trainer.training_step
+
+    def noted(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if scaled is None:  # as a model or function does that gets the number of tokens
+            counts = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counts or trainer.compute_loss_func is not None
+        attached._divided = 1 if scaled else trainer.current_gradient_accumulation_steps
+        return step(model, inputs, num_items_in_batch)
+
+    trainer.training_step = noted
 
 
 def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:
@@ -147,6 +177,7 @@ def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:
     What is evaluated and saved for export in the course of training is what all ranks have in common.
     """
     save, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+    is_best = trainer._determine_best_metric
 
     def save_all(output_dir: str) -> None:
         save(output_dir)
@@ -158,6 +189,11 @@ def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:
         if checkpoint is not None:
             attached.load(checkpoint)
 
+    def is_saved(*args: Any, **options: Any) -> bool:
+        # save_strategy="best" puts the answer in the place of what `on_step_end` has asked for.
+        asked = attached.sync.stopping and trainer.control.should_save
+        return bool(is_best(*args, **options) or asked)
+
     def in_common(call: Any) -> Any:
         def called(*args: Any, **options: Any) -> Any:
             if not trainer.is_in_train:  # rank 0 may be alone here
@@ -168,6 +204,7 @@ def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:
         return called
 
     trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler = save_all, load_all
+    trainer._determine_best_metric = is_saved
     if attached.rounds:
         trainer.save_model = in_common(trainer.save_model)
         trainer.evaluation_loop = in_common(trainer.evaluation_loop)

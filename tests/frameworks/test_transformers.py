@@ -20,10 +20,14 @@ def test_dense_equals_the_trainer_and_exchanges_once_per_optimizer_step(ran):
         assert 1.0 <= found["bytes"] / (50 * 4 * found["elements"]) < 1.01
 
 
+@pytest.mark.parametrize("kind", ["InOrder", "Counting"])
 @pytest.mark.parametrize("method", ["dense", "local:every=1"])
-def test_tokens_count_as_in_one_process(ran, method):
-    """Trainer divides each loss by all ranks' tokens, so that a plain mean over ranks is the weighted one."""
-    for found in ran("weighed", method):
+def test_tokens_count_as_in_one_process(ran, method, kind):
+    """Trainer divides each loss by all ranks' tokens, so that a plain mean over ranks is the weighted one.
+
+    Where a Trainer cannot count them, `weight` does.
+    """
+    for found in ran("weighed", method, kind):
         assert found["ranks"] == 2
         assert found["moved"] > 1e-3
         assert found["difference"] < 1e-6
@@ -70,6 +74,10 @@ def test_a_request_to_one_rank_saves_and_ends_at_one_step(ran, method, step):
         assert rank["saved"] == [f"checkpoint-{step}"]
         assert rank["stopping"]
         assert rank["whole"] == rank["resumed"]
+
+
+def test_a_request_past_the_best_step_is_saved_beside_the_best(ran):
+    assert ran("asked_past_the_best") == [["checkpoint-1", "checkpoint-5"]] * 2
 
 
 def test_resuming_on_three_ranks_keeps_every_ranks_steps(ran):
@@ -145,6 +153,7 @@ def test_an_error_in_train_leaves_no_thread_group_or_hook(ran, method):
     [
         ("direction", "in a Trainer by max_grad_norm=0"),
         ("late", "ConfigError: use must be called before trainer.train()"),
+        ("several GPUs", "start one process per GPU"),
         ("after", "ConfigError: use must be called before accelerator.prepare"),
         ("other accelerator", "StenogradError: the Trainer has made another Accelerator"),
         ("no state", "holds no state of a method"),

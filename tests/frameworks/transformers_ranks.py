@@ -154,14 +154,15 @@ def stopped(method, folder):
     return {"whole": digest(whole.model), "resumed": digest(again.model)}
 
 
+def ask(state, **_):
+    if state.global_step == 4 and torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def asked(method, folder):
     """13 steps, and again with SIGTERM to rank 1 in step 4, which ends training; then to 13 from there."""
     place = Path(folder, f"asked-{method.partition(':')[0]}")
     whole, _ = trained_by(place / "whole", 13, method)
-
-    def ask(state, **_):
-        if state.global_step == 4 and torch.distributed.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
 
     with stenograd.stop_on():
         _, attached = trained_by(place, 13, method, callbacks=[At(on_step_begin=ask)])
@@ -169,6 +170,19 @@ def asked(method, folder):
     again, _ = trained_by(place, 13, method, resume=f"{place}/{saved[-1]}", model=bert(7))
     digests = {"whole": digest(whole.model), "resumed": digest(again.model)}
     return {**digests, "saved": saved, "stopping": attached.sync.stopping}
+
+
+def asked_past_the_best(folder):
+    """SIGTERM to rank 1 in step 4, where the best is that of step 1 and nothing else is to be kept."""
+    place = Path(folder, "past")
+    at = At(
+        on_step_begin=lambda state, **_: ask(state),
+        on_evaluate=lambda state, metrics=None, **_: metrics.update(eval_loss=state.global_step),
+    )
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "save_total_limit": 1}
+    with stenograd.stop_on():
+        trained_by(place, 13, "dense", callbacks=[at], metric_for_best_model="loss", **often)
+    return sorted(path.name for path in place.glob("checkpoint-*"))
 
 
 def resharded_rounds(folder):
@@ -251,7 +265,10 @@ def refused(folder):
     other = trainer_of(folder, 2)
     use(other, "topk")
     other.create_accelerator_and_postprocess()  # as hyperparameter search does
+    one_process = trainer_of(folder, 2)
+    one_process.args._n_gpu = 2  # as torch's DataParallel has them
     return {
+        "several GPUs": said(lambda: (use(one_process, "topk"), one_process.train())),
         "direction": said(norm.train),
         "no clipping": said(sgd.train),
         "late": said(late.train),
@@ -330,10 +347,19 @@ def gpt():
     return GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes))
 
 
-def weighed(method, folder):
-    """Sentences of unlike lengths: how far Trainer's own token counts lead from one process with all."""
+class Counting(InOrder):
+    """Takes means of its own, which the Trainer does not know of and divides by the passes of a step."""
+
+    def compute_loss(self, model, inputs, *args, **options):
+        labels = inputs["wanted"]
+        self.accelerator.stenograd.weight(labels[:, 1:].ne(-100).sum())
+        return model(inputs["input_ids"], labels=labels).loss
+
+
+def weighed(method, kind, folder):
+    """Sentences of unlike lengths: how far counts of tokens lead from one process with all; 3.5 steps."""
     g, places, rows = torch.Generator().manual_seed(8), torch.arange(12), []
-    for i in range(32):
+    for i in range(28):
         tokens = torch.randint(0, 64, (12,), generator=g)
         # The first is predicted by nothing; Trainer would count it.
         ignored = (places == 0) | (places > 2 + 5 * i % 10)
@@ -343,13 +369,15 @@ def weighed(method, folder):
         str(Path(folder, "weighed")), per_device_train_batch_size=2, gradient_accumulation_steps=2,
         num_train_epochs=1, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0,
         use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+        remove_unused_columns=False,
     )  # fmt: skip
-    trainer = InOrder(model, arguments, train_dataset=rows)
+    own = [{"input_ids": row["input_ids"], "wanted": row["labels"]} for row in rows]
+    trainer = globals()[kind](model, arguments, train_dataset=own if kind == "Counting" else rows)
     attached = stenograd.transformers.use(trainer, method, timeout_s=120)
     trainer.train()
     wanted = gpt()
     optimizer, before = torch.optim.SGD(wanted.parameters(), lr=0.1), flat(wanted)
-    for start in range(0, 32, 8):
+    for start in range(0, 28, 8):
         batch = {key: torch.stack([row[key] for row in rows[start : start + 8]]) for key in rows[0]}
         optimizer.zero_grad()
         wanted(**batch).loss.backward()

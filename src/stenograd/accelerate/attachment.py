@@ -103,6 +103,7 @@ class Attachment:
         self._closed: list[Attached] = []  # which go on where their models are prepared again
         self._earlier: list[Traffic] = []  # of what was replaced
         self._folder = ""
+        self._divided: float | None = None  # by what a Trainer divides the loss
         self.rounds = not method.averages_gradients
         wraps = accelerator.multi_device or accelerator.distributed_type == DistributedType.MULTI_CPU
         if wraps and not self.rounds:
@@ -152,13 +153,15 @@ class Attachment:
         """Let the next `accelerator.backward` count n times, whichever model it is of; see `Sync.weight`.
 
         Accelerate divides each loss by `gradient_accumulation_steps`, which is made up for here: gradients
-        are means over the tokens or samples of all ranks and accumulated passes.
+        are means over the tokens or samples of all ranks and accumulated passes. So is the division of a
+        Trainer, for whose own losses of tokens it is not meant: they are such means already.
 
         Example:
             attached.weight(batch["labels"].ne(-100).sum())
         """
+        divided = self._divided or self.accelerator.gradient_accumulation_steps
         for one in self._attached:
-            one.sync.weight(n, reduce=reduce, divided=self.accelerator.gradient_accumulation_steps)
+            one.sync.weight(n, reduce=reduce, divided=divided)
 
     def close(self) -> None:
         """Leave the process groups, and take threads and hooks away; `accelerator.end_training` calls it.
