@@ -425,6 +425,29 @@ def test_a_measured_link_says_how_many_workers_there_are(here, tmp_path):
     assert "3 workers on 3 hosts" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 0, 1, 2]])
+def test_a_plan_is_not_for_hosts_with_unlike_numbers_of_workers(here, tmp_path, hosts):
+    """Where the first host's number divided that of all, it was for other hosts, and nobody was told."""
+    path = tmp_path / "link.json"
+    path.write_text(json.dumps(assumed("1mbit", hosts).as_json()))
+    status, out, err = here("plan", "--link", path, "--seconds", 1, "--method", "sign", "--batch-size", 64)
+    assert (status, out) == (2, "")
+    assert "hosts must have as many workers each for a plan, got 2, 1" in err
+
+
+def _plans_on_a_host(rank, words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stenograd.cli.plan.own_host", lambda: "the other" if rank == 2 else "one")
+        patch.delattr("stenograd.cli.plan.measure_link")
+        return on_a_rank(rank, words)
+
+
+def test_ranks_on_uneven_hosts_measure_no_link_for_a_plan(pool):
+    said = pool.run(3, _plans_on_a_host, ["plan", "--method", "sign", "--batch-size", 64])
+    assert [status for status, _, _ in said] == [2, 2, 2]
+    assert "hosts must have as many workers each for a plan, got 2, 1" in said[0][2]
+
+
 def test_the_words_of_choices_are_the_library_s():
     assert tuple(map(str, options.Task)) == tasks.names()
     assert tuple(map(str, options.Accuracy)) == ACCURACIES
