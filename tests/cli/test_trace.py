@@ -1,8 +1,13 @@
-"""`stenograd train --trace FILE`, in this process."""
+"""`stenograd train --trace FILE`, in this process, or on ranks of the pool."""
 
 import json
+import signal
 
-from cli_process import QUICK
+import pytest
+from cli_process import QUICK, on_a_rank
+
+from stenograd.cli.loop import Trainer
+from stenograd.stopping import STOPPED
 
 
 def test_a_trace_is_written(here, tmp_path):
@@ -14,6 +19,27 @@ def test_a_trace_is_written(here, tmp_path):
     steps = [e for e in events if e["name"] == "step"]
     assert len(steps) == sum(e["name"] == "backward" for e in events) > 1
     assert {e["pid"] for e in events} == {0}
+
+
+def _stopped(rank, words):
+    with pytest.MonkeyPatch.context() as patch:
+        real = Trainer.take_step
+
+        def step(self, indices):
+            if rank == 1 and self.taken == 3:
+                signal.raise_signal(signal.SIGTERM)
+            return real(self, indices)
+
+        patch.setattr(Trainer, "take_step", step)
+        return on_a_rank(rank, words)
+
+
+def test_ranks_that_are_asked_to_stop_write_one_trace(pool, tmp_path):
+    path = tmp_path / "trace.json"
+    (status, out, _), (other, _, _) = pool.run(2, _stopped, ["train", *QUICK, "--trace", path])
+    assert (status, other, f"wrote {path}" in out) == (STOPPED, STOPPED, True)
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+    assert {e["pid"] for e in json.loads(path.read_text())["traceEvents"]} == {0, 1}
 
 
 def test_a_file_that_cannot_be_written(here, tmp_path):

@@ -150,20 +150,24 @@ def _body(ready: _Ready, driver: Driver) -> int:
     try:
         display.line(trainer.headline)
         rows = _resumed(ready, trainer, display)  # before the trace, which is of training
-        trace = ready.job.trace
+        trace, stopped = ready.job.trace, None
         with trainer.sync.trace(str(trace)) if trace is not None else nullcontext():
-            rows = _train(ready, trainer, rows, display)
-        _finish(ready, trainer, rows, display)
+            try:
+                rows = _train(ready, trainer, rows, display)
+            except _Stopped as reason:  # on all ranks, so that they can write one trace
+                stopped = reason
+        if stopped is None:
+            _finish(ready, trainer, rows, display)
         if trace is not None:
             display.line(f"wrote {trace}")
-    except _Stopped as stopped:
+        if stopped is None:
+            return 0
         saved = "saved nothing: no --out" if ready.folder is None else "saved, to be continued by --resume"
         saved = str(stopped) or saved
         display.line(f"stopped after step {trainer.taken} because of a signal; {saved} (status {STOPPED})")
         return STOPPED
     finally:
         trainer.sync.close()
-    return 0
 
 
 def _resumed(ready: _Ready, trainer: Trainer, display: Display) -> list[Row]:
