@@ -17,6 +17,8 @@ from support.processes import runs
 
 from stenograd.checkpoint.files import read_manifest, read_rank, saved_steps
 from stenograd.checkpoint.reshard import alike
+from stenograd.launch.local_workers import run_local
+from stenograd.stopping import stop_on
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 STATUS = 75
@@ -264,6 +266,15 @@ def test_a_worker_ends_with_its_parent_and_by_it(tmp_path, start, ending):
     while runs(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not runs(pid)
+
+
+def test_a_parent_that_was_asked_while_it_loaded_data_starts_no_workers(capfd):
+    """The signal was noted, and then forgotten: the whole training ran."""
+    with stop_on():
+        signal.raise_signal(signal.SIGTERM)
+        status = run_local([sys.executable, "-c", "print('it trains')"], 2)
+    said = capfd.readouterr()
+    assert (status, said.out, "asked to stop before any worker" in said.err) == (STATUS, "", True)
 
 
 def test_the_parent_of_workers_passes_on_and_returns_the_status(tmp_path):
