@@ -60,14 +60,16 @@ def run(job: TrainOptions) -> int:
         job.refuse(["keep"], "without --workers of 2 or more, which it would start again")
     if quorum and (job.workers or 1) > 1 and _joins():
         job.refuse(["workers"], f"where {OPEN_VARIABLE} names the run, to which each command is one worker")
-    with _requests():
-        if not quorum:
-            return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
-        return in_ranks(job, partial(_prepare_open, job), open_work, open_run=True, keep=job.keep)
+    if not quorum:
+        return in_ranks(job, partial(_prepare, job), _body, _requests)
+    return in_ranks(job, partial(_prepare_open, job), open_work, _requests, open_run=True, keep=job.keep)
 
 
 def _requests() -> AbstractContextManager[object]:
-    """Take the signals by which batch systems announce an end; only the main thread can."""
+    """Take the signals by which batch systems announce an end; only the main thread can.
+
+    Until all ranks have met, signals end them at once: who noted one would wait for those that it has ended.
+    """
     if threading.current_thread() is not threading.main_thread():
         return nullcontext()
     return stop_on(signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
