@@ -2,10 +2,12 @@
 
 import json
 import signal
+import time
 
 import pytest
 from cli_process import QUICK, on_a_rank
 
+from stenograd.checkpoint.files import saved_steps
 from stenograd.cli.loop import Trainer
 from stenograd.stopping import STOPPED
 
@@ -26,6 +28,7 @@ def _stopped(rank, words):
         real = Trainer.take_step
 
         def step(self, indices):
+            time.sleep(0.01 * rank)
             if rank == 1 and self.taken == 3:
                 signal.raise_signal(signal.SIGTERM)
             return real(self, indices)
@@ -34,11 +37,16 @@ def _stopped(rank, words):
         return on_a_rank(rank, words)
 
 
-def test_ranks_that_are_asked_to_stop_write_one_trace(pool, tmp_path):
-    path = tmp_path / "trace.json"
-    (status, out, _), (other, _, _) = pool.run(2, _stopped, ["train", *QUICK, "--trace", path])
+@pytest.mark.parametrize("method", ["dense", "local:every=0.05s"])
+def test_ranks_that_are_asked_to_stop_save_and_write_one_trace(pool, tmp_path, method):
+    """By time they do so at the end of the epoch, where all are at one step again."""
+    path, words = tmp_path / "trace.json", [method if word == QUICK[3] else word for word in QUICK]
+    (status, out, _), (other, _, _) = pool.run(
+        2, _stopped, ["train", *words, "--trace", path, "--out", tmp_path / "run"]
+    )
     assert (status, other, f"wrote {path}" in out) == (STOPPED, STOPPED, True)
-    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+    assert saved_steps(tmp_path / "run") == [4 if method == "dense" else 12]
+    assert not [*tmp_path.glob("trace.json.rank*")]
     assert {e["pid"] for e in json.loads(path.read_text())["traceEvents"]} == {0, 1}
 
 

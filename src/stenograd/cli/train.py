@@ -165,7 +165,6 @@ def _body(ready: _Ready, driver: Driver) -> int:
         if stopped is None:
             return 0
         saved = "saved nothing: no --out" if ready.folder is None else "saved, to be continued by --resume"
-        saved = str(stopped) or saved
         display.line(f"stopped after step {trainer.taken} because of a signal; {saved} (status {STOPPED})")
         return STOPPED
     finally:
@@ -217,12 +216,14 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
             row = trainer.run_epoch(epoch, partial(_after_step, ready, trainer, rows, tick))
         rows = [*rows, row]
         display.line(row.line(epochs))
-        if ready.folder is None:
-            continue
-        _on_rank_0(trainer, partial(ready.folder.append, row))
-        # the last always: --resume with more epochs starts from it
-        if epoch % (ready.job.save_every or 1) == 0 or epoch == epochs:
-            ready.folder.save(trainer, rows)
+        stopping = trainer.by_time and trainer.sync.stopping
+        if ready.folder is not None:
+            _on_rank_0(trainer, partial(ready.folder.append, row))
+            # the last always: --resume with more epochs starts from it
+            if epoch % (ready.job.save_every or 1) == 0 or epoch == epochs or stopping:
+                ready.folder.save(trainer, rows)
+        if stopping:
+            raise _Stopped
     return rows
 
 
@@ -230,14 +231,13 @@ def _after_step(ready: _Ready, trainer: Trainer, rows: list[Row], tick: Callable
     """Move the bar, and save where the step is one of those to save, or the last for now."""
     tick()
     every, folder = ready.job.save_steps, ready.folder
-    stopping = stops(trainer.sync, trainer.taken)
-    # By time, ranks are at different steps, except at the end of an epoch.
-    by_time = getattr(trainer.sync.method.schedule, "seconds", 0) > 0
     saves = every is not None and trainer.taken % every == 0
-    if folder is not None and not (stopping and by_time) and (stopping or saves):
+    stopping = not trainer.by_time and stops(trainer.sync, trainer.taken)
+    if folder is not None and (stopping or saves):
         folder.save(trainer, rows)
-    if stopping:
-        raise _Stopped("nothing since the last epoch was saved: ranks are at different steps" * by_time)
+    # By time, ranks are at one step where all save, and at the end of an epoch.
+    if stopping or (trainer.by_time and saves and trainer.sync.stopping):
+        raise _Stopped
 
 
 def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -> None:
