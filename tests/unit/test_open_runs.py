@@ -150,6 +150,14 @@ def test_doors_have_addresses_of_either_protocol(address):
     door.close()
 
 
+def test_a_door_is_where_gloo_connects(monkeypatch, tmp_path):
+    monkeypatch.setattr("stenograd.launch.membership.interfaces", lambda: {"eth7": "127.0.0.7"})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,eth8")
+    (one,) = entered(tmp_path / "store", 1)
+    assert one._door.address[0] == "127.0.0.7"
+    one.close()
+
+
 @pytest.fixture
 def shut():
     """A port at which nobody answers, because its queue is full."""
