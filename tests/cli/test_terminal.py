@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib
+import io
 import json
 import os
 import pkgutil
@@ -20,6 +21,7 @@ import pytest
 import typer
 from cli_process import on_a_rank, stenograd_command, without_progress
 from launched import clean_env
+from rich.console import Console
 
 import stenograd
 import stenograd.cli
@@ -167,6 +169,13 @@ def test_a_terminal_shows_whole_words_and_how_far_it_is():
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).replace("\r\n", "\n")
     assert max(map(len, text.splitlines())) <= columns
     assert {"randomblock", "feedback_decay", "compression"} <= set(re.split(r"[\s│┃]+", text))
+
+
+def test_lines_stay_lines_in_a_terminal():
+    """`methods topk` had no blank lines there."""
+    screen = Console(force_terminal=True, width=20, highlight=False, file=io.StringIO())
+    table.say("\nsome words that are wrapped\n\nbelow\n", screen)
+    assert screen.file.getvalue() == "\nsome words that are\n  wrapped\n\nbelow\n\n"
 
 
 def test_a_pipe_gets_lines_of_a_sensible_width(here):
