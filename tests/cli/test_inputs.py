@@ -107,7 +107,19 @@ CASES = {
     "no such plan": (["plan", "--plan", "nowhere.json"], "cannot be read as a plan"),
     "a range of workers": (["plan", "--link", "1gbit", "--workers", "2..8"], "separated by commas"),
     "workers of no plan": (["plan", "--link", "1gbit", "--workers", "0"], "--workers must be"),
-    "uneven hosts": ([*PLAN, "--workers", "8,12", "--ranks-per-host", "8"], "divide the 12 workers, got 8"),
+    "uneven hosts": (
+        ["plan", "--link", "1mbit", "--workers", "8,12", "--ranks-per-host", "8"],
+        "divide the 12 workers, got 8",
+    ),
+    "two methods to train": (
+        ["train", "--method", "dense", "--method", "topk"],
+        "--method is given more than once: give it once; stenograd compare takes several",
+    ),
+    "two seeds": (["compare", "--seed", "1", "--seed", "2"], "--seed is given more than once: give it once"),
+    "two sizes": (["methods", "topk", "--size", "1", "--size", "2"], "--size is given more than once"),
+    "hosts twice": (["emulate", "--hosts", "2", "--hosts", "3", "x"], "--hosts is given more than once"),
+    "an empty plan": (["plan", "--plan", ""], "Invalid value for '--plan': it is empty"),
+    "an empty file": (["link", "--out", ""], "Invalid value for '--out': it is empty"),
     "accuracy": ([*PLAN, "--accuracy", "perfect"], "Invalid value for '--accuracy'"),
     "no cores": ([*PLAN, "--cores", "0"], "--cores must be above 0"),
     "no ranks": ([*PLAN, "--ranks-per-host", "0"], "--ranks-per-host must be"),
@@ -176,7 +188,8 @@ def test_a_run_is_not_written_over(here, trained):
     ],
 )
 def test_another_run_is_not_continued(here, trained, change, reason):
-    status, _, err = here("train", *QUICK, "--workers", 2, *change, "--out", trained[0], "--resume")
+    words = [word for at in range(0, len(QUICK), 2) if QUICK[at] != change[0] for word in QUICK[at : at + 2]]
+    status, _, err = here("train", *words, "--workers", 2, *change, "--out", trained[0], "--resume")
     assert (status, err.count("\n")) == (2, 1)
     assert "run.json" in err
     assert reason in err

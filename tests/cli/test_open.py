@@ -5,13 +5,17 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 from launched import clean_env
 
 from stenograd.cli import train
-from stenograd.cli.loop import Progress, endless
+from stenograd.cli.folder import RunFolder
+from stenograd.cli.loop import Progress, Row, endless
+from stenograd.cli.open import _Work
 from stenograd.cli.options import TrainOptions
 from stenograd.cli.setup import make_setup
 from stenograd.errors import ConfigError
@@ -121,3 +125,27 @@ def test_what_a_shell_has_exported_is_for_its_workers_alone(here, unlaunched, tm
         unlaunched.setenv("STENOGRAD_OPEN", str(store))
         status, out, _ = here(*words)
         assert (status, found in out, store.exists()) == (0, True, False), out
+
+
+def _row(epoch):
+    values = {f.name: 1 for f in fields(Row)}
+    return Row(**values | {"epoch": epoch})
+
+
+def test_a_worker_that_evaluates_for_too_long_writes_over_no_later_epoch(tmp_path, capsys):
+    """Its checkpoint has a lower number than that of who spoke meanwhile, which it deleted."""
+    folder, saved = RunFolder(tmp_path, {}), []
+    folder.append(_row(1))
+    work = object.__new__(_Work)
+    work._folder, work._setup = folder, SimpleNamespace(epochs=3)
+    work._sync = SimpleNamespace(members=(0, 1), round=4)
+    work._row = lambda epoch, score: _row(epoch)
+    folder.save = lambda trainer, rows: saved.append([row.epoch for row in rows])
+    work.trainer = None
+    work._evaluated = lambda: folder.append(_row(3))  # another worker
+    work._end_epoch(2)
+    assert ([row.epoch for row in folder.rows()], saved) == ([1, 3], [])
+    work._evaluated = lambda: None
+    work._end_epoch(4)
+    assert ([row.epoch for row in folder.rows()], saved) == ([1, 3, 4], [[1, 3, 4]])
+    assert "epoch 2/3" in capsys.readouterr().out

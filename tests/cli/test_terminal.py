@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib
+import io
 import json
 import os
 import pkgutil
@@ -20,6 +21,7 @@ import pytest
 import typer
 from cli_process import on_a_rank, stenograd_command, without_progress
 from launched import clean_env
+from rich.console import Console
 
 import stenograd
 import stenograd.cli
@@ -167,6 +169,13 @@ def test_a_terminal_shows_whole_words_and_how_far_it_is():
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).replace("\r\n", "\n")
     assert max(map(len, text.splitlines())) <= columns
     assert {"randomblock", "feedback_decay", "compression"} <= set(re.split(r"[\s│┃]+", text))
+
+
+def test_lines_stay_lines_in_a_terminal():
+    """`methods topk` had no blank lines there."""
+    screen = Console(force_terminal=True, width=20, highlight=False, file=io.StringIO())
+    table.say("\nsome words that are wrapped\n\nbelow\n", screen)
+    assert screen.file.getvalue() == "\nsome words that are\n  wrapped\n\nbelow\n\n"
 
 
 def test_a_pipe_gets_lines_of_a_sensible_width(here):
@@ -423,6 +432,29 @@ def test_a_measured_link_says_how_many_workers_there_are(here, tmp_path):
     status, out, err = here("plan", "--link", path, "--seconds", 1, "--method", "topk", "--batch-size", 64)
     assert (status, err) == (0, "")
     assert "3 workers on 3 hosts" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 0, 1, 2]])
+def test_a_plan_is_not_for_hosts_with_unlike_numbers_of_workers(here, tmp_path, hosts):
+    """Where the first host's number divided that of all, it was for other hosts, and nobody was told."""
+    path = tmp_path / "link.json"
+    path.write_text(json.dumps(assumed("1mbit", hosts).as_json()))
+    status, out, err = here("plan", "--link", path, "--seconds", 1, "--method", "sign", "--batch-size", 64)
+    assert (status, out) == (2, "")
+    assert "hosts must have as many workers each for a plan, got 2, 1" in err
+
+
+def _plans_on_a_host(rank, words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stenograd.cli.plan.own_host", lambda: "the other" if rank == 2 else "one")
+        patch.delattr("stenograd.cli.plan.measure_link")
+        return on_a_rank(rank, words)
+
+
+def test_ranks_on_uneven_hosts_measure_no_link_for_a_plan(pool):
+    said = pool.run(3, _plans_on_a_host, ["plan", "--method", "sign", "--batch-size", 64])
+    assert [status for status, _, _ in said] == [2, 2, 2]
+    assert "hosts must have as many workers each for a plan, got 2, 1" in said[0][2]
 
 
 def test_the_words_of_choices_are_the_library_s():

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from cli_process import QUICK, execute, stenograd_command
+from cli_process import QUICK, execute, on_a_rank, stenograd_command
 from launched import JOIN, binary, clean_env
 
 from stenograd.checkpoint.files import read_manifest, read_rank, saved_steps
@@ -280,3 +280,26 @@ def children(pid):
 def environment(pid):
     pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def _limps(rank, words):
+    """Train as a rank, of which rank 1 is slow."""
+    real = loop.Trainer.take_step
+
+    def step(trainer, indices):
+        time.sleep(0.02 * rank)
+        return real(trainer, indices)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Trainer, "take_step", step)
+        return on_a_rank(rank, words)
+
+
+@pytest.mark.parametrize("every", [50, 5])
+def test_a_slow_rank_is_waited_for_in_rounds_by_time_before_an_epoch_ends_or_is_saved(pool, tmp_path, every):
+    words = ["train", "--task", "digits", "--batch-size", 64, "--method", "local:every=0.05s", "--epochs", 2]
+    words += ["--timeout-s", 30, "--save-steps", every, "--out", tmp_path / "run"]
+    said = pool.run(2, _limps, words)
+    assert [(status, err) for status, _, err in said] == [(0, ""), (0, "")]
+    assert saved_steps(tmp_path / "run")[-1] == 24
+    assert "after 2 epochs" in said[0][1]

@@ -17,6 +17,8 @@ from support.processes import runs
 
 from stenograd.checkpoint.files import read_manifest, read_rank, saved_steps
 from stenograd.checkpoint.reshard import alike
+from stenograd.launch.local_workers import run_local
+from stenograd.stopping import stop_on
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 STATUS = 75
@@ -264,6 +266,38 @@ def test_a_worker_ends_with_its_parent_and_by_it(tmp_path, start, ending):
     while runs(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not runs(pid)
+
+
+def test_a_parent_that_was_asked_while_it_loaded_data_starts_no_workers(capfd):
+    """The signal was noted by a handler that the parent then replaced, and forgotten."""
+    with stop_on():
+        signal.raise_signal(signal.SIGTERM)
+        status = run_local([sys.executable, "-c", "print('it trains')"], 2)
+    said = capfd.readouterr()
+    assert (status, said.out, "asked to stop before any worker" in said.err) == (STATUS, "", True)
+
+
+LATE = """
+import os, time
+if os.environ.get("RANK") == "1":
+    time.sleep(600)
+"""
+
+
+def test_a_signal_before_all_ranks_have_met_ends_them_at_once(tmp_path):
+    """The rank that had come noted it, and waited until the timeout for the one that it had ended."""
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    command = [sys.executable, "-m", "stenograd", "train", "--workers", "2", "--timeout-s", "90"]
+    env = clean_env(TMPDIR=str(tmp_path))
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    with subprocess.Popen(command, env=env) as process:
+        while not any(file.stat().st_size for file in tmp_path.glob("stenograd-*/store")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        asked = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=100) == 128 + signal.SIGTERM
+    assert time.monotonic() - asked < 45
 
 
 def test_the_parent_of_workers_passes_on_and_returns_the_status(tmp_path):

@@ -17,7 +17,7 @@ import stenograd
 from stenograd.errors import ConfigError, LaunchError, MethodError, MismatchError, PeerLost
 from stenograd.launch.detect import World
 from stenograd.launch.membership import Membership, host_store
-from stenograd.launch.network import Knocks, Sockets, silent
+from stenograd.launch.network import Door, Knocks, Sockets, silent
 from stenograd.launch.plans import Arrival, Member, Plan, in_reach
 
 
@@ -133,6 +133,29 @@ def test_members_that_do_not_reach_each_other_are_not_in_one_plan(apart, newest,
         for member in members
     }
     assert [{m.rank for m in in_reach([*members], come, k)} for k in (6, 7)] == left
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_doors_have_addresses_of_either_protocol(address):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        socket.create_server((address, 0), family=family).close()
+    except OSError:
+        pytest.skip(f"{address} is no address here")
+    door = Door(address)
+    knocks, deadline = Knocks({"a door": door.address}), time.monotonic() + 10
+    while knocks.unanswered() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (knocks.answered, door.clear()) == ({"a door"}, True)
+    door.close()
+
+
+def test_a_door_is_where_gloo_connects(monkeypatch, tmp_path):
+    monkeypatch.setattr("stenograd.launch.membership.interfaces", lambda: {"eth7": "127.0.0.7"})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,eth8")
+    (one,) = entered(tmp_path / "store", 1)
+    assert one._door.address[0] == "127.0.0.7"
+    one.close()
 
 
 @pytest.fixture

@@ -149,3 +149,11 @@ def test_a_rank_that_ended_between_two_runs_is_replaced(pool):
     second = pool.run(2, _number)
     assert second[0] == first[0]
     assert second[1] != first[1]
+
+
+def test_a_program_without_a_file_is_told_so_before_any_rank_starts():
+    """Each rank wrote a traceback about a file called <stdin>, and the program one about a broken pipe."""
+    program = "from stenograd.testing.pool import RankPool\nRankPool(1)\n"
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr.count("Traceback")) == (1, 1)
+    assert "there is no <stdin>: save it as a file" in done.stderr

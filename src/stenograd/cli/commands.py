@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import sys
-from functools import cache
-from typing import Annotated
+from functools import cache, partial
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import stenograd
 from stenograd.cli import options as opt
@@ -22,6 +23,22 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+
+
+class _Once(TyperCommand):
+    """A command whose options come once each, but for those that make a list: the last would win unsaid."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        *_, order = self.make_parser(ctx).parse_args(args=[*args])
+        values = [one for one in order if not (one.multiple or getattr(one, "is_flag", True))]
+        for one in values:
+            if values.count(one) > 1 and not ctx.resilient_parsing:
+                several = "; stenograd compare takes several" if one.name == "method" else ""
+                raise ConfigError(f"{one.opts[0]} is given more than once: give it once{several}")
+        return super().parse_args(ctx, args)
+
+
+_command = partial(app.command, cls=_Once)
 
 
 def _version(wanted: bool) -> None:
@@ -59,7 +76,7 @@ def _spelled(word: str) -> str:
 _BEFORE = {"token_normalize_func": _spelled}
 
 
-@app.command()
+@_command()
 def demo(as_json: opt.AsJson = False) -> int:
     """Train two workers on digits: dense, with top-k, and with PowerSGD. Takes about a minute.
 
@@ -71,7 +88,7 @@ def demo(as_json: opt.AsJson = False) -> int:
     return demo(as_json)
 
 
-@app.command()
+@_command()
 @opt.taking(opt.TrainOptions)
 def train(asked: opt.TrainOptions) -> int:
     """Train a model on N workers, with the gradients compressed by one method.
@@ -89,7 +106,7 @@ def train(asked: opt.TrainOptions) -> int:
     return run(asked)
 
 
-@app.command(context_settings=_BEFORE)
+@_command(context_settings=_BEFORE)
 @opt.taking(opt.CompareOptions)
 def compare(asked: opt.CompareOptions) -> int:
     """Train the same model under several methods in turn, and show what each costs and reaches.
@@ -104,7 +121,7 @@ def compare(asked: opt.CompareOptions) -> int:
     return run(asked, asked.methods, asked.out, as_json=asked.as_json)
 
 
-@app.command()
+@_command()
 @opt.taking(opt.LinkOptions, only=["workers", "timeout_s"])
 def link(asked: opt.LinkOptions) -> int:
     """Measure the network between workers, by the messages that training uses.
@@ -120,7 +137,7 @@ def link(asked: opt.LinkOptions) -> int:
     return run(asked)
 
 
-@app.command(context_settings=_BEFORE)
+@_command(context_settings=_BEFORE)
 @opt.taking(opt.PlanOptions, without=["epochs", "shards", "workers"])
 def plan(asked: opt.PlanOptions) -> int:
     """Predict before training what a step takes under each method, and which method to use.
@@ -137,7 +154,7 @@ def plan(asked: opt.PlanOptions) -> int:
     return run(asked)
 
 
-@app.command()
+@_command()
 def methods(
     name: opt.MethodName = None,
     size: Annotated[int, opt.option("N", "Elements of the tensor.")] = 1_000_000,
@@ -156,7 +173,7 @@ def methods(
     return run(size, workers, as_json) if name is None else explain(name, size, workers, as_json)
 
 
-@app.command()
+@_command()
 def rendezvous(
     port: Annotated[int, opt.option("N", "Where to listen; 0 for a free port.")] = 29400,
 ) -> int:
@@ -174,7 +191,7 @@ def rendezvous(
     return host(port)
 
 
-@app.command()
+@_command()
 def doctor(as_json: opt.AsJson = False) -> int:
     """Show versions, devices and launcher, and try an all-reduce between two processes.
 
@@ -188,7 +205,7 @@ def doctor(as_json: opt.AsJson = False) -> int:
     return run(as_json)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})  # the command's options are its own
+@_command(context_settings={"allow_interspersed_args": False})  # the command's options are its own
 def emulate(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Program and arguments.")],
     hosts: Annotated[int, opt.option("N", "Number of emulated hosts.")] = 2,

@@ -21,7 +21,7 @@ from stenograd.cli.loop import Row, Trainer
 from stenograd.cli.options import Options, Task
 from stenograd.cli.pictures import draw_curves
 from stenograd.cli.setup import Setup, in_ranks, make_setup
-from stenograd.cli.table import Display, counted, megabytes, percent, show, show_json
+from stenograd.cli.table import Display, counted, megabytes, percent, say, show, show_json
 from stenograd.errors import ConfigError, LaunchError, PeerLost, StenogradError
 from stenograd.launch.detect import detect
 from stenograd.wire.driver import Driver
@@ -117,7 +117,7 @@ def run(
             else:
                 _show(setup, results)
                 if explain is not None:
-                    print(explain(results), flush=True)
+                    say(explain(results))
             if out is not None:
                 _write(setup, results, out, display)
         if lost is not None:

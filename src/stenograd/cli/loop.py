@@ -285,10 +285,12 @@ class Trainer:
         times: of the newest 10,000 training steps of this rank, without evaluation.
         taken: number of steps taken, skipped ones included.
         progress: of the epoch under way.
+        by_time: whether rounds go by time, so that ranks are at one step only where all of them meet.
     """
 
     def __init__(self, setup: Setup, method: Method, driver: Driver) -> None:
         self.setup, self.method, self.driver = setup, method, driver
+        self.by_time = getattr(method.schedule, "seconds", 0) > 0
         self.model = setup.task.model(setup.options.seed).to(setup.device)
         self.optimizer = setup.recipe.make_optimizer(self.model)
         self._total_steps = setup.recipe.epochs * setup.steps
@@ -337,9 +339,10 @@ class Trainer:
         finally:
             self._phases.close()
         start = time.perf_counter()
-        trained = self._score([now.loss, now.correct, now.count])
         # What is evaluated and compared is the model to use: between rounds the ranks' own models differ.
+        # And first of all: by time, ranks that have steps to take may wait for this one in a round.
         with self.sync.consensus():
+            trained = self._score([now.loss, now.correct, now.count])
             evaluated = self.evaluate()
             self.check_equal()
         # A world of one moves nothing, so its compression is that of the payload.
@@ -404,6 +407,7 @@ class Trainer:
 
     def position(self) -> dict[str, Any]:
         """Return where the training stands, for a checkpoint's `extra`; all ranks call it."""
+        self.sync.before_save()  # first of all, as in `run_epoch`
         now = self.progress
         # For `go_on`: with another number of ranks only rank 0's `extra` is read, and so no other's sums.
         sums = sum_over_ranks(self.driver, [now.loss, now.correct, now.count])

@@ -14,7 +14,7 @@ from stenograd.cli.folder import RunFolder
 from stenograd.cli.loop import Row, Score, Trainer, endless
 from stenograd.cli.options import TrainOptions
 from stenograd.cli.setup import Setup
-from stenograd.cli.table import counted, megabytes, percent
+from stenograd.cli.table import counted, megabytes, percent, say
 from stenograd.launch.membership import host_store
 from stenograd.launch.network import own_address
 from stenograd.launch.process_group import membership
@@ -82,7 +82,7 @@ class _Work:
             if saved is not None:
                 self._rows = [Row(**row) for row in saved.extra["rows"]]
         if self._speaks:
-            self._say(self.trainer.headline + ", open")
+            say(self.trainer.headline + ", open")
             self._begin()
         target = self._setup.epochs * self._setup.steps * self._setup.world_size
         share = self._setup.steps * self._setup.world_size
@@ -115,17 +115,23 @@ class _Work:
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate, say so, and save; meanwhile the others train on, and wait for the grace at most."""
-        if self._folder is not None:
-            self._rows = self._folder.rows()  # those of another worker that spoke meanwhile included
-        if self._rows and self._rows[-1].epoch >= epoch:
+        if self._is_over(epoch):
             return
         row = self._row(epoch, self._evaluated())
-        self._rows = [*self._rows, row]
         members = counted(len(self._sync.members), "worker")
-        self._say(f"{row.line(self._setup.epochs)}  round {self._sync.round} of {members}")
+        say(f"{row.line(self._setup.epochs)}  round {self._sync.round} of {members}")
+        if self._is_over(epoch):  # its newer checkpoint would be deleted for this one
+            return
+        self._rows = [*self._rows, row]
         if self._folder is not None:
             self._folder.append(row)
             self._folder.save(self.trainer, self._rows)
+
+    def _is_over(self, epoch: int) -> bool:
+        """Return whether another worker, which spoke meanwhile, has written this epoch or a later one."""
+        if self._folder is not None:
+            self._rows = self._folder.rows()
+        return bool(self._rows) and self._rows[-1].epoch >= epoch
 
     def _evaluated(self) -> Score:
         with self._sync.consensus():
@@ -163,9 +169,7 @@ class _Work:
             if self._folder is not None:
                 self._folder.save(self.trainer, self._rows)
                 saved = "saved, to be continued by --resume"
-            self._say(
-                f"stopped after round {self._sync.round} because of a signal; {saved} (status {STOPPED})"
-            )
+            say(f"stopped after round {self._sync.round} because of a signal; {saved} (status {STOPPED})")
             return STOPPED
         score, tokens = self._evaluated(), self._sync.tokens
         result = {
@@ -181,14 +185,11 @@ class _Work:
         if self._folder is not None:
             self._folder.finish(result, {"ranks": []})
         brought = ", ".join(f"rank {rank} {n:,.0f}" for rank, n in tokens.items())
-        self._say(
+        say(
             f"after {self._sync.round} rounds: eval accuracy {percent(score.accuracy)}, "
             f"loss {score.loss:.4f}, {megabytes(result['moved_bytes'])} sent by this worker; steps: {brought}"
         )
         return 0
-
-    def _say(self, line: str) -> None:
-        print(line, flush=True)
 
 
 def host(port: int) -> int:

@@ -30,6 +30,7 @@ __all__ = [
 
 WORK, FILES = "What to train", "Files"  # titles under which options are listed
 _RECIPE, _RUN, _WHERE = "Recipe (default: the task's own)", "How to run", "Where it will run"
+_PATHS = ("DIR", "FILE", "PATH")  # metavars of what becomes a `Path`
 T = TypeVar("T")
 
 
@@ -98,6 +99,8 @@ def option(metavar: str | None, what: str, panel: str | None = None, *flag: str,
         >>> option("N", "Seed.", WORK).help
         'Seed.'
     """
+    if metavar in _PATHS:
+        more["parser"] = _path
     return typer.Option(*flag, metavar=metavar, help=what, rich_help_panel=panel, **more)
 
 
@@ -118,7 +121,7 @@ _CORES = "Cores per worker (default: a share of this machine's)."
 _CHECK = "A run of stenograd train --out to compare with."
 _FILE = "Show or check this plan.json, also for another link; measure nothing."
 
-Out = Annotated[Path | None, option("DIR", "Folder for the results.", FILES, parser=_path)]
+Out = Annotated[Path | None, option("DIR", "Folder for the results.", FILES)]
 AsJson = Annotated[bool, option(None, "Print JSON instead of tables.", None, "--json")]
 Methods = Annotated[list[str] | None, option("TEXT", _METHODS, WORK, "--method", autocompletion=_completed)]
 MethodName = Annotated[
@@ -138,7 +141,7 @@ class Options:
     """
 
     task: Annotated[Task, option(None, "Data set and model.", WORK)] = Task.GLYPHS
-    data: Annotated[Path | None, option("PATH", _DATA, WORK, parser=_path)] = None
+    data: Annotated[Path | None, option("PATH", _DATA, WORK)] = None
     workers: Annotated[int | None, option("N", _WORKERS, _RUN)] = None
     epochs: Annotated[int | None, option("N", "Passes over the data.", _RECIPE)] = None
     batch_size: Annotated[int | None, option("N", "Samples per worker and step.", _RECIPE)] = None
@@ -180,7 +183,7 @@ class TrainOptions(Options):
     resume: Annotated[bool, option(None, _RESUME, FILES, "--resume")] = False
     save_every: Annotated[int | None, option("N", "Epochs per checkpoint (default: 1).", FILES)] = None
     save_steps: Annotated[int | None, option("N", "Steps per checkpoint, besides.", FILES)] = None
-    trace: Annotated[Path | None, option("FILE", _TRACE, FILES, parser=_path)] = None
+    trace: Annotated[Path | None, option("FILE", _TRACE, FILES)] = None
     keep: Annotated[bool, option(None, _KEEP, WORK, "--keep")] = False
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ from stenograd.planning.plan import (
 )
 from stenograd.planning.trial import Trial, first_batches, load_trial
 from stenograd.reading import read_regular
+from stenograd.sync.handshake import own_host
 from stenograd.wire.agreement import agree, everyone
 from stenograd.wire.driver import Driver
 
@@ -252,7 +254,18 @@ def _rehearsing(job: _Job) -> str:
 def _per_host(asked: PlanOptions, link: str | Link | None, workers: int) -> int:
     if asked.ranks_per_host is not None:
         return asked.ranks_per_host
-    return link.hosts.count(0) if isinstance(link, Link) and len(link.hosts) == workers else 1
+    return _alike(link.hosts) if isinstance(link, Link) and len(link.hosts) == workers else 1
+
+
+def _alike(hosts: Sequence[object]) -> int:
+    """Return how many workers each host has, given every worker's host."""
+    counts = [*Counter(hosts).values()]
+    if len({*counts}) > 1:
+        raise ConfigError(
+            f"hosts must have as many workers each for a plan, got {', '.join(map(str, counts))}: start as "
+            "many on each, or give --ranks-per-host to plan as if it were so"
+        )
+    return counts[0]
 
 
 def _check_hosts(workers: int, per_host: int) -> None:
@@ -263,6 +276,8 @@ def _check_hosts(workers: int, per_host: int) -> None:
 def _measured(asked: PlanOptions, given: str | Link | None, job: _Job, driver: Driver) -> int:
     """Measure the link between these ranks if none is given, rehearse on all at once, and tell on rank 0."""
     display = Display(driver.rank)
+    if given is None and asked.ranks_per_host is None:  # a link of other hosts would be measured for nothing
+        _alike(everyone(driver, own_host()))
     with display.bar("measuring the link"):
         link = given or measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
     with display.bar(_rehearsing(job)), _aside(asked):

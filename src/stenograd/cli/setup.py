@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -131,7 +132,11 @@ def check_options(options: Options) -> None:
 
 
 def in_ranks(
-    options: Options, prepare: Callable[[int], T], body: Callable[[T, Driver], int], **launch: Any
+    options: Options,
+    prepare: Callable[[int], T],
+    body: Callable[[T, Driver], int],
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    **launch: Any,
 ) -> int:
     """Run a command's body on every rank, and return the exit status.
 
@@ -142,6 +147,7 @@ def in_ranks(
         options: the command line's.
         prepare: checks options and loads data for a world size, without communication.
         body: the work, given what `prepare` returned and a driver for messages between ranks.
+        around: what a rank does the work in, from when all have met.
         launch: `open_run` and `keep` of `run_local`.
 
     Raises:
@@ -168,11 +174,13 @@ def in_ranks(
     if world.world_size == 1:
         ready = prepare(1)  # an error need not wait for the group
         _join(world, options)
-        return body(ready, Driver(timeout_s=options.timeout_s))
+        with around():
+            return body(ready, Driver(timeout_s=options.timeout_s))
     _join(world, options)
     driver = Driver(timeout_s=options.timeout_s)
-    # one rank's error (its disk, its device) ends all
-    return body(agree(driver, lambda: prepare(world.world_size)), driver)
+    with around():
+        # one rank's error (its disk, its device) ends all
+        return body(agree(driver, lambda: prepare(world.world_size)), driver)
 
 
 def _join(world: World, options: Options) -> None:

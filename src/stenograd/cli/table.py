@@ -87,10 +87,10 @@ def console() -> Console:
 
 
 def say(text: str, screen: Console | None = None) -> None:
-    """Print a line; a terminal gets it wrapped between words, a file or a pipe as it is."""
+    """Print lines; a terminal gets them wrapped between words, a file or a pipe as they are."""
     screen = console() if screen is None else screen
     if screen.is_terminal:
-        text = _wrapped(text, screen.width, "")
+        text = "\n".join(_wrapped(line, screen.width, "") for line in text.split("\n"))
     screen.print(text, soft_wrap=True)
 
 

@@ -60,14 +60,16 @@ def run(job: TrainOptions) -> int:
         job.refuse(["keep"], "without --workers of 2 or more, which it would start again")
     if quorum and (job.workers or 1) > 1 and _joins():
         job.refuse(["workers"], f"where {OPEN_VARIABLE} names the run, to which each command is one worker")
-    with _requests():
-        if not quorum:
-            return in_ranks(job, lambda world_size: _prepare(job, world_size), _body)
-        return in_ranks(job, partial(_prepare_open, job), open_work, open_run=True, keep=job.keep)
+    if not quorum:
+        return in_ranks(job, partial(_prepare, job), _body, _requests)
+    return in_ranks(job, partial(_prepare_open, job), open_work, _requests, open_run=True, keep=job.keep)
 
 
 def _requests() -> AbstractContextManager[object]:
-    """Take the signals by which batch systems announce an end; only the main thread can."""
+    """Take the signals by which batch systems announce an end; only the main thread can.
+
+    Until all ranks have met, signals end them at once: who noted one would wait for those that it has ended.
+    """
     if threading.current_thread() is not threading.main_thread():
         return nullcontext()
     return stop_on(signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
@@ -150,20 +152,23 @@ def _body(ready: _Ready, driver: Driver) -> int:
     try:
         display.line(trainer.headline)
         rows = _resumed(ready, trainer, display)  # before the trace, which is of training
-        trace = ready.job.trace
+        trace, stopped = ready.job.trace, None
         with trainer.sync.trace(str(trace)) if trace is not None else nullcontext():
-            rows = _train(ready, trainer, rows, display)
-        _finish(ready, trainer, rows, display)
+            try:
+                rows = _train(ready, trainer, rows, display)
+            except _Stopped as reason:  # on all ranks, so that they can write one trace
+                stopped = reason
+        if stopped is None:
+            _finish(ready, trainer, rows, display)
         if trace is not None:
             display.line(f"wrote {trace}")
-    except _Stopped as stopped:
+        if stopped is None:
+            return 0
         saved = "saved nothing: no --out" if ready.folder is None else "saved, to be continued by --resume"
-        saved = str(stopped) or saved
         display.line(f"stopped after step {trainer.taken} because of a signal; {saved} (status {STOPPED})")
         return STOPPED
     finally:
         trainer.sync.close()
-    return 0
 
 
 def _resumed(ready: _Ready, trainer: Trainer, display: Display) -> list[Row]:
@@ -211,12 +216,14 @@ def _train(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -
             row = trainer.run_epoch(epoch, partial(_after_step, ready, trainer, rows, tick))
         rows = [*rows, row]
         display.line(row.line(epochs))
-        if ready.folder is None:
-            continue
-        _on_rank_0(trainer, partial(ready.folder.append, row))
-        # the last always: --resume with more epochs starts from it
-        if epoch % (ready.job.save_every or 1) == 0 or epoch == epochs:
-            ready.folder.save(trainer, rows)
+        stopping = trainer.by_time and trainer.sync.stopping
+        if ready.folder is not None:
+            _on_rank_0(trainer, partial(ready.folder.append, row))
+            # the last always: --resume with more epochs starts from it
+            if epoch % (ready.job.save_every or 1) == 0 or epoch == epochs or stopping:
+                ready.folder.save(trainer, rows)
+        if stopping:
+            raise _Stopped
     return rows
 
 
@@ -224,14 +231,13 @@ def _after_step(ready: _Ready, trainer: Trainer, rows: list[Row], tick: Callable
     """Move the bar, and save where the step is one of those to save, or the last for now."""
     tick()
     every, folder = ready.job.save_steps, ready.folder
-    stopping = stops(trainer.sync, trainer.taken)
-    # By time, ranks are at different steps, except at the end of an epoch.
-    by_time = getattr(trainer.sync.method.schedule, "seconds", 0) > 0
     saves = every is not None and trainer.taken % every == 0
-    if folder is not None and not (stopping and by_time) and (stopping or saves):
+    stopping = not trainer.by_time and stops(trainer.sync, trainer.taken)
+    if folder is not None and (stopping or saves):
         folder.save(trainer, rows)
-    if stopping:
-        raise _Stopped("nothing since the last epoch was saved: ranks are at different steps" * by_time)
+    # By time, ranks are at one step where all save, and at the end of an epoch.
+    if stopping or (trainer.by_time and saves and trainer.sync.stopping):
+        raise _Stopped
 
 
 def _finish(ready: _Ready, trainer: Trainer, rows: list[Row], display: Display) -> None:

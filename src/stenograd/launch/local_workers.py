@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from stenograd.errors import LaunchError, bad_value
 from stenograd.launch.detect import OPEN_VARIABLE, STORE_VARIABLE
-from stenograd.stopping import SAME_S, STOPPED
+from stenograd.stopping import SAME_S, STOPPED, requested
 
 __all__ = [
     "SECRET_VARIABLE",
@@ -80,7 +80,7 @@ def run_local(
 
     SIGTERM and SIGUSR1 are passed on. Workers then have `stop_s` to save and end (see `stenograd.stop_on`),
     unless a second SIGTERM comes more than 5 seconds later. Those that exit with status 75 did so: that is
-    no failure to report, and the status returned.
+    no failure to report, and the status returned. Where `stop_on` has noted a signal before, none is started.
 
     Args:
         argv: the command and its arguments, at least one string.
@@ -125,6 +125,10 @@ def run_local(
             shared[OPEN_VARIABLE] = str(Path(directory) / "open")
         signals, stop_s = _Signals(), _TERM_S if stop_s is None else stop_s
         with signals.noting():
+            if requested():  # before the handlers were these: nobody would pass that on
+                said = f"stenograd: asked to stop before any worker started (status {STOPPED})"
+                print(said, file=sys.stderr, flush=True)
+                return STOPPED
             if open_run:
                 return _tend(argv, shared, workers, Path(directory), signals, stop_s, keep)
             return _run(argv, shared, workers, Path(directory), signals, stop_s)

@@ -34,6 +34,7 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from stenograd.errors import LaunchError, MismatchError, PeerLost, first_line
 from stenograd.launch import network
 from stenograd.launch.detect import OPEN_VARIABLE, World, bad_variable
+from stenograd.launch.interfaces import interfaces
 from stenograd.launch.network import Door, Knocks, Sockets, await_port, sever, silent, unshared
 from stenograd.launch.plans import Arrival, Member, Plan, planned
 
@@ -340,8 +341,11 @@ class Membership:
 
     def _own_address(self) -> str:
         host, _, port = self.address.rpartition(":")
-        if os.environ.get(network.GLOO_INTERFACE, "").startswith("lo"):
+        named = os.environ.get(network.GLOO_INTERFACE, "").split(",")[0]
+        if named.startswith("lo"):
             return "127.0.0.1"
+        if named in (own := interfaces()):  # the store may be in reach by another one
+            return own[named]
         if os.sep in self.address:
             return network.own_address()
         return network.address_towards(host.strip("[]"), int(port))

@@ -237,7 +237,8 @@ class Door:
     """
 
     def __init__(self, address: str) -> None:
-        self._socket = socket.create_server((address, 0), backlog=_BACKLOG)
+        family, *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
         self.address = address, int(self._socket.getsockname()[1])
 
@@ -268,10 +269,10 @@ class Knocks:
         self.answered = set[str]()
         for name, address in doors.items():
             with contextlib.suppress(OSError):  # no descriptor is left, or no such name: nothing is known
-                tried = socket.socket()
+                family, kind, protocol, _, there = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+                self._tried[name] = tried = socket.socket(family, kind, protocol)
                 tried.setblocking(False)
-                tried.connect_ex(address)
-                self._tried[name] = tried
+                tried.connect_ex(there)
 
     def unanswered(self) -> set[str]:
         """Return the names of the doors that have not answered yet; the others are in `answered`."""

@@ -41,6 +41,9 @@ class RankPool:
     Args:
         size: largest number of ranks, at least 1.
 
+    Raises:
+        StenogradError: the program has no file, as one from the standard input.
+
     Example:
         >>> with RankPool(2) as pool:
         ...     pool.run(2, divmod, 7)  # rank 0 returns divmod(0, 7)
@@ -50,6 +53,11 @@ class RankPool:
     def __init__(self, size: int) -> None:
         if size < 1:
             raise bad_value("size", "must be at least 1", size, "give the largest number of ranks")
+        main = getattr(sys.modules["__main__"], "__file__", None)
+        if main is not None and not os.path.exists(main):  # Python runs it again in each process
+            raise StenogradError(
+                f"the ranks of a pool run the program's file, and there is no {main}: save it as a file"
+            )
         self._context = start_context()
         self._members = [_Member(self._context) for _ in range(size)]
 
