@@ -157,7 +157,14 @@ EVIDENCE = {
     "resnet": Evidence(1200, ("local:every=16/qsgd:bits=4", *_ROUNDS[1:]), 151_546, 0.08, target=0.985),
     # adapters of rank 8 in a small GPT that was trained first: now the text has its case swapped
     "lora": Evidence(
-        600, _ROUNDS[:1], 65_536, 0.06, grid=(0.5, 1.0, 2.0, 4.0, 8.0), batch=12, context=64, judged=500
+        600,
+        (*_ROUNDS[:1], "qsgd:bits=4"),
+        65_536,
+        0.06,
+        grid=(0.5, 1.0, 2.0, 4.0, 8.0),
+        batch=12,
+        context=64,
+        judged=500,
     ),
     # what a machine does in minutes, to see that all of it works
     "try": Evidence(
