@@ -312,6 +312,10 @@ class Part:
             else:
                 stream.approach(outer, share)
 
+    def retake(self) -> None:
+        """Let the outer parameters be the parameters, which have just been made equal; momenta stay."""
+        self._outer = self._flat.values() if self._keeps else []
+
     def take_common(self) -> bool:
         """Put what the ranks have in common in place, if that needs no message; else say False."""
         if self._diloco is None:
