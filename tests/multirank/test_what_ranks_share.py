@@ -289,10 +289,9 @@ def test_plain_values_of_states_arrive_as_they_are():
         assert found == plain
 
 
-def _parting_rates(rank):
+def _parting_rates(rank, rate):
     model = mlp(0)
-    optimizer = _sgd(model)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    optimizer = _sgd(model, lr=rate)
     sync = stenograd.distribute(model, optimizer, "dense", timeout_s=30)
 
     def train():
@@ -439,7 +438,8 @@ def _with_copies(rank, kind, method, dtype):
         optimizer = _sgd(model, lr=0.05)
     else:
         optimizer = _Master(model.parameters(), 0.05, kind)
-    with stenograd.distribute(model, optimizer, method, group=rank) as sync:
+    given = {"only": optimizer}.values() if kind == "attribute" else optimizer
+    with stenograd.distribute(model, given, method, group=rank) as sync:
         for _ in range(12):
             for p in model.parameters():
                 p.grad = None
