@@ -10,6 +10,7 @@ from support.training import mlp
 from torch import nn
 
 import stenograd
+from stenograd.simulate import ranks
 from stenograd.sync.replica_guard import ReplicaGuard
 
 NARROW = (torch.float16, torch.bfloat16, torch.float64)
@@ -63,6 +64,28 @@ def test_passes_before_the_first_round_are_compared_too(pool):
     """What a bit that flipped after pass 6 cost is counted on in rounds, which begin after pass 10."""
     for _, error, repaired, _ in pool.run(3, _trained, 3, Face, "local:every=2,after=10", True):
         assert (error, repaired) == (None, 1)
+
+
+def test_outer_parameters_that_differ_are_repaired_once():
+    """Else they would make the parameters differ again in each round, and pull all ranks along."""
+
+    def train(rank):
+        model = mlp(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with stenograd.distribute(
+            model, optimizer, "diloco:every=1", group=rank, check_every=1, repair=True
+        ) as sync:
+            for step in range(6):
+                if (rank.rank, step) == (1, 2):
+                    sync._parts[0]._outer[0][0] += 1.0
+                optimizer.zero_grad()
+                model(torch.ones(1, 10)).square().mean().backward()
+                optimizer.step()
+            return sync.repaired
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ranks(3, train) == [1, 1, 1]
 
 
 def test_two_ranks_have_no_majority(pool):

@@ -415,6 +415,23 @@ def test_ending_an_eager_round_counts_each_step_of_each_rank_once(how, steps):
     assert found == [pytest.approx(1 - steps * 0.015, abs=1e-6)] * len(found)
 
 
+@pytest.mark.filterwarnings("ignore:fp16. an average overflowed")
+def test_an_eager_round_beyond_what_its_codec_holds_can_be_ended():
+    def rank_of(driver):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+        text = "diloco:every=1,eager=true/fp16"
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            (model(torch.ones(1, 1)) * (driver.rank + 1)).sum().backward()
+            optimizer.step()
+            sync.refresh()
+            return model.weight.item()
+
+    first, second = ranks(2, rank_of)
+    assert first == second
+
+
 def test_parameters_that_are_finite_on_no_rank_are_an_error_on_every_rank():
     def rank_of(driver):
         model = nn.Linear(2, 1)

@@ -75,6 +75,48 @@ def test_three_ranks_run_out_one_after_another(pool):
         assert torch.equal(momenta, ranks[0][1])
 
 
+class _Wide(torch.optim.Optimizer):
+    """SGD on copies beside its state, as master weights are."""
+
+    def __init__(self, parameters):
+        self.wide = []
+        super().__init__(parameters, {})
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        self.wide += [p.detach().double() for p in self.param_groups[-1]["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        for p, wide in zip((p for g in self.param_groups for p in g["params"]), self.wide, strict=True):
+            p.copy_(wide.sub_(p.grad, alpha=0.05))
+
+
+def _wide(rank):
+    """Ranks with 3 batches and 1, and then one batch more for a model that has grown."""
+    model = mlp(0)
+    optimizer = _Wide(model.parameters())
+    with stenograd.distribute(model, optimizer, "dense", timeout_s=30) as sync:
+
+        def train(shift):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 10)) + shift - rank).square().sum().backward()
+            optimizer.step()
+
+        with sync.join():
+            for _ in range(3 - 2 * rank):
+                train(0.0)
+        model.shift = nn.Parameter(torch.full((3,), 1.0 + rank))
+        optimizer.add_param_group({"params": [model.shift]})
+        train(model.shift)
+    return flat(model)
+
+
+def test_copies_that_an_optimizer_keeps_follow_what_ranks_take_over(pool):
+    first, second = pool.run(2, _wide)
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
+
+
 def _early(rank):
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -18,6 +18,7 @@ from stenograd.schedules.schedule import What
 from stenograd.sync.attached import Sync
 from stenograd.sync.gossip import GossipSync
 from stenograd.sync.gradients import GradientSync
+from stenograd.sync.handshake import several
 from stenograd.sync.open_rounds import OpenRounds
 from stenograd.sync.rounds import ParameterSync
 from stenograd.sync.sharded import ShardedSync, is_sharded
@@ -108,4 +109,4 @@ def distribute(
     kind = OpenRounds if quorum else _KINDS.get(chosen.schedule.what, ParameterSync)
     # FSDP comes before all schedules: it refuses them by itself, with its own reason.
     kind = ShardedSync if is_sharded(model) else kind
-    return kind(model, optimizer, chosen, skip_bad_steps=skip_bad_steps, **kept, **guard)
+    return kind(model, several(optimizer), chosen, skip_bad_steps=skip_bad_steps, **kept, **guard)

@@ -112,7 +112,7 @@ class GradientSync(Sync, Joinable):
         self._slots: dict[int, Slot] = {}
         self._met: list[Tensor] = []  # parameters that ranks have alike; kept, so that nobody gets their ids
         self._watches, self._wrapping = [], Wrapping(self)
-        self._left = Leftovers()
+        self._left, self._copies = Leftovers(), Copies(optimizer)
         with self._wholly():
             size, checks = self._driver.world_size, check_every > 0
             load_kernels(self.method, size, parameters.values(), checks=checks)
@@ -125,7 +125,7 @@ class GradientSync(Sync, Joinable):
             self.refresh()
             # After `refresh` has compared the ranks: tensors are broadcast by position, so another order
             # would swap layers.
-            with Copies(optimizer).follow(self._model.parameters()):
+            with self._copies.follow(self._model.parameters()):
                 broadcast_model(self._driver, self._model)
             self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
             local = any(p.grad is not None for p in self._parameters.values())
@@ -170,7 +170,8 @@ class GradientSync(Sync, Joinable):
         )
         before, now = vars(self).get("_parameters", {}), {id(p): name for name, p in parameters.items()}
         # `new` was compared above, so all ranks send the same tensors in the same order.
-        broadcast_tensors(self._driver, [parameters[name].detach() for name in new])
+        with self._copies.follow(parameters[name] for name in new):
+            broadcast_tensors(self._driver, [parameters[name].detach() for name in new])
         self._met = list(self._trained.parameters())
         kept = {name: now.get(id(p), "") for name, p in before.items()}
         if lost := sorted(set(self._exchange.arrange(buckets, device, kept)) & parameters.keys()):
@@ -417,7 +418,8 @@ class GradientSync(Sync, Joinable):
         lasts = [rank for rank, (other,) in enumerate(received) if bool(other)]
         if len(lasts) == len(received) or not lasts:
             return  # even inputs, so nothing differs
-        broadcast_model(self._driver, self._model, lasts[0])
+        with self._copies.follow(self._model.parameters()):
+            broadcast_model(self._driver, self._model, lasts[0])
         for optimizer in self._optimizers:
             held: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
             take_states(self._driver, held, [optimizer.state] * len(held), lasts[0])

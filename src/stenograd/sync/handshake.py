@@ -41,6 +41,7 @@ __all__ = [
     "own_host",
     "refuse_second_momentum",
     "refuse_taken",
+    "several",
     "synced_parameters",
     "unwrapped",
 ]
@@ -221,9 +222,13 @@ def as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
     Raises:
         TypeError: something is no optimizer of torch, and holds none as `.optimizer`.
     """
+    return [_bare(optimizer) for optimizer in several(given)]
+
+
+def several(given: Any) -> list[Any]:
+    """Return one or several optimizers as a list, with what stands around torch's."""
     one = hasattr(given, "param_groups") or not isinstance(given, Iterable)
-    several = [given] if one else list(given)
-    return [_bare(optimizer) for optimizer in several]
+    return [given] if one else list(given)
 
 
 def refuse_second_momentum(how: Method, optimizers: Iterable[torch.optim.Optimizer]) -> None:

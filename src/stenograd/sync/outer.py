@@ -312,6 +312,10 @@ class Part:
             else:
                 stream.approach(outer, share)
 
+    def retake(self) -> None:
+        """Let the outer parameters be the parameters, which have just been made equal; momenta stay."""
+        self._outer = self._flat.values() if self._keeps else []
+
     def take_common(self) -> bool:
         """Put what the ranks have in common in place, if that needs no message; else say False."""
         if self._diloco is None:
@@ -422,7 +426,7 @@ class Part:
         late, mean = self._arrived, self._flat.flat(own)
         if not self._diloco.shares_outer:
             # Each rank's outer parameters have its own share of what is under way already, but no other's.
-            sent = self._sent or [torch.zeros_like(t) for t in late]
+            sent = (late and self._sent) or [torch.zeros_like(t) for t in late]
             late = [total.sub(share, alpha=1.0 / ranks) for total, share in zip(late, sent, strict=True)]
             average([*self._outer, *self._momentum, *late], self.driver, in_order=True)
         if late:

@@ -493,8 +493,9 @@ class ParameterSync(RoundSync):
             for put in self._other_means():
                 put()
         self.round += 1
-        if self._check_every and self.round % self._check_every == 0:
-            self._guard.check(self.round)
+        if self._check_every and self.round % self._check_every == 0 and self._guard.check(self.round):
+            for each in self._parts:  # or outer parameters that differ would undo it in each round
+                each.retake()
         return True
 
     def _merge(self, part: Part, first: bool) -> _Outcome:

@@ -9,6 +9,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -168,9 +169,10 @@ def directed(how: Method, parameters: Iterable[Tensor]) -> bool:
 
 
 def learning_rates(optimizers: Iterable[Optimizer]) -> list[float]:
-    """Return the learning rates of each optimizer's first groups, where they are numbers."""
-    groups = (group for o in optimizers for group in o.param_groups[:_GROUPS])
-    return [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
+    """Return the learning rates of each optimizer's first groups, but for those on a device."""
+    rates = (group.get("lr") for o in optimizers for group in o.param_groups[:_GROUPS])
+    on_host = (rate for rate in rates if not isinstance(rate, Tensor) or (rate.is_cpu and rate.numel() == 1))
+    return [float(rate) for rate in on_host if isinstance(rate, (Real, Tensor))]
 
 
 def hashed(settings: Mapping[str, Any], number: int) -> int:
