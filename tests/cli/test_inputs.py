@@ -123,7 +123,7 @@ CASES = {
     "accuracy": ([*PLAN, "--accuracy", "perfect"], "Invalid value for '--accuracy'"),
     "no cores": ([*PLAN, "--cores", "0"], "--cores must be above 0"),
     "no ranks": ([*PLAN, "--ranks-per-host", "0"], "--ranks-per-host must be"),
-    "no seconds": ([*PLAN, "--seconds", "nan"], "--seconds must be above 0 and finite"),
+    "no seconds": ([*PLAN[:-2], "--seconds", "nan"], "--seconds must be above 0 and finite"),
     "epochs of a plan": ([*PLAN, "--epochs", "3"], "No such option: --epochs"),
     "what was learnt": ([*PLAN, "--learn-from", "x.pt"], "--learn-from is no more: use stenograd compare"),
     "learning": (["plan", "--learn"], "--learn is no more: use stenograd compare"),
@@ -168,6 +168,15 @@ def test_workers_against_the_launcher(here, monkeypatch):
         monkeypatch.setenv(key, value)
     status, _, err = here("train", "--workers", "2")
     assert (status, "world size 3 (torchrun), got 2" in err) == (2, True)
+
+
+def test_a_host_that_lacks_the_run_says_so(here, monkeypatch, tmp_path):
+    """Only rank 0 would have, which is on another host and waits for this one."""
+    launch = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for key, value in {**launch, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    status, _, err = here("train", "--resume", "--out", tmp_path / "nowhere")
+    assert (status, "nowhere holds none" in err) == (2, True)
 
 
 def test_a_run_is_not_written_over(here, trained):

@@ -29,7 +29,7 @@ __all__ = ["main"]
 _DEBUG_VARIABLE = "STENOGRAD_DEBUG"  # 1 shows tracebacks
 _LAST_LINES = "; its last lines:"  # of a program, in an error of emulated hosts
 _BAD_INPUT = (ConfigError, DataError, CheckpointError, TensorTypeError)  # what the user gave: status 2
-_EVERYWHERE = (*_BAD_INPUT, MismatchError)  # raised on every rank alike, so one rank's line is enough
+_EVERYWHERE = (*_BAD_INPUT, MismatchError)  # raised on every rank alike, at least of one host
 
 # What earlier versions had, and what to use instead.
 _GONE = {
@@ -81,7 +81,7 @@ def _worded(error: Any) -> str:
 def _failed(error: Exception) -> int:
     """Print an error in one line, and return its status: 2 for what the user gave, 1 for what happened.
 
-    It is printed on the ranks that know something which rank 0 does not say. What a program printed last
+    What all ranks of a host know is printed once there, the rest by each rank. What a program printed last
     keeps its lines.
 
     Example:
@@ -90,7 +90,7 @@ def _failed(error: Exception) -> int:
     """
     if os.environ.get(_DEBUG_VARIABLE) == "1":
         raise error
-    if not isinstance(error, _EVERYWHERE) or _rank() == 0:
+    if not isinstance(error, _EVERYWHERE) or _local_rank() == 0:
         text, _, tail = str(error).partition(_LAST_LINES)
         line = " ".join(text.split()) or type(error).__name__
         tail = f"{_LAST_LINES}\n{tail.rstrip()}" if (tail := tail.lstrip("\n")).strip() else ""
@@ -98,8 +98,8 @@ def _failed(error: Exception) -> int:
     return 2 if isinstance(error, _BAD_INPUT) else 1
 
 
-def _rank() -> int:
+def _local_rank() -> int:
     try:
-        return detect(os.environ).rank
+        return detect(os.environ).local_rank
     except StenogradError:
         return 0

@@ -344,8 +344,8 @@ class Membership:
         named = os.environ.get(network.GLOO_INTERFACE, "").split(",")[0]
         if named.startswith("lo"):
             return "127.0.0.1"
-        if named in (own := interfaces()):  # the store may be in reach by another one
-            return own[named]
+        if named and (own := interfaces().get(named)):  # the store may be in reach by another one
+            return own
         if os.sep in self.address:
             return network.own_address()
         return network.address_towards(host.strip("[]"), int(port))
