@@ -275,6 +275,8 @@ def refused(folder):
     along = Accelerator(cpu=True)
     use(along, "demo")
     bare = net()
+    pair, sharing = [nn.Linear(4, 4), nn.Linear(4, 2)], Accelerator(cpu=True)
+    shared, *_ = sharing.prepare(*pair, torch.optim.SGD(nn.ModuleList(pair).parameters(), lr=0.1))
     directed, _ = along.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
 
     def dense_after_all():
@@ -301,6 +303,7 @@ def refused(folder):
         "local and local": said(
             lambda: stenograd.accelerate.LocalSGD(rounds.accelerator, rounds.model, 4).__enter__()
         ),
+        "another model": said(lambda: stenograd.accelerate.LocalSGD(sharing, shared, 4).__enter__()),
         "steps": said(lambda: stenograd.accelerate.LocalSGD(plain.accelerator, plain.model, 0)),
         "schedule": said(
             lambda: stenograd.accelerate.LocalSGD(plain.accelerator, plain.model, 4, method="diloco")

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from left_over import left_over, left_when_dropped
 from lightning.fabric import Fabric, seed_everything
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_cases import WIDE
@@ -81,10 +86,10 @@ def trainer(strategy, steps, **more):
     return Trainer(accelerator="cpu", strategy=strategy, **quiet | more)
 
 
-def fit(strategy, steps=50, module=None, loader=None, **more):
+def fit(strategy, steps=50, module=None, loader=None, held_out=None, **more):
     seed_everything(1, verbose=False)
     module, training = module or Task(), trainer(strategy, steps, **more)
-    training.fit(module, loader or data(steps * training.accumulate_grad_batches))
+    training.fit(module, loader or data(steps * training.accumulate_grad_batches), held_out)
     return module, training
 
 
@@ -177,6 +182,28 @@ def exported(how, folder):
     averaged, _ = fit(StenogradStrategy(how), 10, callbacks=[averaging])
     found = {"plain": digest(plain), "exported": plain.exported}
     return found | {"kept": torch.equal(flat(averaged), averaging.average), "averaged": digest(averaged)}
+
+
+class Looking(StochasticWeightAveraging):
+    """Looks at the weights whose batch norms have looked at data."""
+
+    def on_train_epoch_end(self, trainer, module):
+        super().on_train_epoch_end(trainer, module)
+        self.left = flat(module).clone()
+        self.off = (self.left - flat(self._average_model)).abs().max().item()
+
+
+def looked(folder):
+    """4 epochs of 6 steps, of which the last ends in mid-round, and one in which batch norms look at data."""
+    module, looking = Task(), Looking(swa_lrs=0.01, swa_epoch_start=1)
+    module.net.insert(1, nn.BatchNorm1d(64))
+    checkpoint = ModelCheckpoint(folder, "looked-{epoch}", save_on_train_epoch_end=True)
+    options = {"callbacks": [looking, checkpoint], "max_epochs": 4, "enable_checkpointing": True}
+    fit(StenogradStrategy("diloco:every=5"), -1, module, data(6), data(1), **options)
+    saved = torch.load(checkpoint.best_model_path, weights_only=False)["state_dict"]
+    held = dict(module.named_parameters())
+    kept = all(torch.equal(saved[name], p) for name, p in held.items())
+    return {"kept": torch.equal(flat(module), looking.left), "saved": kept, "off": looking.off}
 
 
 class Rated(Task):

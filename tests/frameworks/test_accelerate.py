@@ -141,6 +141,7 @@ def test_fields_of_the_handler_are_kept(ran):
         ("other method", "CheckpointError: the checkpoint's method must be 'local:every=8'"),
         ("dense after all", "optimizer.step() applies gradients that no exchange has averaged"),
         ("local and local", "ConfigError: LocalSGD averages parameters where use averages gradients"),
+        ("another model", "ConfigError: LocalSGD averages one model"),
         ("steps", "ConfigError: local_sgd_steps must be at least 1, got 0"),
         ("direction", "MethodError: demo delivers a direction"),
         ("its elements", "leave clip_grad_value_ out"),

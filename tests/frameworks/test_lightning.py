@@ -125,6 +125,14 @@ def test_the_consensus_is_in_place_when_callbacks_hear_of_the_end(ran, how):
         assert rank["averaged"] != rank["plain"]
 
 
+def test_averaged_weights_stay_with_which_batch_norms_have_looked_at_data(ran):
+    """Lightning's SWA puts them in place one epoch before the end; one step of old gradients follows."""
+    for rank in ran("looked"):
+        assert rank["kept"]
+        assert rank["saved"]
+        assert rank["off"] < 0.05
+
+
 @pytest.mark.parametrize("how", ["topk:ratio=0.05", "local:every=4"])
 def test_training_begins_anew_after_a_finder_of_learning_rates(ran, how):
     one, other = ran("found_rate", how)

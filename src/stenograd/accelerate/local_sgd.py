@@ -38,8 +38,8 @@ class LocalSGD:
 
     Raises:
         MethodError: unknown method, or one that cannot send differences of parameters.
-        ConfigError: local_sgd_steps is out of range, the model's optimizer is not prepared, or
-            `use` was called for the Accelerator, too.
+        ConfigError: local_sgd_steps is out of range, the model's optimizer is not prepared or trains another
+            model, too, or `use` was called for the Accelerator.
 
     Example:
         >>> import torch
@@ -81,11 +81,20 @@ class LocalSGD:
                 f"LocalSGD averages parameters where use averages gradients, got both, with {before.method}: "
                 f"leave one out; use(accelerator, 'local:every=8/topk') does what both would"
             )
-        bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        bare, *others = (
+            self.accelerator.unwrap_model(model, keep_torch_compile=False)
+            for model in (self.model, *self.accelerator._models)
+        )
         held = optimizers_of(self.accelerator, bare)
         if not held:
             raise ConfigError(
                 "LocalSGD needs the model's optimizer: call accelerator.prepare(model, optimizer)"
+            )
+        shared = [o for m in others if m is not bare for o in optimizers_of(self.accelerator, m)]
+        if any(one in shared for one in held):
+            raise ConfigError(
+                "LocalSGD averages one model, got one whose optimizer trains another model, too: give each "
+                f"an optimizer of its own, or call use(accelerator, '{self._method}') for both, without it"
             )
         ddp_model: Any = unwrapped(self.model)
         self._alone = ddp_model.no_sync()  # keeps DDP from averaging gradients

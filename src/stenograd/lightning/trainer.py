@@ -53,6 +53,7 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
     strategy_name = "stenograd"
 
     _fitting = False
+    _replaced = False  # whether a callback exports weights of its own, and batch norms look at data with them
     _loaded_path: Any = None
 
     @property
@@ -90,6 +91,7 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
             # What an earlier `fit` attached would go on exchanging beside the new one.
             self._close()
             self._attached.clear()
+            self._replaced = False
         super().setup(trainer)
         if self._fitting and trainer.gradient_clip_val:
             parameters = self.lightning_module.parameters()
@@ -115,6 +117,7 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
         # Through the module's own call, so that its forward hooks run: they hold a round that is due after a
         # step was skipped.
         module = self.lightning_module
+        self._replaced |= getattr(module.trainer.fit_loop, "_skip_backward", False)
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
 
@@ -127,8 +130,8 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
     def on_validation_start(self) -> None:
         """Put the consensus in place while training is validated."""
         super().on_validation_start()
-        if self._fitting and self._attached:
-            self._attached[-1].show()
+        if self._fitting:
+            self.show_result()
 
     def on_validation_end(self) -> None:
         """Put this rank's own parameters back."""
@@ -146,15 +149,15 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
 
     def show_result(self) -> None:
         """Put the consensus in place, before callbacks and the module are called at the end of training."""
-        if self._attached and self._in_rounds:
+        if self._attached and self._in_rounds and not self._replaced:
             self._attached[-1].show()
 
     def on_train_end(self) -> None:
         """Leave the consensus in the model; what is trained later by hand is not exchanged."""
         super().on_train_end()
         self._fitting = False
+        self.show_result()
         if self._attached and self._in_rounds:
-            self._attached[-1].show()
             self.sync.enabled = False
 
     def on_exception(self, exception: BaseException) -> None:
@@ -165,7 +168,7 @@ class StenogradStrategy(Exchanging, pytorch.strategies.DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state, for methods in rounds the consensus; all ranks call it."""
         state: dict[str, Any]
-        if not self._attached or not self._in_rounds:
+        if not self._attached or not self._in_rounds or self._replaced:
             state = super().lightning_module_state_dict()
             return state
         with self._attached[-1].shown():
