@@ -280,7 +280,7 @@ class Sync(ABC):
         return
 
     def _engines(self) -> Iterable[Sync]:
-        """Return the engines that work for this one: what holds for its passes holds for theirs."""
+        """Return the engines that work for this one; what is set here is set there."""
         return ()
 
     def _lend_weights(self) -> None:
