@@ -152,17 +152,17 @@ def _body(ready: _Ready, driver: Driver) -> int:
     try:
         display.line(trainer.headline)
         rows = _resumed(ready, trainer, display)  # before the trace, which is of training
-        trace, stopped = ready.job.trace, None
+        trace, stopped = ready.job.trace, False
         with trainer.sync.trace(str(trace)) if trace is not None else nullcontext():
             try:
                 rows = _train(ready, trainer, rows, display)
-            except _Stopped as reason:  # on all ranks, so that they can write one trace
-                stopped = reason
-        if stopped is None:
+            except _Stopped:  # on all ranks, so that they can write one trace
+                stopped = True
+        if not stopped:
             _finish(ready, trainer, rows, display)
         if trace is not None:
             display.line(f"wrote {trace}")
-        if stopped is None:
+        if not stopped:
             return 0
         saved = "saved nothing: no --out" if ready.folder is None else "saved, to be continued by --resume"
         display.line(f"stopped after step {trainer.taken} because of a signal; {saved} (status {STOPPED})")
