@@ -14,12 +14,12 @@ With `--memory` a process per checkout imports everything once and forks two ran
 train the 10 M parameter network. Prints for every method the growth of the peak in bytes per parameter above
 that of training without an exchange, before and now: of the bytes in use, by `live_bytes.c` (which needs a C
 compiler), and of resident memory, which includes what malloc keeps after free() and so hides small
-differences. Without another checkout only this one is measured. Linux with glibc only.
+differences. Without another checkout only this one is measured, and NAME.json and NAME.md are written into
+--out. Linux with glibc only.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import importlib
@@ -42,6 +42,7 @@ HERE = Path(__file__).resolve().parent
 METHODS = list(KEY_METHODS)
 FLOOR = "none"  # every rank trains for itself
 _MEMORY_MODEL = "mlp"
+Peaks = dict[str, list[list[float]]]  # of a method in every round, in bytes: in use, resident
 
 
 class Checkout:
@@ -198,44 +199,56 @@ def compare_times(roots: list[Path], model: str, methods: list[str], rounds: int
             checkout.close()
 
 
-def compare_memory(roots: list[Path], methods: list[str], rounds: int, steps: int) -> None:
-    """Measure in turn, and print a line for each method."""
+def measure_peaks(roots: list[Path], methods: list[str], rounds: int, steps: int) -> list[Peaks]:
+    """Return for each checkout what each method's peaks grew by in every round."""
     compiler = shutil.which("cc")
     if compiler is None:
         raise SystemExit("a C compiler must be there to build live_bytes.c, found no cc: install one")
-    parameters = sum(p.numel() for p in WORKS[_MEMORY_MODEL].build().parameters())
     with tempfile.TemporaryDirectory() as folder:
         counter = str(Path(folder) / "live_bytes.so")
         build = [compiler, "-O2", "-shared", "-fPIC", "-o", counter, str(HERE / "live_bytes.c")]
         subprocess.run(build, check=True)
         checkouts = [Checkout(root, ["memory"], [{"LD_PRELOAD": counter}]) for root in roots]
-        told: dict[str, list[list[list[float]]]] = {m: [[] for _ in roots] for m in [FLOOR, *methods]}
+        told: list[Peaks] = [{m: [] for m in dict.fromkeys([FLOOR, *methods])} for _ in roots]
         for turn in range(rounds):
-            for method, grown in told.items():
+            for method in told[0]:
                 for which in range(len(roots))[:: 1 if turn % 2 else -1]:
                     (peaks,) = checkouts[which].ask(method, steps)
-                    grown[which].append([peak / parameters for peak in peaks])
+                    told[which][method].append(peaks)
         for checkout in checkouts:
             checkout.close()
-    floor = _medians(told[FLOOR])
-    for method, grown in told.items():
-        zero = [[0.0, 0.0]] * len(roots) if method == FLOOR else floor
-        pairs = zip(_medians(grown), zero, strict=True)
-        above = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
-        in_use, resident = ("".join(f"{row[kind]:8.2f}" for row in above) for kind in range(2))
-        print(f"{method:40} in use{in_use}   resident{resident}", flush=True)
+    return told
 
 
-def _medians(grown: list[list[list[float]]]) -> list[list[float]]:
-    """Return each checkout's medians over the rounds of both growths."""
-    return [[statistics.median(column) for column in zip(*turns, strict=True)] for turns in grown]
+def above(told: Peaks, method: str, kind: int) -> list[float]:
+    """Return the median, the least and the most bytes per parameter above training alone, of a kind."""
+    of, alone = ([peaks[kind] / parameters() for peaks in told[m]] for m in (method, FLOOR))
+    floor = 0.0 if method == FLOOR else statistics.median(alone)
+    return [pick(of) - floor for pick in (statistics.median, min, max)]
+
+
+def parameters() -> int:
+    """Return how many the network has whose memory is measured."""
+    return sum(p.numel() for p in WORKS[_MEMORY_MODEL].build().parameters())
+
+
+def memory_table(told: Peaks) -> str:
+    """Format a line a method: medians and ranges of both kinds."""
+    lines = []
+    for method in told:
+        kinds = ["{:.2f} ({:.2f} to {:.2f})".format(*above(told, method, kind)) for kind in range(2)]
+        lines.append([f"`{method}`", *kinds])
+    from harness import table  # needs names of the present library
+
+    head = ["bytes per parameter above training alone, which is the first line", "in use", "resident"]
+    return table(head, lines)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    from harness import command_line, publish  # as above
+
+    parser = command_line(__doc__, "memory")
     parser.add_argument("before", type=Path, nargs="?", help="root of the other checkout")
     parser.add_argument("--models", nargs="+", choices=list(WORKS), default=["mlp", "cnn"])
     parser.add_argument("--methods", nargs="+", default=METHODS)
@@ -245,7 +258,13 @@ def main() -> None:
     args = parser.parse_args()
     roots = [*([args.before.resolve()] if args.before else []), HERE.parent]
     if args.memory:
-        compare_memory(roots, args.methods, args.rounds, args.steps)
+        told = measure_peaks(roots, args.methods, args.rounds, args.steps)
+        if args.before:
+            for method in told[0]:
+                kinds = ("".join(f"{above(one, method, k)[0]:8.2f}" for one in told) for k in range(2))
+                print("{:40} in use{}   resident{}".format(method, *kinds))
+        else:
+            publish(args, "Peak memory of a rank", told[0], memory_table(told[0]))
         return
     if len(roots) < 2:
         parser.error("the root of another checkout is needed")

@@ -37,6 +37,7 @@ import reproductions
 import storm
 import streaming
 import unequal
+import versions
 from harness import RESULTS
 from scenarios import EVIDENCE
 
@@ -116,9 +117,7 @@ def rows_of_gpu(*parts: str, ok: bool = True) -> int:
 
 def memory(rival: str) -> float:
     """Return the bytes per parameter that a rival takes at its peak, above training alone."""
-    told = record("memory")
-    own = told["peak_bytes"]["none"] if rival != "none" else 0
-    return float((told["peak_bytes"][rival] - own) / told["parameters"])
+    return versions.above(record("memory")["results"], rival, 0)[0]
 
 
 def weather(key: str, run: str = "storm") -> float:
@@ -245,6 +244,7 @@ def _maker(name: str) -> Callable[[Mapping[str, Any]], str]:
     makers: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "count_bytes": lambda told: count_bytes.summary(told["results"]),
         "daso": lambda told: daso.summary(told["results"]),
+        "memory": lambda told: versions.memory_table(told["results"]),
         "handed_over": lambda told: handed_over.summary(told["results"]),
         "reproductions": lambda told: reproductions.told(told["results"]),
         "streaming": lambda told: streaming.summary(told["results"], told["settings"]["rate"]),
