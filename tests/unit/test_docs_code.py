@@ -15,7 +15,6 @@ PAGES = sorted(
     [
         *DOCS.glob("tutorials/*.md"),
         *DOCS.glob("migrate/*.md"),
-        DOCS / "when-it-does-not-pay.md",
         DOCS / "checkpoints.md",
         DOCS / "extending.md",
         DOCS / "open-runs.md",
