@@ -29,6 +29,11 @@ class _Once(TyperCommand):
     """A command whose options come once each, but for those that make a list: the last would win unsaid."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse what stands twice, and then parse as typer does.
+
+        Raises:
+            ConfigError: an option that means one value is given more than once.
+        """
         *_, order = self.make_parser(ctx).parse_args(args=[*args])
         values = [one for one in order if not (one.multiple or getattr(one, "is_flag", True))]
         for one in values:
