@@ -154,7 +154,14 @@ EVIDENCE = {
         target=0.985,
     ),
     # residual blocks with BatchNorm on MNIST, at a tenth of what ImageNet's networks have
-    "resnet": Evidence(1200, ("local:every=16/qsgd:bits=4", *_ROUNDS[1:]), 151_546, 0.08, target=0.985),
+    "resnet": Evidence(
+        600,
+        ("local:every=16/qsgd:bits=4", *_ROUNDS[1:]),
+        151_546,
+        0.12,
+        grid=(0.5, 1.0, 2.0, 4.0, 8.0),
+        target=0.985,
+    ),
     # adapters of rank 8 in a small GPT that was trained first: now the text has its case swapped
     "lora": Evidence(
         600,
