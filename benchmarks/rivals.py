@@ -204,7 +204,7 @@ class Trainee(Rival):
     ) -> None:
         self.task, self._seed, self.spent = task, seed, Spent()
         model = task.model(seed)
-        if task.name == "mnist":
+        if task.name == "mnist" and name not in EPFML:  # which views weights as matrices, and cannot these
             model.to(memory_format=torch.channels_last)  # faster convolutions on CPU
         recipe, size, steps = task.recipe, task.train_size, steps or task.recipe.steps_per_epoch
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
