@@ -79,14 +79,22 @@ def target(work: str) -> float:
     return found
 
 
-def to_accuracy(rival: str) -> str:
-    """Return what a rival took to an accuracy on MNIST, and in all, as cells of a table."""
-    told = standings("evidence/mnist_2_100mbit", "mnist", 2)[rival]
+def standing(cell: str, rival: str) -> str:
+    """Return what a rival took to the target of a cell, and in all, as cells of a table."""
+    work, hosts, _ = cell.split(":")
+    told = standings(f"evidence/{cell.replace(':', '_')}", work, int(hosts))[rival]
     missed, of = told["to"].count(None), len(told["to"])
     to = f"not in {missed} of {of} seeds" if missed else f"{statistics.median(told['to']):,.0f}"
     first = f"{to} | " + ("" if None in told["faster"] else f"{min(told['faster']):.1f}x")
     seconds, score, sent = (statistics.median(told[key]) for key in ("seconds", "scores", "megabytes"))
-    return f"{first} | {seconds:,.0f} | {100 * score:.2f} | {sent:,.0f}"
+    end = f"{100 * score:.2f}" if EVIDENCE[work].target else f"{score:.3f}"
+    return f"{first} | {seconds:,.0f} | {end} | {sent:,.{0 if sent >= 10 else 1}f}"
+
+
+def aim(cell: str) -> float:
+    """Return the loss that the rivals of a cell run for: that at which the worst seed of DDP ends."""
+    work = cell.split(":")[0]
+    return evidence.target(record(f"evidence/{cell.replace(':', '_')}")["results"], work)
 
 
 def ended(name: str, rival: str, key: str = "seconds", per: float = 1.0) -> float:
