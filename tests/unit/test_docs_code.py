@@ -1,5 +1,6 @@
 """The code of the tutorials and of the migration pages runs, each page in a fresh process with one rank."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,20 +8,15 @@ from pathlib import Path
 import forked
 import pytest
 
+import stenograd
+
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS))
 from extract import code  # noqa: E402
 
-PAGES = sorted(
-    [
-        *DOCS.glob("tutorials/*.md"),
-        *DOCS.glob("migrate/*.md"),
-        DOCS / "checkpoints.md",
-        DOCS / "extending.md",
-        DOCS / "open-runs.md",
-        DOCS / "preemption.md",
-    ]
-)
+MIGRATE = sorted(DOCS.glob("migrate/*.md"))
+OTHERS = [DOCS / f"{page}.md" for page in ("checkpoints", "extending", "open-runs", "preemption")]
+PAGES = [page for page in sorted([*DOCS.glob("tutorials/*.md"), *MIGRATE, *OTHERS]) if code(page.read_text())]
 
 
 def name(page):
@@ -37,9 +33,16 @@ def run(text, folder):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_the_code_of_a_page_runs(page, tmp_path):
-    text = code(page.read_text())
-    assert text, f"{page.name} has no Python code"
-    run(text, tmp_path)
+    run(code(page.read_text()), tmp_path)
+
+
+@pytest.mark.parametrize("page", MIGRATE, ids=name)
+def test_the_methods_in_the_tables_of_a_page_exist(page):
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    texts = [text for row in rows for text in re.findall(r'`"([a-z][^"` ]*)"`', row)]
+    assert texts
+    for text in texts:
+        stenograd.method(text.partition(":")[0] if "..." in text or "=N" in text else text)
 
 
 COMPLETE = "no_sync() clip_grad_norm_ scheduler.step() consensus() save_checkpoint load_checkpoint extra["

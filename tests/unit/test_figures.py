@@ -68,6 +68,6 @@ def test_a_figure_is_rewritten_where_it_stands():
 def test_a_rival_that_missed_the_accuracy_in_a_seed_has_words_and_no_figure(monkeypatch):
     rows = {"to": [50.0, None], "faster": [2.0, None], "seconds": [60.0, 70.0], "scores": [0.98, 0.97]}
     monkeypatch.setattr(figures, "standings", lambda *_: {"slow": {**rows, "megabytes": [5.0, 5.0]}})
-    assert figures.to_accuracy("slow") == "not in 1 of 2 seeds |  | 65 | 97.50 | 5"
+    assert figures.standing("mnist:2:100mbit", "slow") == "not in 1 of 2 seeds |  | 65 | 97.50 | 5.0"
     with pytest.raises(ValueError, match="faster of slow in mnist:2:100mbit is no figure"):
         figures.of_cell("mnist:2:100mbit", "slow", "faster")
