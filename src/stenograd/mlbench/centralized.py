@@ -288,13 +288,14 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
     def step(
         self, closure: Closure | None = None, tracker: Marks | None = None, denom: Denominator = None
     ) -> Any:
-        """Average, clip and step as in `GenericCentralizedOptimizer.step`.
+        """Average, clip and step as in `GenericCentralizedOptimizer.step`; without a closure return True.
 
         denom, with average_custom and only then, is what to divide the sum by: above 0, equal on all ranks. A
         rank with another one is a MismatchError within eight steps.
         """
         check_denominator(self.agg_mode, denom)
-        return self._step(closure, tracker, denom)
+        loss = self._step(closure, tracker, denom)
+        return True if closure is None else loss  # as MLBench: its programs then step their schedulers
 
     def _move(self) -> None:
         if self.grad_clip < math.inf:
