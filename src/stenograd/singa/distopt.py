@@ -188,6 +188,11 @@ class DistOpt(Saved):
         """Bytes, collectives and seconds waited of this rank so far."""
         return self._driver.traffic
 
+    @property
+    def communicator(self) -> DistOpt:
+        """This object, which does what SINGA's does; its programs ask `hasattr(sgd, "communicator")`."""
+        return self
+
     def __call__(self, loss: Tensor) -> None:
         """Train one step: `backward_and_update(loss)`."""
         self.backward_and_update(loss)
@@ -317,6 +322,8 @@ class DistOpt(Saved):
             TensorTypeError: it does not hold real floating-point numbers.
         """
         self._sum([tensor], _plain())
+
+    synch = all_reduce  # as SINGA's communicator calls it
 
     def all_reduce_half(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over the ranks, sent in float16; the sum itself may exceed 65,504."""
