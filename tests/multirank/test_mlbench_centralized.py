@@ -88,6 +88,19 @@ def test_weights_are_averaged_at_construction_and_after_each_step(pool, by_layer
     assert not torch.equal(ranks[0][2], ranks[1][2])  # momentum is never averaged
 
 
+def _equal_from_the_start(rank, dtype):
+    model = mlp(0).to(dtype)
+    before = flat(model)
+    CentralizedSGD(3, model, **SGD, agg_grad=False)
+    return torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_equal_keep_every_bit_at_construction(pool, dtype):
+    """As after loading a checkpoint: the mean of three equal numbers was another one."""
+    assert pool.run(3, _equal_from_the_start, dtype) == [True] * 3
+
+
 def _denominators(rank, world_size):
     """g_r = r + 1: the sum is N (N + 1) / 2; weights and gradients, denom 8."""
     out = []
