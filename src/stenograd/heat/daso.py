@@ -382,7 +382,8 @@ class DASO:
         Raises:
             TypeError: the loss is neither a number nor a tensor of one element.
         """
-        if not (isinstance(loss, Tensor) and loss.numel() == 1) and not isinstance(loss, Real):
+        given: Any = loss  # numbers of numpy are no floats
+        if not (isinstance(given, Tensor) and given.numel() == 1) and not isinstance(given, Real):
             raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}: take its mean")
         if self.current_batch > 0:
             self._check_model()
