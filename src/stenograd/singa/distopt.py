@@ -445,7 +445,8 @@ class DistOpt(Saved):
         if isinstance(inner, TorchOptimizer):
             return describe_optimizers(nn.Module(), [inner.optimizer], alike=True)
         kind = type(inner).__name__
-        return {"optimizer": kind, "step_counter": inner.step_counter, **inner._values}
+        own = sorted((f"settings of parameter {s.key!r}", s.values) for s in inner._slots if s.values)
+        return {"optimizer": kind, "step_counter": inner.step_counter, **inner._values, **dict(own)}
 
     def _train(self, loss: Tensor, threshold: int, how: Method) -> None:
         walked, finite = self._gradients.averaged(loss, threshold, how, self._settings)
