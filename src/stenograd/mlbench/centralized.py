@@ -275,6 +275,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         >>> optimizer = CustomCentralizedOptimizer(model, 1, sgd, average_custom=True)
         >>> model(torch.ones(4, 1)).sum().backward()
         >>> optimizer.step(denom=8)
+        True
         >>> model.weight.item()
         0.5
 
