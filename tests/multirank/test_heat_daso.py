@@ -1,5 +1,6 @@
 """DASO on real gloo ranks: against a plain oracle, and against the traces of the original."""
 
+import numpy as np
 import pytest
 import torch
 from heat_loops import LAYOUTS, batch, epoch, make, weights
@@ -316,7 +317,7 @@ def _skips_by_losses(rank, losses):
     _, daso = make(warmup_epochs=0, cooldown_epochs=0, node_size=1)
     told = []
     for loss in losses[rank]:
-        daso.epoch_loss_logic(loss)
+        daso.epoch_loss_logic(np.float32(loss))
         told.append(daso.state_dict()["skips"])
     daso.close()
     return told

@@ -192,6 +192,25 @@ def _schedule(rank, blocking):
     return [flat(net)]
 
 
+def _scaler(rank, blocking):
+    """Rank 1 overflows in step 3; in odd steps the program unscales by itself."""
+    net, (optimizer,) = make(rank, blocking)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a step is skipped
+        for s in range(6):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net, rank, 2, s) * (torch.inf if rank and s == 3 else 1.0)).backward()
+            if s % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    net.close()
+    assert scaler.get_scale() == 512.0
+    assert flat(net).abs().max() < 2
+    return [flat(net)]
+
+
 def _checkpoint(rank, blocking):
     """A state saved while an update waits holds it; loading applies what waits before."""
     whole, optimizers = make(rank, blocking, method="topk:ratio=0.1")
@@ -308,6 +327,7 @@ PROGRAMS = {
     "accumulation": _accumulated,
     "steps without a backward pass": _step_habits,
     "scheduler": _schedule,
+    "scaler": _scaler,
     "checkpoint": _checkpoint,
     "unfrozen layer": _thaw,
     "added group": _joined,

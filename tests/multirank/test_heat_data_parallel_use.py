@@ -313,15 +313,19 @@ def test_namespaces_know_torchs_names_too():
     from stenograd.heat.optim.dp_optimizer import DASO as by_its_documents
 
     assert by_its_documents is DASO
+    import stenograd.heat.nn.functional as by_its_path
+    from stenograd.heat.optim.lr_scheduler import StepLR
+    from stenograd.heat.optim.utils import DetectMetricPlateau
+
     from stenograd.heat import nn as heat_nn
     from stenograd.heat import optim
 
     assert (heat_nn.DataParallel, heat_nn.DataParallelMultiGPU) == (DataParallel, DataParallelMultiGPU)
-    assert (heat_nn.Linear, heat_nn.functional) == (nn.Linear, nn.functional)
+    assert (heat_nn.Linear, heat_nn.functional, by_its_path) == (nn.Linear, nn.functional, nn.functional)
     assert (optim.DASO, optim.DataParallelOptimizer) == (DASO, DataParallelOptimizer)
     assert DASO(torch.optim.SGD([torch.ones(1)]), 20, heat.MPI_WORLD).comm is None
-    assert optim.utils.DetectMetricPlateau is optim.DetectMetricPlateau
-    assert optim.lr_scheduler.StepLR is torch.optim.lr_scheduler.StepLR
+    assert optim.utils.DetectMetricPlateau is optim.DetectMetricPlateau is DetectMetricPlateau
+    assert optim.lr_scheduler.StepLR is torch.optim.lr_scheduler.StepLR is StepLR
     assert optim.AdamW is torch.optim.AdamW
     for module in (heat_nn, optim):
         with pytest.raises(AttributeError, match="has 'Nonesuch'"):

@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 
 import pytest
 import torch
@@ -171,6 +172,10 @@ def _misused(rank):
         daso.set_model([1])
     with pytest.raises(ConfigError, match="optimizer must hold"):
         daso.set_model(mlp(1))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 10)).sum()).backward()
+    with pytest.raises(ConfigError, match=r"call daso\.add_scaler\(scaler\) once"):
+        scaler.step(daso)
     daso.close()
     daso.close()
     return said
@@ -178,6 +183,25 @@ def _misused(rank):
 
 def test_misuse_is_named(pool):
     pool.run(1, _misused)
+
+
+def _own_steps(rank, node_size):
+    model, daso = make(node_size=node_size)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for number in range(2):
+            daso.local_optimizer.step()
+            daso.last_batch = 1
+            batch(rank, model, daso, number, world_size=2)
+    daso.close()
+    return [str(warning.message) for warning in seen]
+
+
+def test_steps_that_nodes_do_not_hear_of_are_a_warning_once(pool):
+    for said in pool.run(2, _own_steps, 1):
+        assert len(said) == 1
+        assert "stepped outside of daso.step()" in said[0]
+    assert pool.run(2, _own_steps, 2) == [[], []]
 
 
 def _part(path, value):

@@ -4,6 +4,7 @@ import gc
 import io
 import time
 import warnings
+from itertools import chain
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from stenograd.simulate import ranks
 from stenograd.wire.node_layout import Layout, _placed, _placed_part, find_layout
 
 
-def _scaled(rank, unscale_first, world_size=4):
+def _scaled(rank, unscaled, world_size=4):
     """Rank 2's gradient overflows in batch 3: all must skip exactly that step."""
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -38,25 +39,29 @@ def _scaled(rank, unscale_first, world_size=4):
         if rank == 2 and number == 3:
             loss = loss * float("inf")
         loss.backward()
-        if unscale_first:
-            scaler.unscale_(optimizer)
+        if unscaled:
+            scaler.unscale_({"optimizer": optimizer, "daso": daso}[unscaled])
         before = weights(model)
         daso._across.discard()  # merges would move the parameters too
         daso.step()
         rates.append(optimizer.param_groups[0]["lr"])
         kept.append(torch.equal(before, weights(model)))
     daso.close()
-    return rates, kept, scaler.get_scale(), daso.skipped
+    return rates, kept, scaler.get_scale(), daso.skipped, weights(model)
 
 
-@pytest.mark.parametrize("unscale_first", [False, True])
-def test_all_ranks_skip_the_step_in_which_one_overflows(pool, unscale_first):
-    """The scheduler halves the rate after each applied step: five times in six batches."""
-    for rates, kept, scale, skipped in pool.run(4, _scaled, unscale_first):
+def test_all_ranks_skip_the_step_in_which_one_overflows(pool):
+    """The scheduler halves the rate after each applied step: five times in six batches.
+
+    The program may unscale, to clip: by the optimizer, or by DASO, which shows the same groups.
+    """
+    runs = [pool.run(4, _scaled, who) for who in (None, "optimizer", "daso")]
+    for rank, (rates, kept, scale, skipped, end) in enumerate(chain(*runs)):
         assert rates == [0.025, 0.0125, 0.00625, 0.00625, 0.003125, 0.0015625]
         assert kept[3]
         assert sum(kept) == 1
         assert (scale, skipped) == (512.0, 1)
+        assert torch.equal(end, runs[0][rank % 4][-1])
 
 
 def _switched_off(rank):
@@ -67,14 +72,18 @@ def _switched_off(rank):
         daso.zero_grad()
         (model(torch.ones(2, 10)).square().mean() * (torch.nan if rank and number == 2 else 1.0)).backward()
         daso.step()
+    _, other = make(node_size=1, warmup_epochs=0)
+    other.add_scaler(torch.amp.GradScaler("cpu", enabled=False))
+    other.load_state_dict(daso.state_dict())
     daso.close()
-    return daso.skipped, weights(model)
+    other.close()
+    return daso.skipped, other.skipped, weights(model)
 
 
 def test_a_scaler_that_is_switched_off_changes_nothing(pool):
-    """A bad gradient costs its rank one step, and nobody else anything."""
-    (first, one), (second, other) = pool.run(2, _switched_off)
-    assert (first, second) == (0, 1)
+    """A bad gradient costs its rank one step, and nobody else anything; it is counted in what is saved."""
+    (*first, one), (*second, other) = pool.run(2, _switched_off)
+    assert (first, second) == ([0, 0], [1, 1])
     assert torch.equal(one, other)
     assert one.isfinite().all()
 
@@ -177,6 +186,40 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_every_phase(pool, layout, 
         for stop_at, end in ends.items():
             assert torch.equal(end, whole), stop_at
         assert len(ends) == 5
+
+
+def _trained_later(rank, node_size, added):
+    """From the second epoch on the first layer learns, too; before that it is frozen."""
+    model = mlp(0)
+    model[0].requires_grad_(False)
+    held = [p for p in model.parameters() if p.requires_grad or not added]
+    optimizer = torch.optim.SGD(held, lr=0.05)
+    daso = DASO(optimizer, 10, warmup_epochs=1, node_size=node_size, timeout_s=30)
+    daso.set_model(model)
+    epoch(rank, model, daso, 4)
+    model[0].requires_grad_(True)
+    if added:
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+    if node_size == 2 or not added:
+        daso.last_batch = 3
+        with pytest.raises(
+            StenogradError, match=r"call daso\.set_model\(model\) anew, on all ranks and between"
+        ):
+            batch(rank, model, daso, 4)
+        daso.set_model(model)
+    for first in (4, 8):
+        epoch(rank, model, daso, 4, first=first)
+    daso.close()
+    return weights(model), torch.equal(model[0].weight, mlp(0)[0].weight)
+
+
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("node_size", [2, 4])
+def test_parameters_that_train_later_are_averaged_or_refused(pool, node_size, added):
+    """On one node the engine takes an added group by itself; between nodes it was never averaged."""
+    (first, kept), *others = pool.run(4, _trained_later, node_size, added)
+    assert not kept
+    assert all(torch.equal(first, end) for end, _ in others)
 
 
 class _Normed(nn.Module):

@@ -15,6 +15,7 @@ from stenograd.mlbench import (
     CentralizedSGD,
     CentralizedSparsifiedSGD,
     CustomCentralizedOptimizer,
+    DecentralizedSGD,
     FP16Optimizer,
     GenericCentralizedOptimizer,
     PowerSGD,
@@ -88,6 +89,37 @@ def test_weights_are_averaged_at_construction_and_after_each_step(pool, by_layer
     assert not torch.equal(ranks[0][2], ranks[1][2])  # momentum is never averaged
 
 
+def _equal_from_the_start(rank, dtype):
+    model = mlp(0).to(dtype)
+    before = flat(model)
+    CentralizedSGD(3, model, **SGD, agg_grad=False)
+    return torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_equal_keep_every_bit_at_construction(pool, dtype):
+    """As after loading a checkpoint: the mean of three equal numbers was another one."""
+    assert pool.run(3, _equal_from_the_start, dtype) == [True] * 3
+
+
+def _with_a_scaler(rank):
+    model = mlp(0)
+    scaler = torch.amp.GradScaler("cpu")
+    for optimizer in (
+        CentralizedSGD(2, model, **SGD),
+        CentralizedSparsifiedSGD(model.parameters(), lr=0.1, world_size=2),
+        DecentralizedSGD(rank, [1 - rank], model, lr=0.1),
+    ):
+        scaler.scale(model(torch.ones(1, 10)).sum()).backward()
+        with pytest.raises(ConfigError, match="a GradScaler lets one rank alone skip a step"):
+            scaler.step(optimizer)
+
+
+def test_a_scaler_with_which_one_rank_would_skip_alone_is_refused(pool):
+    """The others waited for it; where it overflowed once, steps of other batches were paired from then on."""
+    pool.run(2, _with_a_scaler)
+
+
 def _denominators(rank, world_size):
     """g_r = r + 1: the sum is N (N + 1) / 2; weights and gradients, denom 8."""
     out = []
@@ -105,7 +137,7 @@ def _denominators(rank, world_size):
                 divide_before=divide_before,
             )
             model.weight.grad = torch.full((1, 1), rank + 1.0)
-            optimizer.step(denom=torch.tensor([8.0]))
+            assert optimizer.step(denom=torch.tensor([8.0])) is True  # MLBench's programs ask it
             out.append(-model.weight.item())
     return out
 

@@ -307,10 +307,13 @@ def _other_optimizers(rank):
     """Partial updates may differ: each rank makes its own steps."""
     model = torch.nn.Linear(3, 1)
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1 * rank)
+    head = SGD(lr=0.1)
+    head.register(model.named_parameters(), {"lr": 0.1 + 0.1 * rank})
     for inner, what in [
         (SGD(lr=0.1 + 0.1 * rank), "lr"),
         (SGD(momentum=0.9, nesterov=not rank), "nesterov"),
         (momentum, "momentum of optimizer 0's group 0"),
+        (head, "settings of parameter 'weight'"),
     ]:
         with pytest.raises(MismatchError, match=f"ranks differ in {what}: rank 0 has"):
             DistOpt(inner, timeout_s=30)(model(torch.ones(2, 3)).sum())

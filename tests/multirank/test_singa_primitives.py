@@ -11,6 +11,7 @@ from stenograd.singa import SGD, DistOpt
 
 CALLS = {
     "all_reduce": lambda o, g: o.all_reduce(g),
+    "synch": lambda o, g: o.communicator.synch(g),
     "half": lambda o, g: o.all_reduce_half(g),
     "fused": lambda o, g: o.fused_all_reduce([g]),
     "fused half": lambda o, g: o.fused_all_reduce_half([g]),

@@ -86,7 +86,8 @@ def test_plateaus_count_once_warm(per_batch):
     """Two epochs of two batches warm up to 4; then one bad epoch is borne and the second halves the rate."""
     optimizer = _optimizer()
     batches = 2 if per_batch else None
-    scheduler = s.ReduceLROnPlateauWithWarmup(optimizer, 0.0, 4.0, 2, batches, factor=0.5, patience=1)
+    how = {"factor": 0.5, "patience": 1, "verbose": True}  # as in MLBench's programs; torch has no `verbose`
+    scheduler = s.ReduceLROnPlateauWithWarmup(optimizer, 0.0, 4.0, 2, batches, **how)
     seen = []
     for loss in (9, 9, 1, 1, 1, 1):
         for _ in range(2):

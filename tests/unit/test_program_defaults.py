@@ -11,8 +11,8 @@ from torch import nn
 import stenograd
 from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import schedules
-from stenograd.heat.daso import _step_together
 from stenograd.simulate import exchange, ranks
+from stenograd.sync.step_settings import step_together
 from stenograd.testing.checks import SHAPES, data, same, same_states
 from stenograd.testing.conformance import cases
 from stenograd.testing.methods import suite
@@ -111,7 +111,7 @@ def test_a_scaler_is_updated_in_a_step_without_gradients():
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     with defaults(torch.float64, "cpu"):
-        assert _step_together(scaler, optimizer, Driver())
+        assert step_together(scaler, optimizer, Driver())
     assert scaler.get_scale() == 65536.0
 
 

@@ -6,6 +6,8 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,13 +22,12 @@ from stenograd.launch.process_group import join
 from stenograd.sync.averaging import Copies, average_buffers, difference_method
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import broadcast_model, compare, describe_optimizers, synced_parameters
-from stenograd.sync.step_settings import refuse
+from stenograd.sync.step_settings import step_together
 from stenograd.wire.agreement import sum_over_ranks
 from stenograd.wire.driver import Driver
 from stenograd.wire.finite import are_finite
 from stenograd.wire.groups import is_group
 from stenograd.wire.node_layout import find_layout
-from stenograd.wire.requests import gather
 from stenograd.wire.traffic import Traffic
 
 __all__ = ["DASO"]
@@ -209,6 +210,7 @@ class DASO:
         self._model: nn.Module | None = None
         self._replaced = False
         self._passes = 0  # of the engine inside the node, at the last step
+        self._stepping = self._warned = False
         self._begin()
         self.comm, self.verbose = comm, verbose
         self._cast_dtype, self._split_val = downcast_type, sending_chunk_size
@@ -271,6 +273,14 @@ class DASO:
         _check_arguments({"downcast_type": dtype})
         self._cast_dtype, self._global_method = dtype, difference_method(_CAST_METHODS[dtype])
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks in `scaler.step(daso)`, by which a rank would skip a batch alone."""
+        raise ConfigError(
+            "a GradScaler must be given to DASO, with which all ranks skip a step or none: call "
+            "daso.add_scaler(scaler) once, and daso.step() instead of scaler.step(daso) and scaler.update()"
+        )
+
     def add_scaler(self, scaler: Any) -> None:
         """Use a `torch.amp.GradScaler`: `step` steps and updates it, and all ranks skip a step together.
 
@@ -283,7 +293,8 @@ class DASO:
     def set_model(self, model: nn.Module) -> None:
         """Train this model: broadcast rank 0's parameters and buffers, and register gradient hooks.
 
-        A DASO that was given this model, or has the same optimizer, is replaced; it need not be closed.
+        Call it again, between epochs, after unfreezing parameters or adding some to the optimizer. A DASO
+        that was given this model, or has the same optimizer, is replaced; it need not be closed.
 
         Raises:
             TypeError: model is not a module.
@@ -323,6 +334,8 @@ class DASO:
             for thing in (model, self.local_optimizer):
                 _held[thing] = weakref.ref(self), weakref.ref(sync)
             self._set_local(True)
+            watch = partial(_warn_of_step, weakref.ref(self))
+            self._watch = self.local_optimizer.register_step_pre_hook(watch)
         except BaseException:  # CTRL-C, too: threads and groups must not stay
             self._model = None
             if sync is not None:
@@ -334,18 +347,23 @@ class DASO:
         """Step the optimizer and the scheduler, then run the exchange that is due after this batch.
 
         Raises:
-            StenogradError: no model was set.
+            StenogradError: no model was set, or parameters were added or unfrozen since.
             ConfigError: last_batch was not set, or is past already; a ValueError.
             NonFiniteError: a rank's parameters were not finite when they were to be averaged.
             PeerLost: a rank did not answer in time.
         """
         self._check_model()
+        self._check_parameters()
         self._driver.check_groupless()
         batch, last = self.current_batch, self.last_batch
         if not isinstance(last, int) or isinstance(last, bool) or last < batch:
             rule = f"must be the index of the epoch's last batch, at least {batch} now"
             raise bad_value("last_batch", rule, last, "set daso.last_batch = number_of_batches - 1")
-        self._step_optimizer()
+        self._stepping = True
+        try:
+            self._step_optimizer()
+        finally:
+            self._stepping = False
         if batch == last:
             self._end_epoch()
             return
@@ -364,7 +382,8 @@ class DASO:
         Raises:
             TypeError: the loss is neither a number nor a tensor of one element.
         """
-        if not (isinstance(loss, Tensor) and loss.numel() == 1) and not isinstance(loss, (int, float)):
+        given: Any = loss  # numbers of numpy are no floats
+        if not (isinstance(given, Tensor) and given.numel() == 1) and not isinstance(given, Real):
             raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}: take its mean")
         if self.current_batch > 0:
             self._check_model()
@@ -417,6 +436,7 @@ class DASO:
             "current_batch": self.current_batch,
             "last_batch": self.last_batch,
             "skips": list(self._skips),
+            "skipped": self.skipped,
             "stability": self.stability.get_state(),
             "across": self._across.state_dict(),
             "local": self._sync.state_dict(),
@@ -464,12 +484,14 @@ class DASO:
                 getattr(self, part).load_state_dict(state[part])
         self.stability.set_state(state["stability"])
         self.epoch, self.current_batch = int(state["epoch"]), int(state["current_batch"])
+        self.skipped = int(state.get("skipped", 0))  # older states have none
         self.last_batch, self._skips = state["last_batch"], Skips._make(state["skips"])
         self._set_local(self._skips.is_local_sync(self.current_batch, self.last_batch or 0))
 
     def close(self) -> None:
         """Detach from the model, stop the threads and leave the groups; a second call does nothing."""
         if self._model is not None:
+            self._watch.remove()
             self._sync.close()  # first: it sends by a group of the other's
             self._across.close()
             self._model = None
@@ -507,6 +529,18 @@ class DASO:
         if self._model is None:
             raise StenogradError("DASO has no model: call set_model(model), or use DataParallelMultiGPU")
 
+    def _check_parameters(self) -> None:
+        held = self._sync._parameters if self._across.one_node else self._across.parameters
+        averaged = {id(p) for p in held.values()}
+        for group in self.local_optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and id(p) not in averaged:
+                    raise StenogradError(
+                        f"a parameter of shape {tuple(p.shape)} was unfrozen, or added to the optimizer, "
+                        "after set_model, and would not be averaged: call daso.set_model(model) anew, on all "
+                        "ranks and between epochs"
+                    )
+
     def _step_optimizer(self) -> None:
         """Step the optimizer, and the scheduler with it; a gradient that is not finite skips the optimizer.
 
@@ -521,7 +555,7 @@ class DASO:
             self._sync.take_part()
         self._passes = self._sync._passes_made()
         if scaler is not None:
-            stepped = _step_together(scaler, self.local_optimizer, self._driver)
+            stepped = step_together(scaler, self.local_optimizer, self._driver, self)
         if not scaled:
             params = (p for group in self.local_optimizer.param_groups for p in group["params"])
             stepped = (
@@ -636,52 +670,17 @@ def _made_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
     return made
 
 
-def _step_together(scaler: Any, optimizer: torch.optim.Optimizer, driver: Driver) -> bool:
-    """Unscale, agree over the ranks on whether a gradient overflowed, step or skip, update the scale.
-
-    Costs one all-gather of 16 bytes per rank. Skips decided by each rank alone, as in Heat, let ranks
-    diverge. A rank without gradients steps nothing, and updates its scale like the others.
-
-    Args:
-        scaler: a `torch.amp.GradScaler`; it may have unscaled the gradients already.
-        optimizer: the optimizer whose gradients it scaled.
-        driver: the way to the other ranks.
-
-    Returns:
-        Whether the optimizer stepped; with a disabled scaler it may, and did not yet.
-
-    Raises:
-        MismatchError: on all ranks: their scales differ.
-    """
-    found = _found(scaler, optimizer) if scaler.is_enabled() else {}
-    local = float(any(bool(flag.item()) for flag in found.values()))
-    own = [local, scaler.get_scale()]
-    message = torch.tensor(own, dtype=torch.float64, device="cpu")
-    received = driver.run(gather(message))
-    if any(scale != received[0][0][1] for ((_, scale),) in received):
-        refuse(driver, {"loss scale": scaler.get_scale()})
-    if not scaler.is_enabled():
-        return True
-    # Torch's own sharded scalers agree at the same point, in the record of what unscale_ found.
-    overflowed = any(bool(other) for ((other, _),) in received)
-    for flag in found.values():
-        flag.fill_(float(overflowed))
-    scaler.step(optimizer)
-    scaler.update()
-    return not overflowed
-
-
-def _found(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-    """Unscale, and return the record of what overflowed, by device."""
-    device = optimizer.param_groups[0]["params"][0].device
-    if scaler._scale is None:  # this rank has scaled no loss yet
-        scaler._lazy_init_scale_growth_tracker(device)
-    record = scaler._per_optimizer_states[id(optimizer)]
-    if record["stage"].name == "READY":
-        scaler.unscale_(optimizer)
-    found: dict[torch.device, Tensor] = record["found_inf_per_device"]
-    found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))  # torch needs one to step
-    return found
+def _warn_of_step(daso: weakref.ref[DASO], *_: Any) -> None:
+    """Warn once where the local optimizer steps by itself, so that nodes are never averaged."""
+    owner = daso()
+    if owner is not None and not (owner._stepping or owner._warned or owner._across.one_node):
+        owner._warned = True
+        warnings.warn(
+            "DASO's local_optimizer stepped outside of daso.step(), which alone averages between nodes: they "
+            "drift apart; call daso.step() instead, or daso.close() to train without it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 # Who trains a model or moves it by an optimizer: the last DASO that was given them, and its hooks, which stay

@@ -267,7 +267,8 @@ class DataParallelOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The torch optimizer's groups."""
+        """The torch optimizer's groups, after queued updates: a GradScaler takes gradients from them."""
+        self.flush()  # what it divides while the exchange is in flight would be lost, and leaves no trace
         return self.torch_optimizer.param_groups
 
     def attach(self, updates: Updates, *, blocking: bool) -> None:

@@ -30,7 +30,13 @@ from stenograd.mlbench.wrapper import (
     step_settings,
 )
 from stenograd.sync.averaging import Copies
-from stenograd.sync.handshake import broadcast_model, compare, describe_optimizers, synced_parameters
+from stenograd.sync.handshake import (
+    broadcast_model,
+    broadcast_tensors,
+    compare,
+    describe_optimizers,
+    synced_parameters,
+)
 
 __all__ = [
     "CentralizedAdam",
@@ -103,7 +109,19 @@ class GenericCentralizedOptimizer(Wrapper):
             if self.agg_grad:
                 broadcast_model(aggregation.driver, self.model)
             else:
-                aggregation.agg_model(self.by_layer)(self.model, AVG_WORLD)
+                self._start_from_mean()
+
+    @torch.no_grad()
+    def _start_from_mean(self) -> None:
+        """Average the weights, so that equal ones, as after loading a checkpoint, keep every bit."""
+        weights = [p for p in self.model.parameters() if p.is_floating_point()]
+        own = [p.clone() for p in weights]
+        broadcast_tensors(self.aggregation.driver, [p.detach() for p in weights])
+        # Of differences from rank 0's: a mean of equal numbers may be another one, as of three in bfloat16.
+        apart = [p.sub_(first) for p, first in zip(own, weights, strict=True)]
+        self.aggregation.average_weights(apart, AVG_WORLD, None, self.by_layer)
+        for p, mean in zip(weights, apart, strict=True):
+            p.add_(mean)
 
     def step(self, closure: Closure | None = None, tracker: Marks | None = None) -> Any:
         """Average and step.
@@ -257,6 +275,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         >>> optimizer = CustomCentralizedOptimizer(model, 1, sgd, average_custom=True)
         >>> model(torch.ones(4, 1)).sum().backward()
         >>> optimizer.step(denom=8)
+        True
         >>> model.weight.item()
         0.5
 
@@ -288,13 +307,14 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
     def step(
         self, closure: Closure | None = None, tracker: Marks | None = None, denom: Denominator = None
     ) -> Any:
-        """Average, clip and step as in `GenericCentralizedOptimizer.step`.
+        """Average, clip and step as in `GenericCentralizedOptimizer.step`; without a closure return True.
 
         denom, with average_custom and only then, is what to divide the sum by: above 0, equal on all ranks. A
         rank with another one is a MismatchError within eight steps.
         """
         check_denominator(self.agg_mode, denom)
-        return self._step(closure, tracker, denom)
+        loss = self._step(closure, tracker, denom)
+        return True if closure is None else loss  # as MLBench: its programs then step their schedulers
 
     def _move(self) -> None:
         if self.grad_clip < math.inf:

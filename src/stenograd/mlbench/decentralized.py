@@ -172,6 +172,7 @@ class DecentralizedSGD(Wrapper):
         self._aggregation = DecentralizedAggregation(
             rank, neighbors, use_cuda, weights=weights, timeout_s=timeout_s
         )
+        self.world_size = self._gossip.driver.world_size
         settings: dict[str, Any] = {"by_layer": bool(by_layer)}
         known = model.named_parameters() if isinstance(model, nn.Module) else ()
         names: dict[Tensor, str] = {p: f", {name}" for name, p in known}

@@ -21,6 +21,7 @@ from stenograd.mlbench.wrapper import (
     check_lr,
     evaluate,
     kept_attributes,
+    refuse_scaler,
     step_settings,
     whole_or_not_at_all,
 )
@@ -322,6 +323,10 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         self.average_world = bool(average_world)
         self._scattered = bool(random_sparse)
         super().__init__(params, lr, weight_decay, sparse_grad_size)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return refuse_scaler(self.world_size)
 
     @property
     def traffic(self) -> Traffic:

@@ -241,7 +241,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         warmup_init_lr, scaled_lr: rates at the start and after the warm-up.
         warmup_epochs: epochs of warm-up; 0 for none.
         batches_per_epoch: None warms up in `step`, once per epoch; else in `batch_step`, once per batch.
-        kwargs: as for ReduceLROnPlateau.
+        kwargs: as for ReduceLROnPlateau. `verbose`, which torch has given up, is ignored.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -267,6 +267,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         self.per_batch = batches_per_epoch is not None
         self.batch_idx = 0
         self.optimizer = optimizer
+        kwargs.pop("verbose", None)
         # Before super, which takes the groups' present rates for the last ones.
         self._set_rate()
         super().__init__(optimizer, **kwargs)

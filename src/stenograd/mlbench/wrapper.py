@@ -27,6 +27,7 @@ __all__ = [
     "checked_model",
     "evaluate",
     "kept_attributes",
+    "refuse_scaler",
     "step_settings",
     "whole_or_not_at_all",
 ]
@@ -55,8 +56,7 @@ class Wrapper(torch.optim.Optimizer):
     """
 
     aggregation: Aggregation
-    # Else a GradScaler would leave its scale here, for a fused optimizer that does not look here.
-    _step_supports_amp_scaling = False
+    world_size: int
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         # Before super, whose `self.state = ...` comes to the setter below and asks for it.
@@ -89,6 +89,10 @@ class Wrapper(torch.optim.Optimizer):
     def traffic(self) -> Traffic:
         """This rank's bytes."""
         return self.aggregation.traffic
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return refuse_scaler(self.world_size)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -191,6 +195,20 @@ def evaluate(closure: Closure | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def refuse_scaler(world_size: int) -> bool:
+    """Return False, with which a GradScaler unscales by itself: a fused optimizer inside would not look here.
+
+    Raises:
+        ConfigError: there are several ranks, of which one alone would skip a step that all others wait for.
+    """
+    if world_size > 1:
+        raise ConfigError(
+            "a GradScaler lets one rank alone skip a step, and the others wait for it: use FP16Optimizer, or "
+            "stenograd.distribute, with which all ranks skip"
+        )
+    return False
 
 
 def check_lr(lr: float | None) -> float:

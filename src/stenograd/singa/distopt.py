@@ -188,6 +188,11 @@ class DistOpt(Saved):
         """Bytes, collectives and seconds waited of this rank so far."""
         return self._driver.traffic
 
+    @property
+    def communicator(self) -> DistOpt:
+        """This object, which does what SINGA's does; its programs ask `hasattr(sgd, "communicator")`."""
+        return self
+
     def __call__(self, loss: Tensor) -> None:
         """Train one step: `backward_and_update(loss)`."""
         self.backward_and_update(loss)
@@ -318,6 +323,8 @@ class DistOpt(Saved):
         """
         self._sum([tensor], _plain())
 
+    synch = all_reduce  # as SINGA's communicator calls it
+
     def all_reduce_half(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over the ranks, sent in float16; the sum itself may exceed 65,504."""
         self._sum([tensor], _rounded())
@@ -438,7 +445,8 @@ class DistOpt(Saved):
         if isinstance(inner, TorchOptimizer):
             return describe_optimizers(nn.Module(), [inner.optimizer], alike=True)
         kind = type(inner).__name__
-        return {"optimizer": kind, "step_counter": inner.step_counter, **inner._values}
+        own = sorted((f"settings of parameter {s.key!r}", s.values) for s in inner._slots if s.values)
+        return {"optimizer": kind, "step_counter": inner.step_counter, **inner._values, **dict(own)}
 
     def _train(self, loss: Tensor, threshold: int, how: Method) -> None:
         walked, finite = self._gradients.averaged(loss, threshold, how, self._settings)
