@@ -367,17 +367,14 @@ class SparseFiller:
 
     Args:
         slots: the parameters, and what is known of them.
-        world_size: number of ranks.
-        share: returns what this rank's gradients are multiplied by; asked when they are exchanged.
+        exchange: whose method clips them, and which tells what this rank's count for.
 
     Attributes:
         bad: whether this rank's gradients were not finite, when they were last read.
     """
 
-    def __init__(
-        self, slots: Mapping[nn.Parameter, Slot], world_size: int, share: Callable[[], float]
-    ) -> None:
-        self._slots, self._world_size, self._share = dict(slots), world_size, share
+    def __init__(self, slots: Mapping[nn.Parameter, Slot], exchange: TensorExchange) -> None:
+        self._slots, self._exchange = dict(slots), exchange
         self.bad = False
 
     def used(self) -> list[bool]:
@@ -392,9 +389,12 @@ class SparseFiller:
         return self._averages(rows) if rows else None
 
     def _averages(self, rows: Sequence[Rows]) -> Rounds[list[Rows]]:
-        share = self._share()
-        scaled = [r._replace(values=r.values * share) for r in rows] if share != 1.0 else rows
-        return (yield from average_rows(scaled, self._world_size))
+        share, how = self._exchange.weighed(), self._exchange.method
+        if share != 1.0 or how.clips:
+            rows = [r._replace(values=(r.values * share).contiguous()) for r in rows]
+            for r in rows:
+                how.clip(r.values.view(-1), [r.values.numel()])
+        return (yield from average_rows(rows, self._exchange.driver.world_size))
 
     def write_back(self, outcome: Outcome) -> None:
         """Make gradients the averages, which are the last in the outcome."""

@@ -88,9 +88,12 @@ def average_rows(rows: Sequence[Rows], world_size: int) -> Rounds[list[Rows]]:
 
 
 def write_rows(parameter: Tensor, average: Rows) -> None:
-    """Make a parameter's gradient an average; sparse, unless this rank's own was dense."""
-    dense = parameter.grad is not None and parameter.grad.layout is torch.strided
-    grad = torch.sparse_coo_tensor(
+    """Make a parameter's gradient an average; written into the gradient where that is dense, else sparse."""
+    grad = parameter.grad
+    if grad is not None and grad.layout is torch.strided:
+        grad.zero_().index_copy_(0, average.indices, average.values)
+        return
+    parameter.grad = torch.sparse_coo_tensor(
         average.indices[None],
         average.values,
         parameter.shape,
@@ -98,7 +101,6 @@ def write_rows(parameter: Tensor, average: Rows) -> None:
         is_coalesced=True,  # `torch.unique` made the indices
         check_invariants=False,
     )
-    parameter.grad = grad.to_dense() if dense else grad
 
 
 def _added(

@@ -189,7 +189,7 @@ class GradientSync(Sync, Joinable):
         self._slots = {id(p): Slot(i) for i, ps in enumerate(by_bucket) for p in ps}
         sparse = {p: Slot(-1) for p in parameters.values() if id(p) in thin}
         self._slots |= {id(p): slot for p, slot in sparse.items()}
-        self._sparse = SparseFiller(sparse, self.world_size, self._exchange.weighed)
+        self._sparse = SparseFiller(sparse, self._exchange)
         for i in old.keys() & self._slots.keys():
             self._slots[i].follow(old[i])
         slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]
