@@ -125,9 +125,12 @@ class GradientSync(Sync, Joinable):
             self.refresh()
             # After `refresh` has compared the ranks: tensors are broadcast by position, so another order
             # would swap layers.
-            with self._copies.follow(self._model.parameters()):
+            follow = self._copies.follow
+            with follow(self._model.parameters()):
                 broadcast_model(self._driver, self._model)
-            self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
+            self._guard = ReplicaGuard(
+                self._model, self._driver, repair=repair, check_buffers=check_buffers, follow=follow
+            )
             local = any(p.grad is not None for p in self._parameters.values())
             self._passes = Passes(local, skip_bad_steps, StepSettings(self._optimizers))
             self._leave_uncompiled()
