@@ -16,8 +16,8 @@ from stenograd.testing.pool import RanksFailed
 TINY_MB = 0.0001  # four buckets, after DDP has rebuilt them
 
 
-def _ddp(rank, method=None, seed=0, bucket_cap_mb=TINY_MB):
-    model = DistributedDataParallel(mlp(seed), bucket_cap_mb=bucket_cap_mb)
+def _ddp(rank, method=None, seed=0, bucket_cap_mb=TINY_MB, **options):
+    model = DistributedDataParallel(mlp(seed), bucket_cap_mb=bucket_cap_mb, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return model, optimizer, stenograd.ddp.register(model, method, timeout_s=30) if method else None
 
@@ -139,13 +139,13 @@ def test_what_ddp_has_found_frozen_is_not_trained_unaveraged(pool):
     assert pool.run(2, _unfrozen, True) == [None, None]
 
 
-def _resumed(rank, method, world_size):
+def _resumed(rank, method, world_size, options):
     """Six steps in a row, and the last three again in a new model: what came of both, and the buckets."""
-    model, optimizer, hook = _ddp(rank, method)
+    model, optimizer, hook = _ddp(rank, method, **options)
     _run(model, optimizer, rank, world_size, 0, 3)
     parts = copy.deepcopy([part.state_dict() for part in (hook, model, optimizer)])
     _run(model, optimizer, rank, world_size, 3, 3)
-    again = _ddp(rank, method, seed=1)
+    again = _ddp(rank, method, seed=1, **options)
     for part, state in zip((again[2], *again[:2]), parts, strict=True):
         part.load_state_dict(state)
     _run(*again[:2], rank, world_size, 3, 3)
@@ -153,10 +153,18 @@ def _resumed(rank, method, world_size):
     return flat(model), flat(again[0]), alike(*owed), buckets_of(hook)
 
 
-@pytest.mark.parametrize("method", ["dense", "topk:ratio=0.1", "qsgd", "sign:dense_below=20"])
-def test_a_resumed_run_goes_on_bit_for_bit(pool, method):
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("dense", {}),
+        ("topk:ratio=0.1", {"gradient_as_bucket_view": True}),
+        ("qsgd", {"static_graph": True}),
+        ("sign:dense_below=20", {}),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(pool, method, options):
     """DDP begins with buckets other than those that the state was saved with."""
-    for row, again, owed, buckets in pool.run(3, _resumed, method, 3):
+    for row, again, owed, buckets in pool.run(3, _resumed, method, 3, options):
         assert buckets >= 3
         assert torch.equal(row, again)
         assert owed

@@ -81,7 +81,8 @@ class DDPHook(Sync):
             self._members: list[list[int]] = []  # ids of the parameters in each bucket of the exchange
             self._sources: list[list[Tensor]] = []  # where they lie in DDP's buckets
             self._small: dict[Tensor, Tensor] = {}  # what travels densely, of the buckets so far
-            self._saved: list[Bucket] = []  # those of a state that was loaded, for the first pass
+            self._saved: list[Bucket] = []  # those of a state that was loaded
+            self._passes_as_saved = 0  # that these are still for
             self._came: list[tuple[dict[Tensor, Tensor], Tensor]] = []  # pieces of buffers
             self._made: set[int] = set()  # ids of those that got a gradient since the last exchange
             # Without these, DDP itself refuses parameters that are not used.
@@ -210,6 +211,7 @@ class DDPHook(Sync):
         DDP makes other buckets after its first pass, and codes depend on buckets. So a new model's first pass
         takes those of the state: its messages leave at its end. A state that was saved after one pass knows
         only DDP's first buckets: the step after it, if it is taken on by a new model, may be coded otherwise.
+        With `static_graph` the same goes for the first two passes.
 
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
@@ -224,6 +226,7 @@ class DDPHook(Sync):
                 self._exchange.arrange([])
             raise
         self._saved = [] if self._members else saved
+        self._passes_as_saved = 2 if self._model.static_graph else 1  # after these DDP makes its own
 
     def _saved_buckets(self, state: Mapping[str, Any]) -> list[Bucket]:
         """Return the buckets that a state was saved with; none where it does not tell those of all it has.
@@ -274,7 +277,8 @@ class DDPHook(Sync):
     def _send_as_saved(self) -> None:
         """Send what has come in the buckets of the state that was loaded, if that is what they hold."""
         came, saved = self._came, self._saved
-        self._came, self._saved = [], []
+        self._passes_as_saved -= 1
+        self._came, self._saved = [], saved if self._passes_as_saved > 0 else []
         found = {self._names[id(p)]: (p, piece) for pieces, _ in came for p, piece in pieces.items()}
         if found.keys() != {name for bucket in saved for name in bucket.names}:
             for pieces, buffer in came:
