@@ -1,5 +1,7 @@
 """Stenograd's methods as a DDP communication hook on gloo, with several buckets."""
 
+import copy
+
 import pytest
 import torch
 from models import buckets_of, flat, mlp, shards, step
@@ -7,14 +9,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stenograd
+from stenograd.checkpoint.reshard import alike
 from stenograd.errors import StenogradError
 from stenograd.testing.pool import RanksFailed
 
 TINY_MB = 0.0001  # four buckets, after DDP has rebuilt them
 
 
-def _ddp(rank, method=None, seed=0, bucket_cap_mb=TINY_MB):
-    model = DistributedDataParallel(mlp(seed), bucket_cap_mb=bucket_cap_mb)
+def _ddp(rank, method=None, seed=0, bucket_cap_mb=TINY_MB, **options):
+    model = DistributedDataParallel(mlp(seed), bucket_cap_mb=bucket_cap_mb, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return model, optimizer, stenograd.ddp.register(model, method, timeout_s=30) if method else None
 
@@ -134,3 +137,55 @@ def test_what_ddp_has_found_frozen_is_not_trained_unaveraged(pool):
         assert at == 3
         assert "after unfreezing wrap it again" in said
     assert pool.run(2, _unfrozen, True) == [None, None]
+
+
+def _resumed(rank, method, world_size, options):
+    """Six steps in a row, and the last three again in a new model: what came of both, and the buckets."""
+    model, optimizer, hook = _ddp(rank, method, **options)
+    _run(model, optimizer, rank, world_size, 0, 3)
+    parts = copy.deepcopy([part.state_dict() for part in (hook, model, optimizer)])
+    _run(model, optimizer, rank, world_size, 3, 3)
+    again = _ddp(rank, method, seed=1, **options)
+    for part, state in zip((again[2], *again[:2]), parts, strict=True):
+        part.load_state_dict(state)
+    _run(*again[:2], rank, world_size, 3, 3)
+    owed = [ended.state_dict()["parameters"] for ended in (hook, again[2])]
+    return flat(model), flat(again[0]), alike(*owed), buckets_of(hook)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("dense", {}),
+        ("topk:ratio=0.1", {"gradient_as_bucket_view": True}),
+        ("qsgd", {"static_graph": True}),
+        ("sign:dense_below=20", {}),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(pool, method, options):
+    """DDP begins with buckets other than those that the state was saved with."""
+    for row, again, owed, buckets in pool.run(3, _resumed, method, 3, options):
+        assert buckets >= 3
+        assert torch.equal(row, again)
+        assert owed
+
+
+def _in_another_model(rank):
+    model, optimizer, hook = _ddp(rank, "topk:ratio=0.1")
+    _run(model, optimizer, rank, 2, 0, 2)
+    state, said = hook.state_dict(), []
+    for other in (nn.Sequential(nn.Linear(11, 32), *list(mlp(0))[1:]), nn.Linear(10, 4)):
+        ddp = DistributedDataParallel(other)
+        fresh = stenograd.ddp.register(ddp, "topk:ratio=0.1", timeout_s=30)
+        with pytest.raises(stenograd.errors.CheckpointError) as told:
+            fresh.load_state_dict(state)
+        said.append(str(told.value))
+        assert fresh.state_dict()["parameters"] == {}
+    return said
+
+
+def test_a_state_of_another_model_is_refused_before_the_first_pass(pool):
+    """Its residuals would wait for ever, or fail in the first backward pass."""
+    for shape, name in pool.run(2, _in_another_model):
+        assert "must have shape" in shape
+        assert "differ in parameter" in name

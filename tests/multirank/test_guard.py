@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import ALL_METHODS
 from support.faces import Face, Hook
-from support.training import mlp
+from support.training import flat, mlp
 from torch import nn
 
 import stenograd
@@ -64,6 +64,41 @@ def test_passes_before_the_first_round_are_compared_too(pool):
     """What a bit that flipped after pass 6 cost is counted on in rounds, which begin after pass 10."""
     for _, error, repaired, _ in pool.run(3, _trained, 3, Face, "local:every=2,after=10", True):
         assert (error, repaired) == (None, 1)
+
+
+class _Masters(torch.optim.Optimizer):
+    """SGD on copies in double precision, which it writes back into the parameters."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            wide = self.state[p].setdefault("wide", p.double())
+            p.copy_(wide.sub_(p.grad, alpha=0.25))
+
+
+@pytest.mark.filterwarnings("ignore:replicas differ")
+def test_copies_that_an_optimizer_keeps_follow_what_is_repaired():
+    """Else the next step undoes each repair. Rank 2 and its copies go astray once; all numbers are exact."""
+
+    def train(rank):
+        model = nn.Linear(4, 3)
+        for p in model.parameters():
+            nn.init.constant_(p, 0.5)
+        optimizer = _Masters(model.parameters(), {})
+        with stenograd.distribute(model, optimizer, group=rank, check_every=1, repair=True) as sync:
+            for step in range(6):
+                if step == 2 and rank.rank == 2:
+                    for p, state in optimizer.state.items():
+                        p.data.copy_(state["wide"].add_(1.0))
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            return flat(model), sync.repaired
+
+    first, *others = ranks(3, train)
+    for row, repaired in others:
+        assert torch.equal(row, first[0])
+        assert repaired == 1
 
 
 def test_outer_parameters_that_differ_are_repaired_once():

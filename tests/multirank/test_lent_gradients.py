@@ -137,6 +137,37 @@ def test_ranks_stay_equal(pool, method):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has it from 2.10 on")
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_may_have_a_type_of_their_own(way, monkeypatch):
+    """bfloat16 parameters with float32 gradients: what two passes add up is rounded nowhere."""
+    bucket_bytes, *few = WAYS[way]
+    for name, value in zip(("_SMALL_ELEMENTS", "_FEW_ELEMENTS"), few, strict=True):
+        monkeypatch.setattr(filling, name, value)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 12, sparse=True), _Net()).to(torch.bfloat16)
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+
+    def add(extra):
+        x = model[0](torch.arange(9))
+        model[1](x, extra=extra).float().square().mean().backward()
+
+    def passes():
+        for extra in (False, True):
+            add(extra)
+        return [p.grad.to_dense() for p in model.parameters()]
+
+    wanted = passes()
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, bucket_bytes=bucket_bytes):
+        for grad, exact in zip(passes(), wanted, strict=True):
+            assert grad.dtype is torch.float32
+            assert torch.equal(grad, exact)
+    assert not torch.equal(wanted[1], wanted[1].bfloat16().float())
+
+
 def _freed(memory):
     """Whether nothing holds a memory, or stops to: a thread that sent something may end a moment later."""
     deadline = time.monotonic() + 0.3

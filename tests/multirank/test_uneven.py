@@ -246,6 +246,24 @@ def test_a_bad_sparse_gradient_that_waits_for_its_step_is_not_applied():
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize(("key", "largest"), [("clip_value", 0.5), ("clip_norm", 0.5 / 2**0.5)])
+def test_sparse_gradients_are_clipped_as_dense_ones_are(key, largest):
+    model = nn.Embedding(4, 2, sparse=True)
+    with stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), f"topk:{key}=0.5"):
+        (3 * model(torch.tensor([1]))).sum().backward()
+        assert model.weight.grad.to_dense()[1].tolist() == pytest.approx([largest] * 2)
+
+
+def test_a_dense_gradient_of_the_programs_own_stays_where_a_sparse_one_is_added_to_it():
+    """As that of an embedding that a layer shares, in a buffer of all gradients."""
+    model, own = nn.Embedding(4, 4, sparse=True), torch.zeros(16)
+    with stenograd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        model.weight.grad = own.view(4, 4)
+        (model(torch.tensor([1])) @ model.weight.t()).sum().backward()
+        assert model.weight.grad.data_ptr() == own.data_ptr()
+        assert torch.equal(model.weight.grad.view(-1), own)
+
+
 def _sparse_alone(world_size):
     model = _Words()
     for p in model.parameters():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import torch
 
 import stenograd
 from stenograd.catalog.method import METHOD_KEYS
@@ -224,3 +225,11 @@ def test_what_acts_around_a_compressor_is_a_field_of_the_method():
     assert stenograd.method("sign:dense_below=0").dense_below == 0
     made = stenograd.Method(compressor=how.compressor, clip_norm=2.0)
     assert made.text == "topk:clip_norm=2.0"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_limit_that_a_type_cannot_hold_limits_nothing(dtype):
+    x = torch.tensor([3.0, -torch.finfo(dtype).max], dtype=dtype)
+    before = x.clone()
+    stenograd.method("dense:clip_value=1e300").clip(x, [2])
+    assert torch.equal(x, before)

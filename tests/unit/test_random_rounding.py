@@ -56,6 +56,17 @@ def test_clipping_limits_each_tensor_by_its_root_mean_square():
     assert exchange(TernGrad(clip=1.0), [same])[0].average.tolist() == pytest.approx([7.0] * 5, rel=1e-6)
 
 
+def test_clipping_limits_what_ranks_add_up_of_their_own_chunks():
+    """From four ranks on an owner's chunk is not encoded. A 4096 among ones: the limit is 128.02."""
+    x = torch.ones(4096)
+    x[0] = 4096.0
+    ranks = exchange(TernGrad(clip=2.0), [x] * 4, want_error=True)
+    average = ranks[0].average
+    assert float(average.max()) == pytest.approx(2 * math.sqrt((4095 + 4096**2) / 4096), rel=1e-4)
+    sent = torch.stack([x - rank.error for rank in ranks]).mean(0)
+    torch.testing.assert_close(sent, average, rtol=1e-4, atol=1e-3)
+
+
 def test_natural_sends_one_of_the_two_powers_of_two_around():
     x = gradient()
     for step in range(20):

@@ -256,7 +256,8 @@ class Method:
         """
         # Values first: the norm to keep below is that of what is sent.
         if self.clip_value is not None:
-            x.clamp_(-self.clip_value, self.clip_value)
+            most = min(self.clip_value, torch.finfo(x.dtype).max)  # torch refuses what x cannot hold
+            x.clamp_(-most, most)
         if self.clip_norm is not None:
             for part in x.split(list(numels)):
                 norm = norm_of(part)

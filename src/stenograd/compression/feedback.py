@@ -65,6 +65,7 @@ class ErrorFeedback(Wrapper):
 
     An average must fit in x's own type. What of a residual is beyond half of float16's range is held back
     for later steps, `v = x + clamp(r)`: else it would make every later step overflow.
+    With GradScaler r keeps the scale at which it was lost, so a change of scale weighs what is owed wrongly.
 
     With a decay beta below 1, `v = x + beta r`: what was lost t steps ago is owed beta^t times. Then the sum
     above does not hold, and neither exactly does the rule by which `checkpoint.reshard` shares residuals.

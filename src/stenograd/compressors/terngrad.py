@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stenograd.compression.blocks import WHOLE, Chunks
-from stenograd.compression.contract import Payload, Site
+from stenograd.compression.blocks import WHOLE
+from stenograd.compression.contract import Exchange, Payload, Site, State
 from stenograd.compressors.qsgd import Rounding
 from stenograd.errors import MethodError, bad_value
 from stenograd.wire.finite import norm_of
+from stenograd.wire.requests import Rounds
 
 __all__ = ["TernGrad"]
 
@@ -69,9 +70,18 @@ class TernGrad(Rounding):
         """Two bits, and a scale for each tensor."""
         return 2, WHOLE
 
-    def again(self, chunks: Chunks) -> tuple[TernGrad, Chunks]:
-        """Draw the average without clipping."""
-        return replace(self, clip=0.0), chunks
+    def exchange(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        """Clip before anything travels where ranks own chunks: an owner does not encode its own."""
+        if not self.clip or self.chunks(site) is None:
+            return super().exchange(x, residual, state, site)
+        return self._clipping(x, residual, state, site)
+
+    def _clipping(self, x: Tensor, residual: Tensor | None, state: State, site: Site) -> Rounds[Exchange]:
+        x = x if residual is None else x.add_(residual)
+        clipped = self._clipped(x, site)
+        x.sub_(clipped)  # what clipping cuts off; below, what drawing loses is added
+        done = yield from replace(self, clip=0.0).exchange(clipped, None, state, site)
+        return done if done.error is None else done._replace(error=x.add_(done.error))
 
     def encode(self, x: Tensor, site: Site) -> Payload:
         """Clip, draw and pack `level + 1`, lowest bit first."""

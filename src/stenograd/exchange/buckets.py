@@ -16,6 +16,8 @@ __all__ = [
     "Bucket",
     "KeptState",
     "assign",
+    "gradient_like",
+    "gradient_type",
     "join_state",
     "keep",
     "put_back",
@@ -62,6 +64,25 @@ class Bucket:
         """Cut a flat tensor into views of the tensors' shapes."""
         pieces = flat.split(self.numels)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+def gradient_type(parameter: Tensor) -> torch.dtype:
+    """Return the type that a parameter's gradients have: its own, unless the program has set `grad_dtype`.
+
+    Example:
+        >>> gradient_type(torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))
+        torch.bfloat16
+    """
+    own: torch.dtype | None = getattr(parameter, "grad_dtype", None)  # torch has it from 2.10 on
+    return parameter.dtype if own is None else own
+
+
+def gradient_like(parameter: Tensor) -> Tensor:
+    """Return a tensor of the form that a parameter's gradients have, whose values do not matter."""
+    dtype = gradient_type(parameter)
+    if dtype is parameter.dtype:
+        return parameter
+    return torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
 
 
 def usual_bytes(tensors: Iterable[Tensor]) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stenograd.errors import StenogradError, TensorTypeError
-from stenograd.exchange.buckets import Bucket
+from stenograd.exchange.buckets import Bucket, gradient_type
 from stenograd.exchange.sparse_rows import Rows, average_rows, rows_of, write_rows
 from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
 from stenograd.wire.finite import are_finite
@@ -345,6 +345,7 @@ class Filler:
             and parameter.is_contiguous()
             and grad.is_contiguous()
             and grad.device == parameter.device
+            and grad.dtype is hold.bucket.dtype
             # The exchange may keep this memory as its state, so nothing else may lie in it.
             and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size() > 0
         )
@@ -367,17 +368,14 @@ class SparseFiller:
 
     Args:
         slots: the parameters, and what is known of them.
-        world_size: number of ranks.
-        share: returns what this rank's gradients are multiplied by; asked when they are exchanged.
+        exchange: whose method clips them, and which tells what this rank's count for.
 
     Attributes:
         bad: whether this rank's gradients were not finite, when they were last read.
     """
 
-    def __init__(
-        self, slots: Mapping[nn.Parameter, Slot], world_size: int, share: Callable[[], float]
-    ) -> None:
-        self._slots, self._world_size, self._share = dict(slots), world_size, share
+    def __init__(self, slots: Mapping[nn.Parameter, Slot], exchange: TensorExchange) -> None:
+        self._slots, self._exchange = dict(slots), exchange
         self.bad = False
 
     def used(self) -> list[bool]:
@@ -392,9 +390,12 @@ class SparseFiller:
         return self._averages(rows) if rows else None
 
     def _averages(self, rows: Sequence[Rows]) -> Rounds[list[Rows]]:
-        share = self._share()
-        scaled = [r._replace(values=r.values * share) for r in rows] if share != 1.0 else rows
-        return (yield from average_rows(scaled, self._world_size))
+        share, how = self._exchange.weighed(), self._exchange.method
+        if share != 1.0 or how.clips:
+            rows = [r._replace(values=(r.values * share).contiguous()) for r in rows]
+            for r in rows:
+                how.clip(r.values.view(-1), [r.values.numel()])
+        return (yield from average_rows(rows, self._exchange.driver.world_size))
 
     def write_back(self, outcome: Outcome) -> None:
         """Make gradients the averages, which are the last in the outcome."""
@@ -522,7 +523,7 @@ def check_gradient(grad: Tensor | None, parameter: Tensor, bucket: Bucket) -> No
     if grad is None or (
         grad.layout is torch.strided
         and not grad.requires_grad
-        and parameter.dtype is bucket.dtype
+        and gradient_type(parameter) is bucket.dtype
         and parameter.device == bucket.device
     ):
         return
@@ -539,15 +540,15 @@ def check_gradient(grad: Tensor | None, parameter: Tensor, bucket: Bucket) -> No
         )
     raise StenogradError(
         f"a parameter of shape {tuple(parameter.shape)} was {bucket.dtype} on {bucket.device} when it was "
-        f"attached and is {parameter.dtype} on {parameter.device} now: call model.to(...) before distribute, "
-        "or sync.refresh() on every rank after it"
+        f"attached and is {gradient_type(parameter)} on {parameter.device} now: call model.to(...) before "
+        "distribute, or sync.refresh() on every rank after it"
     )
 
 
 def _written(parameter: Tensor, average: Tensor) -> Tensor:
     """Copy an average into a gradient in the parameter's own memory layout, and return the gradient."""
     if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter).copy_(average)
+        parameter.grad = torch.empty_like(parameter, dtype=average.dtype).copy_(average)
     else:
         parameter.grad.copy_(average)
     return parameter.grad

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from stenograd.errors import WireError
+from stenograd.exchange.buckets import gradient_type
 from stenograd.kernels.scatter import inside
 from stenograd.wire.requests import Rounds, gather
 
@@ -36,7 +37,8 @@ def rows_of(parameter: Tensor, used: bool = True) -> Rows:
     grad = parameter.grad
     if grad is None or not used:
         index = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        return Rows(index, parameter.new_empty((0, *parameter.shape[1:])), len(parameter))
+        none = parameter.new_empty((0, *parameter.shape[1:]), dtype=gradient_type(parameter))
+        return Rows(index, none, len(parameter))
     if grad.layout is torch.strided:  # a tied layer added a dense gradient to it
         # NaN is unequal to 0, so its row is among them, where `SparseFiller.rounds` finds it.
         (index,) = grad.flatten(1).ne(0).any(1).nonzero(as_tuple=True)
@@ -88,9 +90,12 @@ def average_rows(rows: Sequence[Rows], world_size: int) -> Rounds[list[Rows]]:
 
 
 def write_rows(parameter: Tensor, average: Rows) -> None:
-    """Make a parameter's gradient an average; sparse, unless this rank's own was dense."""
-    dense = parameter.grad is not None and parameter.grad.layout is torch.strided
-    grad = torch.sparse_coo_tensor(
+    """Make a parameter's gradient an average; written into the gradient where that is dense, else sparse."""
+    grad = parameter.grad
+    if grad is not None and grad.layout is torch.strided:
+        grad.zero_().index_copy_(0, average.indices, average.values)
+        return
+    parameter.grad = torch.sparse_coo_tensor(
         average.indices[None],
         average.values,
         parameter.shape,
@@ -98,7 +103,6 @@ def write_rows(parameter: Tensor, average: Rows) -> None:
         is_coalesced=True,  # `torch.unique` made the indices
         check_invariants=False,
     )
-    parameter.grad = grad.to_dense() if dense else grad
 
 
 def _added(

@@ -151,7 +151,9 @@ class RoundSync(Sync):
         self._gradients: GradientSync | None = None
         self._nodes: Nodes | None = None
         self._watches, self._wrapping = [], Wrapping(self)
-        self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
+        self._guard = ReplicaGuard(
+            self._model, self._driver, repair=repair, check_buffers=check_buffers, follow=self._copies.follow
+        )
         with self._wholly():
             # First, because gradients may be averaged inside nodes.
             if self._levels is not None:

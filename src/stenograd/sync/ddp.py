@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 
 from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.devices import future_on, refuse_capture
-from stenograd.errors import StenogradError, TensorTypeError, first_line
+from stenograd.errors import CheckpointError, StenogradError, TensorTypeError, first_line
 from stenograd.exchange.buckets import Bucket
 from stenograd.exchange.kernel_loading import load_kernels
 from stenograd.exchange.sparse_rows import sparse_parameters
 from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
 from stenograd.stopping import watches
-from stenograd.sync.attached import Sync, at_end, next_order
+from stenograd.sync.attached import Sync, as_in_training, at_end, next_order
 from stenograd.sync.handshake import Members, compare, named, refuse_second_momentum, unwrapped
 from stenograd.sync.replica_guard import ReplicaGuard, check_interval
 from stenograd.sync.steps import Leftovers, Passes, warn_unexchanged, watch_others
@@ -80,6 +81,9 @@ class DDPHook(Sync):
             self._members: list[list[int]] = []  # ids of the parameters in each bucket of the exchange
             self._sources: list[list[Tensor]] = []  # where they lie in DDP's buckets
             self._small: dict[Tensor, Tensor] = {}  # what travels densely, of the buckets so far
+            self._saved: list[Bucket] = []  # those of a state that was loaded
+            self._passes_as_saved = 0  # that these are still for
+            self._came: list[tuple[dict[Tensor, Tensor], Tensor]] = []  # pieces of buffers
             self._made: set[int] = set()  # ids of those that got a gradient since the last exchange
             # Without these, DDP itself refuses parameters that are not used.
             self._tracks = bool(ddp.find_unused_parameters or ddp.static_graph)
@@ -123,14 +127,10 @@ class DDPHook(Sync):
             self._begin(task)
         parameters = bucket.parameters()
         pieces = dict(zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True))
-        small = {p: piece for p, piece in pieces.items() if p.numel() < self.method.dense_below}
-        if small:
-            self._small |= small
-            large = {p: piece for p, piece in pieces.items() if p not in small}
-            if large:
-                self._send(list(large), list(large.values()))
+        if self._saved:
+            self._came.append((pieces, buffer))
         else:
-            self._send(parameters, [buffer])
+            self._take(pieces, buffer)
         future = future_on(buffer.device)
         self._waiting.append((buffer, future))
         if bucket.is_last() and self._at_once:
@@ -200,6 +200,56 @@ class DDPHook(Sync):
             "the model again, and register"
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides this rank's next exchanges, by parameter name; save it on every rank."""
+        return {**super().state_dict(), "buckets": [list(b.names) for b in self._exchange.buckets]}
+
+    @as_in_training
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved `state_dict()`; the next steps equal an uninterrupted run's bit for bit.
+
+        DDP makes other buckets after its first pass, and codes depend on buckets. So a new model's first pass
+        takes those of the state: its messages leave at its end. A state that was saved after one pass knows
+        only DDP's first buckets: the step after it, if it is taken on by a new model, may be coded otherwise.
+        With `static_graph` the same goes for the first two passes.
+
+        Raises:
+            CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
+        """
+        saved, anew = self._saved_buckets(state), not self._exchange.buckets
+        if anew:
+            self._exchange.arrange(saved)
+        try:
+            super().load_state_dict(state)
+        except BaseException:
+            if anew:
+                self._exchange.arrange([])
+            raise
+        self._saved = [] if self._members else saved
+        self._passes_as_saved = 2 if self._model.static_graph else 1  # after these DDP makes its own
+
+    def _saved_buckets(self, state: Mapping[str, Any]) -> list[Bucket]:
+        """Return the buckets that a state was saved with; none where it does not tell those of all it has.
+
+        Earlier versions did not tell, and with `skip_all_reduce_unused_params` a step may have had only some.
+        """
+        layout, parameters = state.get("buckets", []), named(self._model.module)
+        for name in state.get("parameters", []):
+            if name not in parameters:
+                raise CheckpointError(
+                    f"checkpoint and model differ in parameter {name!r}: load it into the same model"
+                )
+        if sorted(chain.from_iterable(layout)) != sorted(state.get("parameters", [])):
+            return []
+        buckets: list[Bucket] = []
+        for names in layout:
+            here = [parameters[name] for name in names]
+            kinds = {(p.dtype, p.device, p.numel() < self.method.dense_below) for p in here}
+            if len(kinds) > 1:  # the model was in other types
+                return []
+            buckets += [Bucket(tuple(names), tuple(p.shape for p in here), *kind) for kind in kinds]
+        return buckets
+
     def _detach(self) -> None:
         """Stop the exchange; the model cannot be trained with this hook afterwards."""
         for handle in self._handles:
@@ -215,6 +265,28 @@ class DDPHook(Sync):
         if ddp is None:
             raise StenogradError("the model of this hook is gone: keep the DistributedDataParallel model")
         return ddp
+
+    def _take(self, pieces: Mapping[Tensor, Tensor], buffer: Tensor) -> None:
+        """Send one of DDP's buckets, without what travels densely, which waits for the others."""
+        small = {p: piece for p, piece in pieces.items() if p.numel() < self.method.dense_below}
+        self._small |= small
+        large = {p: piece for p, piece in pieces.items() if p not in small} if small else pieces
+        if large:
+            self._send(list(large), list(large.values()) if small else [buffer])
+
+    def _send_as_saved(self) -> None:
+        """Send what has come in the buckets of the state that was loaded, if that is what they hold."""
+        came, saved = self._came, self._saved
+        self._passes_as_saved -= 1
+        self._came, self._saved = [], saved if self._passes_as_saved > 0 else []
+        found = {self._names[id(p)]: (p, piece) for pieces, _ in came for p, piece in pieces.items()}
+        if found.keys() != {name for bucket in saved for name in bucket.names}:
+            for pieces, buffer in came:
+                self._take(pieces, buffer)
+            return
+        for bucket in saved:
+            parameters, sources = zip(*(found[name] for name in bucket.names), strict=True)
+            self._send(parameters, list(sources), dense=bucket.dense)
 
     def _send(self, parameters: Sequence[Tensor], sources: list[Tensor], *, dense: bool = False) -> None:
         """Copy gradients of one type from DDP's memory, whole buckets or pieces of some, and submit them."""
@@ -249,6 +321,7 @@ class DDPHook(Sync):
             self._waiting = []
         refuse_capture()
         self._members, self._sources, self._small, self._task = [], [], {}, task
+        self._came = []
         # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
         # graph DDP calls its hooks when all nodes are done, and waits before any other callback runs.
         self._shadows = task == -1
@@ -260,6 +333,7 @@ class DDPHook(Sync):
     @torch.no_grad()
     def _end(self) -> None:
         """Wait for the averages, and give them to DDP in its own memory."""
+        self._send_as_saved()
         self._send_small()
         self._exchange.end_at(len(self._sources))
         used = [i in self._made for members in self._members for i in members] if self._tracks else []

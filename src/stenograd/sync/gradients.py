@@ -19,7 +19,7 @@ from torch.utils.hooks import unserializable_hook
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.errors import StenogradError
-from stenograd.exchange.buckets import DEFAULT_BUCKET_BYTES, assign
+from stenograd.exchange.buckets import DEFAULT_BUCKET_BYTES, assign, gradient_like, gradient_type
 from stenograd.exchange.filling import Filler, Slot, SparseFiller, arrives, is_own
 from stenograd.exchange.kernel_loading import load_kernels
 from stenograd.exchange.sparse_rows import sparse_parameters
@@ -115,7 +115,7 @@ class GradientSync(Sync, Joinable):
         self._left, self._copies = Leftovers(), Copies(optimizer)
         with self._wholly():
             size, checks = self._driver.world_size, check_every > 0
-            load_kernels(self.method, size, parameters.values(), checks=checks)
+            load_kernels(self.method, size, map(gradient_like, parameters.values()), checks=checks)
             self._bucket_bytes = bucket_bytes
             self._enabled, self._finite = True, True
             self._check_every = check_every
@@ -125,9 +125,12 @@ class GradientSync(Sync, Joinable):
             self.refresh()
             # After `refresh` has compared the ranks: tensors are broadcast by position, so another order
             # would swap layers.
-            with self._copies.follow(self._model.parameters()):
+            follow = self._copies.follow
+            with follow(self._model.parameters()):
                 broadcast_model(self._driver, self._model)
-            self._guard = ReplicaGuard(self._model, self._driver, repair=repair, check_buffers=check_buffers)
+            self._guard = ReplicaGuard(
+                self._model, self._driver, repair=repair, check_buffers=check_buffers, follow=follow
+            )
             local = any(p.grad is not None for p in self._parameters.values())
             self._passes = Passes(local, skip_bad_steps, StepSettings(self._optimizers))
             self._leave_uncompiled()
@@ -155,10 +158,12 @@ class GradientSync(Sync, Joinable):
         settings = {"bucket_bytes": self._bucket_bytes, _SETTINGS: self._checks}
         met = {id(p) for p in self._met}
         new = [name for name, p in parameters.items() if self._met and id(self._owner(p)) not in met]
-        self._compare(parameters, {**settings, "new parameters": new})
+        types = {name: gradient_type(p) for name, p in parameters.items()}
+        own = {f"gradient of {n}": str(t) for n, t in types.items() if t is not parameters[n].dtype}
+        self._compare(parameters, {**settings, **own, "new parameters": new})
         thin = sparse_parameters(self._model)
         # autograd makes gradients about in the reverse of the order of definition.
-        ready_order = {name: p for name, p in reversed(parameters.items()) if id(p) not in thin}
+        ready_order = {n: gradient_like(p) for n, p in reversed(parameters.items()) if id(p) not in thin}
         device = next(iter(parameters.values())).device
         share = self.method.share(self.world_size, device)
         buckets = assign(
@@ -189,7 +194,7 @@ class GradientSync(Sync, Joinable):
         self._slots = {id(p): Slot(i) for i, ps in enumerate(by_bucket) for p in ps}
         sparse = {p: Slot(-1) for p in parameters.values() if id(p) in thin}
         self._slots |= {id(p): slot for p, slot in sparse.items()}
-        self._sparse = SparseFiller(sparse, self.world_size, self._exchange.weighed)
+        self._sparse = SparseFiller(sparse, self._exchange)
         for i in old.keys() & self._slots.keys():
             self._slots[i].follow(old[i])
         slots = [[self._slots[id(p)] for p in ps] for ps in by_bucket]

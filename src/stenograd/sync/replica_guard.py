@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class ReplicaGuard:
         check_buffers: compare buffers too.
         optimizers: compare the tensors of their states too.
         timeout_s: seconds after which a silent peer is an error, where no driver is given.
+        follow: takes parameters that are repaired, and returns a context in which something moves with them,
+            such as `Copies.follow`.
 
     Attributes:
         checks: number of checks so far.
@@ -68,10 +71,12 @@ class ReplicaGuard:
         check_buffers: bool = False,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         timeout_s: float = 300.0,
+        follow: Callable[[Iterable[Tensor]], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._model = model
         self._driver = driver if isinstance(driver, AnyDriver) else Driver(driver, timeout_s=timeout_s)
         self._repair, self._check_buffers, self._optimizers = repair, check_buffers, list(optimizers)
+        self._follow = follow
         self.checks = 0
         self.repaired = 0
         self._equal_at: int | None = None
@@ -142,10 +147,11 @@ class ReplicaGuard:
         unclear = len(minorities) < len(odd) or any(name not in tensors for name in odd)
         if unclear or not self._repair:
             raise ReplicaDivergence(message + _advice(unclear), step, {n: minorities.get(n, ()) for n in odd})
-        # In the order of `received`, which is alike on all ranks: each broadcast is a collective.
-        for name, source in odd.items():
-            assert source is not None  # else it would be unclear
-            self._driver.broadcast(in_memory(tensors[name].detach()), source, counted=True)
+        with self._follow([tensors[name] for name in odd]):
+            # In the order of `received`, which is alike on all ranks: each broadcast is a collective.
+            for name, source in odd.items():
+                assert source is not None  # else it would be unclear
+                self._driver.broadcast(in_memory(tensors[name].detach()), source, counted=True)
         self.repaired += 1
         if self._driver.rank in {0, *(r for ranks in minorities.values() for r in ranks)}:
             sources = sorted({source for source in odd.values() if source is not None})
