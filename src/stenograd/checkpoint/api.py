@@ -406,7 +406,7 @@ def _unpacked(written: bytes) -> Any:
 
 def _connected(group: Any, timeout_s: float) -> Driver:
     """Return the way to the other ranks of a group, after joining them where that has not happened yet."""
-    join(timeout_s=timeout_s)
+    join(timeout_s=timeout_s, open_run=True)
     return Driver(group, timeout_s=timeout_s)
 
 
