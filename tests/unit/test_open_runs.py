@@ -489,3 +489,24 @@ def test_a_store_that_fails_when_a_worker_comes_is_named(tmp_path):
     member._store = Full()
     with pytest.raises(PeerLost, match=r"the store of the open run at .*store is gone: No space left on dev"):
         member.enter({})
+
+
+def test_a_turn_is_not_waited_for_where_the_store_is_silent_and_is_given_back_later(three, monkeypatch):
+    """A save may be urgent; what the store does once it answers keeps no other worker waiting."""
+    monkeypatch.setattr("stenograd.launch.membership.CONNECT_S", 0.2)
+    take, silent = three[0]._take_turn, [True]
+
+    def late(key):
+        if silent:
+            time.sleep(0.6)
+        return take(key)
+
+    monkeypatch.setattr(three[0], "_take_turn", late)
+    start = time.monotonic()
+    with three[0].turn("save"):
+        assert time.monotonic() - start < 0.5
+    silent.clear()
+    time.sleep(0.7)
+    start = time.monotonic()
+    with three[1].turn("save"):
+        assert time.monotonic() - start < 2.0

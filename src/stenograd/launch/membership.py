@@ -292,18 +292,18 @@ class Membership:
     def turn(self, what: str) -> Iterator[None]:
         """Do something in a `with` block while no other worker does it; one that is lost gives its turn up.
 
-        Without the store, and after `close`, nobody is waited for.
+        Where the store is gone or silent, and after `close`, nobody is waited for: a save may be urgent.
         """
-        key, taken = f"turn/{what}", False
+        key = f"turn/{what}"
         with contextlib.suppress(PeerLost, LaunchError):
-            while not (taken := self._ask(lambda: self._take_turn(key))):
+            while not self._ask(lambda: self._take_turn(key), CONNECT_S):
                 time.sleep(_POLL_S)
         try:
             yield
         finally:
-            if taken:
-                with contextlib.suppress(PeerLost, LaunchError):
-                    self._ask(lambda: self._store.compare_set(key, self.own.life, _FREE))
+            # Always: a silent store may have given the turn since. The thread does what it is asked in order.
+            with contextlib.suppress(PeerLost, LaunchError):
+                self._ask(lambda: self._store.compare_set(key, self.own.life, _FREE), CONNECT_S)
 
     def claim(self, what: str) -> bool:
         """Return whether this worker is the first of the run to claim something; without the store it is."""
@@ -554,22 +554,23 @@ class Membership:
 
     # Until here.
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def _ask(self, call: Callable[[], T], limit_s: float | None = None) -> T:
         """Let the thread that talks to the store do something.
 
         Raises:
-            PeerLost: the store is gone, or does not answer within timeout_s.
+            PeerLost: the store is gone, or does not answer within the limit, or timeout_s.
         """
         if self._failure is not None:
             raise self._gone(self._failure)
         if self._thread is None:  # nobody would answer
             raise LaunchError(f"rank {self.rank} is not in the run at {self.address} any more, or not yet")
         future: Future[T] = Future()
+        limit_s = self.timeout_s if limit_s is None else limit_s
         self._tasks.put((call, future))
         try:
-            return future.result(self.timeout_s)
+            return future.result(limit_s)
         except FutureTimeout:
-            raise self._gone(f"did not answer within {self.timeout_s:g} s") from None
+            raise self._gone(f"did not answer within {limit_s:g} s") from None
         except RuntimeError as error:  # raised by torch's store; Stenograd's own pass
             raise self._gone(error) from error
 
