@@ -33,7 +33,8 @@ class Classifier(keras.Sequential):
 
 world = stenograd.init()  # +
 digits = load_digits()
-share = slice(world.rank, None, world.world_size)  # + each rank its share of the data
+size = len(digits.target) // world.world_size  # + as many on each rank, which makes as many steps
+share = slice(world.rank, size * world.world_size, world.world_size)  # + each rank its share of the data
 x, y = (digits.data / 16).astype("float32")[share], digits.target[share]
 
 keras.utils.set_random_seed(0)

@@ -14,7 +14,8 @@ import stenograd  # +
 torch.manual_seed(0)
 world = stenograd.init()  # +
 digits = load_digits()
-share = slice(world.rank, None, world.world_size)  # + each rank its share of the data
+size = len(digits.target) // world.world_size  # + as many on each rank, which makes as many steps
+share = slice(world.rank, size * world.world_size, world.world_size)  # + each rank its share of the data
 x = torch.tensor(digits.data, dtype=torch.float32)[share] / 16
 y = torch.tensor(digits.target)[share]
 

@@ -22,8 +22,9 @@ import stenograd  # +
 
 def loop(config: dict[str, int]) -> None:
     context = train.get_context()
-    share = slice(context.get_world_rank(), None, context.get_world_size())
-    digits = load_digits()
+    digits, count = load_digits(), context.get_world_size()
+    size = len(digits.target) // count  # as many on each rank, which makes as many steps
+    share = slice(context.get_world_rank(), size * count, count)
     x = torch.tensor(digits.data, dtype=torch.float32)[share] / 16
     y = torch.tensor(digits.target)[share]
 

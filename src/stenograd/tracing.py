@@ -57,9 +57,11 @@ class Tracing:
         model: whose forward passes are noted.
         optimizers: whose steps are noted.
         max_events: a rank's events beyond it are left out, with one warning; at least 1.
+        before: does what is due on this rank, such as a round that others wait in, before ranks meet here.
 
     Raises:
-        ConfigError: max_events is out of range, or the file cannot be written (on every rank).
+        ConfigError: max_events is out of range, or, on every rank, the file cannot be written, or another
+            trace is under way.
     """
 
     def __init__(
@@ -70,16 +72,18 @@ class Tracing:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         max_events: int = MAX_EVENTS,
+        before: Callable[[], object] = bool,
     ) -> None:
         whole("max_events", max_events, "leave it out")
-        self.path, self._drivers = os.fspath(path), drivers
+        self.path, self._drivers, self._before = os.fspath(path), drivers, before
         self.driver, *_ = drivers()
         self._tracer = Tracer(max_events)
         self._tracer.names = {id(p): name for name, p in model.named_parameters()}
         self._phases = Phases(model, optimizers, self._tracer.add)
 
     def __enter__(self) -> Tracing:
-        agree(self.driver, self._check_path)
+        self._before()
+        agree(self.driver, self._check)
         self._clocks = clock_offsets(self.driver)
         self._phases.watch()
         # After the clocks: the all-gathers that compare them are no part of the training.
@@ -88,11 +92,14 @@ class Tracing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Before the events are gathered, which would be recorded too.
-        drivers = self._drivers()
-        for driver in drivers:
-            driver.tracer = None
-        self._phases.close()
+        try:
+            if kind is None:
+                self._before()  # what is due is a part of the training
+        except BaseException:
+            self._end()
+            self._write_own()
+            raise
+        drivers = self._end()
         if kind is not None or drivers[0] is not self.driver:  # those that are left have another
             self._write_own()
             return
@@ -113,10 +120,20 @@ class Tracing:
     def _own(self) -> str:
         return f"{self.path}.rank{self.driver.rank}"
 
+    def _end(self) -> Sequence[AnyDriver]:
+        """Note nothing more: events are gathered by an exchange, too."""
+        drivers = self._drivers()
+        for driver in drivers:
+            driver.tracer = None
+        self._phases.close()
+        return drivers
+
     def _write_own(self) -> None:
         _write(self._own, as_json([(0.0, self._tracer.events)]))
 
-    def _check_path(self) -> None:
+    def _check(self) -> None:
+        if self.driver.tracer is not None:
+            raise ConfigError("a trace inside another one cannot be made: let the first one end before")
         if self.driver.rank != 0:
             return
         if os.path.isdir(self.path):

@@ -102,6 +102,8 @@ class _Callback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, attached: Attachment) -> None:
         self._trainer, self._attached = trainer, attached
+        self._end_step, self._saved_at = trainer._maybe_log_save_evaluate, -1
+        trainer._maybe_log_save_evaluate = self._log_save_evaluate
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Refuse a training whose model went past us."""
@@ -112,6 +114,7 @@ class _Callback(TrainerCallback):
                 "for each trial"
             )
         _ = self._attached.sync  # raises where no model was prepared
+        self._saved_at = -1  # of an earlier training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save and end, on all ranks after the same step, where one was asked to stop."""
@@ -120,6 +123,7 @@ class _Callback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Keep what was saved on request, which a Trainer that keeps one would remove for the best."""
+        self._saved_at = state.global_step
         if self._attached.sync.stopping and args.save_total_limit == 1:
             args.save_total_limit = 2  # until train() ends
 
@@ -134,6 +138,17 @@ class _Callback(TrainerCallback):
         if best_loaded or not self._attached.rounds:
             return
         Attached(self._trainer.model, self._attached.sync).adopt()
+
+    def _log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        """Save at once where all were asked to stop, and once: the time that is left is short.
+
+        The Trainer would evaluate first, and at the end of the epoch that it leaves save over the same files.
+        """
+        control, at = self._trainer.control, self._trainer.state.global_step
+        if control.should_training_stop and self._attached.sync.stopping:
+            control.should_evaluate = False
+            control.should_save = control.should_save and self._saved_at != at
+        self._end_step(*args, **options)
 
 
 def _end_with_training(trainer: Trainer, attached: Attachment) -> None:
@@ -177,7 +192,6 @@ def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:
     What is evaluated and saved for export in the course of training is what all ranks have in common.
     """
     save, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
-    is_best = trainer._determine_best_metric
 
     def save_all(output_dir: str) -> None:
         save(output_dir)
@@ -189,11 +203,6 @@ def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:
         if checkpoint is not None:
             attached.load(checkpoint)
 
-    def is_saved(*args: Any, **options: Any) -> bool:
-        # save_strategy="best" puts the answer in the place of what `on_step_end` has asked for.
-        asked = attached.sync.stopping and trainer.control.should_save
-        return bool(is_best(*args, **options) or asked)
-
     def in_common(call: Any) -> Any:
         def called(*args: Any, **options: Any) -> Any:
             if not trainer.is_in_train:  # rank 0 may be alone here
@@ -204,7 +213,6 @@ def _join_checkpoints(trainer: Trainer, attached: Attachment) -> None:
         return called
 
     trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler = save_all, load_all
-    trainer._determine_best_metric = is_saved
     if attached.rounds:
         trainer.save_model = in_common(trainer.save_model)
         trainer.evaluation_loop = in_common(trainer.evaluation_loop)

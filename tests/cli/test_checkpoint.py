@@ -1,6 +1,7 @@
 """Checkpoint files and agreement between ranks, below the command line."""
 
 import hashlib
+import os
 import random
 import time
 from collections import Counter, OrderedDict
@@ -64,6 +65,25 @@ def test_cleaning(tmp_path):
     kept = [f"checkpoint-step{step}-ab12-rank{rank}.pt" for step in (2, 8) for rank in range(3)]
     kept += ["checkpoint-step2.json", "checkpoint-step8.json", "checkpoint-stepX.json", "notes.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_two_saves_of_a_step_at_one_moment_leave_the_manifest_of_the_last(tmp_path, monkeypatch):
+    """Workers of an open run are rank 0 each; a crash in the midst leaves what the next save removes."""
+    first, second = (checkpoint.Manifest(step=3, set_id=s, world_size=1, files=()) for s in ("ab", "cd"))
+    force, left = os.fsync, []
+
+    def forced(number):
+        if not left:
+            left.append(next(tmp_path.iterdir()).name)
+            checkpoint.write_manifest(tmp_path, second)
+        force(number)
+
+    monkeypatch.setattr(os, "fsync", forced)
+    checkpoint.write_manifest(tmp_path, first)
+    assert '"ab"' in checkpoint.manifest_path(tmp_path, 3).read_text()
+    (tmp_path / left[0]).touch()
+    checkpoint.drop_others(tmp_path, [[3, "ab"]], 0, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-step3.json"]
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):

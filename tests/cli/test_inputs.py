@@ -1,6 +1,7 @@
 """Wrong input: one line on standard error, the right status, before any worker starts."""
 
 import os
+import re
 import shutil
 import sys
 
@@ -217,7 +218,9 @@ def test_version_and_help(command, here):
     for name in ("train", "compare", "methods", "doctor"):
         status, out, err = here(name, "--help")
         assert (status, err, f"stenograd {name}" in out) == (0, "", True)
-    assert "--workers" in here("train", "--help")[1]
+    options = here("train", "--help")[1]
+    assert "--workers" in options
+    assert not re.search(r"--(keep|resume) +[<\w]*bool", options, re.I)
     assert "compare" in here()[1]
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from launched import clean_env
 
+from stenograd.checkpoint.files import check_rank, read_manifest, saved_steps
 from stenograd.cli import train
 from stenograd.cli.folder import RunFolder
 from stenograd.cli.loop import Progress, Row, endless
@@ -132,6 +133,14 @@ def _row(epoch):
     return Row(**values | {"epoch": epoch})
 
 
+def _here(now=0, claimed=()):
+    """Return what a worker knows of an open run in which it is alone."""
+    done = {*claimed}
+    return SimpleNamespace(
+        now=now, turn=lambda what: contextlib.nullcontext(), claim=done.add, claimed=lambda what: what in done
+    )
+
+
 def test_a_worker_that_evaluates_for_too_long_writes_over_no_later_epoch(tmp_path, capsys):
     """Its checkpoint has a lower number than that of who spoke meanwhile, which it deleted."""
     folder, saved = RunFolder(tmp_path, {}), []
@@ -139,9 +148,10 @@ def test_a_worker_that_evaluates_for_too_long_writes_over_no_later_epoch(tmp_pat
     work = object.__new__(_Work)
     work._folder, work._setup = folder, SimpleNamespace(epochs=3)
     work._sync = SimpleNamespace(members=(0, 1), round=4)
+    work._here = _here()
     work._row = lambda epoch, score: _row(epoch)
     folder.save = lambda trainer, rows: saved.append([row.epoch for row in rows])
-    work.trainer = None
+    work.trainer = SimpleNamespace(taken=0)
     work._evaluated = lambda: folder.append(_row(3))  # another worker
     work._end_epoch(2)
     assert ([row.epoch for row in folder.rows()], saved) == ([1, 3], [])
@@ -149,3 +159,80 @@ def test_a_worker_that_evaluates_for_too_long_writes_over_no_later_epoch(tmp_pat
     work._end_epoch(4)
     assert ([row.epoch for row in folder.rows()], saved) == ([1, 3, 4], [[1, 3, 4]])
     assert "epoch 2/3" in capsys.readouterr().out
+
+
+def test_checkpoints_are_numbered_by_rounds_and_none_replaces_that_of_a_later_one():
+    """By steps, what a worker saves that has just come would count as older, and deletes what does not."""
+    work, saved = object.__new__(_Work), []
+    work._rows, work._here = [], _here(now=7)
+    work.trainer = SimpleNamespace(taken=2)
+    folder = SimpleNamespace(save=lambda trainer, rows: saved.append(trainer.taken))
+    for number in (7, 5, 7):  # a worker that has missed rounds is asked to stop, as all are
+        work._sync = SimpleNamespace(round=number)
+        work._save(folder)
+    assert saved == [7, 7]
+
+
+def test_epochs_after_the_checkpoint_that_is_resumed_are_trained_again(tmp_path):
+    """A crash in a save leaves such an epoch, which would count as over: nobody would save after it."""
+    folder, work = RunFolder(tmp_path, {}), object.__new__(_Work)
+    folder.append(_row(1))
+    folder.append(_row(2))
+    work._folder, work._begins, work._ready = folder, True, SimpleNamespace(about={})
+    work._before, work._rows = folder.rows(), [_row(1)]
+    work._begin()
+    assert [row.epoch for row in folder.rows()] == [1]
+    work._before = []  # others have been faster
+    work._rows = []
+    work._begin()
+    assert [row.epoch for row in folder.rows()] == [1]
+
+
+SAVING = """
+import sys, torch, stenograd
+world = stenograd.init()
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with stenograd.distribute(model, optimizer, "local:every=1,quorum=0.5,grace=0.1") as sync:
+    for step in range(1, 21):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        stenograd.save_checkpoint(sys.argv[1], step=step, model=model, optimizer=optimizer, sync=sync)
+"""
+
+
+def test_two_workers_that_save_at_the_same_moment_leave_a_whole_checkpoint(tmp_path, capfd):
+    assert run_local([sys.executable, "-c", SAVING, str(tmp_path)], 2, open_run=True) == 0
+    assert "exited" not in capfd.readouterr().err
+    newest = saved_steps(tmp_path)[-1]
+    manifest = read_manifest(tmp_path, newest)
+    assert (newest, manifest.world_size) == (20, 1)
+    check_rank(tmp_path, manifest, 0)
+    assert not list(tmp_path.glob(".*.part"))
+
+
+PATCHED = """
+import os, signal, sys, time
+from stenograd.cli import main
+from stenograd.cli.loop import Trainer
+from stenograd.cli.open import _Work
+if os.environ["RANK"] == "{rank}":
+    {patch}
+sys.exit(main())
+"""
+LOST = "_Work._evaluated = lambda self: os.kill(os.getpid(), signal.SIGKILL)"
+SLOW = "take = Trainer.take_step; Trainer.take_step = lambda *a: (time.sleep(0.5), take(*a))[1]"
+
+
+@pytest.mark.parametrize(("rank", "patch"), [(0, LOST), (1, SLOW)], ids=["lost", "slow"])
+def test_one_worker_writes_the_results(tmp_path, capfd, rank, patch):
+    """Also where the first is lost before it has, and where another has missed the last rounds."""
+    words = ["train", "--task", "digits", "--epochs", "1", "--out", str(tmp_path / "out")]
+    words += ["--method", "local:every=4,quorum=0.5,grace=0.1"]
+    code = PATCHED.format(rank=rank, patch=patch)
+    assert run_local([sys.executable, "-c", code, *words], 2, open_run=True) == 0
+    assert capfd.readouterr().out.count(" rounds: eval accuracy") == 1
+    rows = RunFolder(tmp_path / "out", {}).rows()
+    assert [row.epoch for row in rows] == [1]
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["eval_accuracy"] == rows[0].eval_accuracy

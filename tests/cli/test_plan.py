@@ -94,6 +94,12 @@ def test_a_saved_plan_is_read_for_another_link_and_accuracy(planned, here):
         assert (status, f"{more[0]} does nothing with --plan" in err) == (2, True)
 
 
+def test_a_saved_plan_is_shown_and_written_once_under_a_launcher(planned, on_two_ranks, tmp_path):
+    out = on_two_ranks("plan", "--plan", planned[0] / "plan.json", "--out", tmp_path / "again")
+    assert "times as fast as dense" in out
+    assert (tmp_path / "again" / "plan.json").exists()
+
+
 def test_a_trial_imports_from_its_folder_and_reads_no_arguments_of_ours(here, tmp_path):
     (tmp_path / "mymodel.py").write_text("import torch\nmake = lambda: torch.nn.Linear(4, 2)\n")
     script = tmp_path / "train_lazy.py"

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_process import script_on_a_rank
@@ -19,6 +20,20 @@ def test_the_plain_loop_learns_and_sends_little(pool):
     assert [int(epoch) for epoch, *_ in lines] == [0, 1, 2, 3, 4]
     assert float(lines[-1][1]) > 0.94  # 0.959 to 0.966 from twelve initial models
     assert 0 < float(lines[-1][2]) < 0.15 * 5 * 29 * 4 * 9610 / 1e6
+
+
+def test_ranks_of_the_plain_loop_make_as_many_steps(monkeypatch):
+    """Of 1,797 samples 7 or 8 ranks would have 9 batches here and 8 there, and some would wait."""
+    begin, *_ = (EXAMPLES / "plain_loop.py").read_text().partition("model =")
+    for size in (7, 8):
+        steps = []
+        for rank in range(size):
+            world = SimpleNamespace(rank=rank, world_size=size)
+            monkeypatch.setattr("stenograd.init", lambda world=world: world)
+            found = {}
+            exec(begin, found)
+            steps.append(len(found["y"].split(32)))
+        assert len({*steps}) == 1
 
 
 def _three_epochs(rank, script):

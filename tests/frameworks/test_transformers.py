@@ -80,6 +80,13 @@ def test_a_request_past_the_best_step_is_saved_beside_the_best(ran):
     assert ran("asked_past_the_best") == [["checkpoint-1", "checkpoint-5"]] * 2
 
 
+@pytest.mark.parametrize(("strategy", "evaluated"), [("steps", [1, 2, 3, 4]), ("epoch", [])])
+def test_a_request_is_answered_by_one_save_and_no_evaluation(ran, strategy, evaluated):
+    """What a batch system leaves may be shorter than an evaluation, and end a second save in its midst."""
+    wanted = [*(["evaluated", step] for step in evaluated), ["saved", 5]]
+    assert ran("asked_while_evaluating", strategy) == [wanted] * 2
+
+
 def test_resuming_on_three_ranks_keeps_every_ranks_steps(ran):
     """`local` starts from the mean of the 2 ranks' parameters."""
     ran("stopped", "local:every=4")

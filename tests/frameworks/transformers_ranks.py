@@ -185,6 +185,20 @@ def asked_past_the_best(folder):
     return sorted(path.name for path in place.glob("checkpoint-*"))
 
 
+def asked_while_evaluating(strategy, folder):
+    """SIGTERM to rank 1 in step 4, where each step or epoch is evaluated."""
+    done = []
+    at = At(
+        on_step_begin=lambda state, **_: ask(state),
+        on_evaluate=lambda state, **_: done.append(["evaluated", state.global_step]),
+        on_save=lambda state, **_: done.append(["saved", state.global_step]),
+    )
+    often = {"eval_strategy": strategy, "eval_steps": 1, "save_strategy": strategy, "save_steps": 100}
+    with stenograd.stop_on():
+        trained_by(Path(folder, f"while-{strategy}"), 13, "dense", callbacks=[at], **often)
+    return done
+
+
 def resharded_rounds(folder):
     """On other ranks than those that saved: where training starts."""
     starts = []

@@ -312,6 +312,36 @@ def test_a_rank_without_state_takes_the_mean_of_those_that_have_one(kind):
                 assert torch.allclose(found[key].double(), wanted, rtol=1e-6, atol=1e-9), key
 
 
+class Barred(torch.optim.Optimizer):
+    """Momentum by a key that holds the sign by which moments were named."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            moment = self.state[p].setdefault("exp|avg", torch.zeros_like(p))
+            p.data.sub_(moment.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+def test_moments_may_have_any_key():
+    """Rank 1 has made no step, and takes what rank 0 has."""
+
+    def rank_of(driver):
+        model = seeded(nn.Linear(3, 2))
+        optimizer = Barred(model.parameters(), {})
+        text = "local:every=2,states=average,states_every=1"
+        with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 3)).square().sum().backward()
+                if driver.rank == 0:
+                    optimizer.step()
+            sync.flush()
+        return [optimizer.state[p]["exp|avg"].clone() for p in model.parameters()]
+
+    first, second = ranks(2, rank_of)
+    assert all(map(torch.equal, first, second))
+    assert all(moment.any() for moment in first)
+
+
 def _met(rank, method):
     """Rank 1 begins with other values of every type, and takes rank 0's; in rounds it goes on."""
     model = Net(carries=True)

@@ -184,6 +184,12 @@ def _by_itself(rank):
     assert not model.turned.is_contiguous()
     with pytest.raises(stenograd.errors.ReplicaDivergence, match="at different steps"):
         guard.check(rank)
+    again = ReplicaGuard(model)
+    again.check(100)
+    model.weight.data += rank == 2  # after a checkpoint of step 50 was loaded
+    with pytest.raises(stenograd.errors.ReplicaDivergence) as raised:
+        again.check(60)
+    assert "replicas differ at step 60: weight on rank(s) 2" in str(raised.value)
     return guard.checks, guard.repaired
 
 

@@ -138,15 +138,56 @@ def _failing(rank, path):
         with pytest.raises(ZeroDivisionError), sync.trace(path + ".error"):
             _train(model, optimizer, 1 // (rank - rank))
         _train(model, optimizer, 1)
+        with sync.trace(path + ".outer"):
+            _train(model, optimizer, 1)
+            with pytest.raises(ConfigError, match="trace inside another one"), sync.trace(path + ".inner"):
+                pass
+            _train(model, optimizer, 1)
+        return buckets_of(sync)
 
 
 def test_what_goes_wrong(pool, tmp_path):
-    """A bad path fails on both ranks; a full trace says so; after an error each rank leaves its own."""
-    pool.run(2, _failing, str(tmp_path / "t"))
+    """A bad path fails on both ranks; a full trace says so; after an error each rank leaves its own.
+
+    One that is refused inside of another takes nothing from it.
+    """
+    buckets, _ = pool.run(2, _failing, str(tmp_path / "t"))
     full = json.loads((tmp_path / "t").read_text())
     assert sum(e["ph"] in ("X", "i") for e in full["traceEvents"]) == 10
     assert all(dropped > 0 for dropped in full["otherData"]["dropped_events"])
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["t", "t.error.rank0", "t.error.rank1"]
+    outer = [e["name"] for e in json.loads((tmp_path / "t.outer").read_text())["traceEvents"]]
+    assert outer.count("collective") >= 2 * 2 * buckets
+    names = ["t", "t.error.rank0", "t.error.rank1", "t.outer"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+
+
+def _due(rank, folder, text):
+    """Rank 1 skips the last step of each trace, as GradScaler does, and so still has a round to hold."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stenograd.distribute(model, optimizer, text, timeout_s=20) as sync:
+        rounds = []
+        for number in range(2):
+            with sync.trace(f"{folder}/{number}.json"):
+                for step in range(4):
+                    optimizer.zero_grad()
+                    model(torch.ones(1, 3)).sum().backward()
+                    if (rank, step) != (1, 3):
+                        optimizer.step()
+                    time.sleep(0.05 * rank)
+            rounds.append(sync.round)
+        return rounds
+
+
+@pytest.mark.parametrize(
+    ("text", "rounds"),
+    [("local:every=2", [2, 4]), ("diloco:every=4", [1, 2]), ("gossip", [4, 8]), ("local:every=0.05s", None)],
+)
+def test_a_round_that_is_due_is_held_before_ranks_meet_for_a_trace(pool, tmp_path, text, rounds):
+    """The others wait in it, and would take what is gathered for the trace for a part of it."""
+    first, second = pool.run(2, _due, str(tmp_path), text)
+    assert first == second == (rounds or first)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "exchange"])

@@ -408,3 +408,105 @@ def test_a_state_is_of_the_round_that_saving_it_has_held(monkeypatch, tmp_path):
     finally:
         stenograd.shutdown()
     assert (state["round"], state["state"], state["tokens"], state["since"]) == (1, 1, [[0, 2.0]], {"0": 0})
+
+
+def test_one_worker_at_a_time_has_a_turn_and_one_that_has_gone_gives_it_up(three):
+    """As to save: who saves deletes what it finds in the folder."""
+    within, at_once = [], []
+
+    def work(member):
+        for _ in range(5):
+            with member.turn("save"):
+                within.append(member)
+                time.sleep(0.01)
+                at_once.append(len(within))
+                within.remove(member)
+
+    threads = [threading.Thread(target=work, args=(member,)) for member in three]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert at_once == [1] * 15
+    with three[0].turn("save"):
+        three[0].close()
+        with three[1].turn("save"), three[0].turn("save"):  # nobody asks one that has left
+            pass
+    assert [member.claim("result") for member in three[1:]] == [True, False]
+    assert three[2].claimed("result")
+
+
+def test_workers_of_another_version_and_traces_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("STENOGRAD_OPEN", str(tmp_path / "store"))
+    try:
+        with stenograd.distribute(*_tiny(), "local:every=2,quorum=0.5", timeout_s=10) as sync:
+            with pytest.raises(ConfigError, match="a trace needs the same workers in all rounds"):
+                sync.trace(str(tmp_path / "trace.json"))
+            monkeypatch.setattr("stenograd.sync.open_rounds.__version__", "0.0.1")
+            other = Membership(str(tmp_path / "store"), alone(), 5.0)
+            with pytest.raises(MismatchError, match=r"stenograd version 0\.0\.1 here"):
+                other.enter(sync._about())
+    finally:
+        stenograd.shutdown()
+
+
+def test_an_older_checkpoint_takes_nobody_else_back(three):
+    """Who comes then would wait for a round that nobody holds any more."""
+    three[0].move(60)
+    while three[1].now < 60:
+        time.sleep(0.05)
+    three[1].move(40)
+    assert Membership(three[0].address, alone(), 5.0).now == 60
+
+
+def test_what_needs_all_ranks_is_refused_where_each_is_alone(monkeypatch, tmp_path):
+    """Else every worker would train by itself, and nobody would say so."""
+    monkeypatch.setenv("STENOGRAD_OPEN", str(tmp_path / "store"))
+    refused = pytest.raises(ConfigError, match=r"STENOGRAD_OPEN is set, .* only rounds with a quorum")
+    for begin in (
+        stenograd.singa.DistOpt,
+        lambda: stenograd.singa.DistOpt(nccl_id=stenograd.singa.NcclIdHolder(), local_rank=0, world_size=1),
+        lambda: stenograd.mlbench.DecentralizedAggregation(rank=0, neighbors=[]),
+        lambda: stenograd.heat.DASO(_tiny()[1], total_epochs=3),
+    ):
+        with refused:
+            begin()
+        assert not dist.is_initialized()
+    try:
+        stenograd.init()
+        with refused:
+            stenograd.ddp.register(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "topk")
+    finally:
+        stenograd.shutdown()
+
+
+def test_a_store_that_fails_when_a_worker_comes_is_named(tmp_path):
+    class Full:
+        def compare_set(self, *_):
+            raise RuntimeError("No space left on device")
+
+    member = Membership(str(tmp_path / "store"), alone(), 5.0)
+    member._store = Full()
+    with pytest.raises(PeerLost, match=r"the store of the open run at .*store is gone: No space left on dev"):
+        member.enter({})
+
+
+def test_a_turn_is_not_waited_for_where_the_store_is_silent_and_is_given_back_later(three, monkeypatch):
+    """A save may be urgent; what the store does once it answers keeps no other worker waiting."""
+    monkeypatch.setattr("stenograd.launch.membership.CONNECT_S", 0.2)
+    take, silent = three[0]._take_turn, [True]
+
+    def late(key):
+        if silent:
+            time.sleep(0.6)
+        return take(key)
+
+    monkeypatch.setattr(three[0], "_take_turn", late)
+    start = time.monotonic()
+    with three[0].turn("save"):
+        assert time.monotonic() - start < 0.5
+    silent.clear()
+    time.sleep(0.7)
+    start = time.monotonic()
+    with three[1].turn("save"):
+        assert time.monotonic() - start < 2.0

@@ -44,7 +44,7 @@ from stenograd.errors import (
     StenogradError,
     bad_value,
 )
-from stenograd.launch.process_group import join
+from stenograd.launch.process_group import join, membership
 from stenograd.version import __version__
 from stenograd.wire.agreement import agree, everyone
 from stenograd.wire.driver import Driver
@@ -406,7 +406,7 @@ def _unpacked(written: bytes) -> Any:
 
 def _connected(group: Any, timeout_s: float) -> Driver:
     """Return the way to the other ranks of a group, after joining them where that has not happened yet."""
-    join(timeout_s=timeout_s)
+    join(timeout_s=timeout_s, open_run=True)
     return Driver(group, timeout_s=timeout_s)
 
 
@@ -467,7 +467,16 @@ def _save(
     # Whatever may fail on one rank alone runs in agree(): the others would wait for it until the timeout.
     agree(driver, ready)
     taken, method = steps_of(sync) if step is None else step, str(getattr(sync, "method", ""))
-    return write_set(driver, folder, taken, agree(driver, content), method=method, keep=keep)
+    saved = agree(driver, content)
+    # Not earlier: who has its turn must not wait for a round to which another would come after its own.
+    with _turn():
+        return write_set(driver, folder, taken, saved, method=method, keep=keep)
+
+
+def _turn() -> contextlib.AbstractContextManager[None]:
+    """Let workers of an open run, each of which saves alone, do so in turn: a save deletes what it finds."""
+    here = membership()
+    return contextlib.nullcontext() if here is None else here.turn("save")
 
 
 def _load(

@@ -57,7 +57,7 @@ _PIECE_BYTES = 1 << 20  # read at once to hash a file, so that checking needs no
 _MANIFEST = re.compile(r"checkpoint-step(0|[1-9][0-9]*)\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RANK_FILE = re.compile(r"checkpoint-step([0-9]+)-([0-9a-f]+)-rank([0-9]+)\.pt")
-_LEFT = re.compile(r"\.(.+?)(?:\.rank[0-9]+)?\.part")  # what a crash leaves of a file, see `replacing`
+_LEFT = re.compile(r"\.(.+?)(?:(?:\.[0-9a-f]+)?\.rank[0-9]+)?\.part")  # what a crash leaves, see `replacing`
 # What `torch.load(weights_only=True)` surely reads; of anything else `_survives` finds out.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter)
 
@@ -312,7 +312,7 @@ def write_manifest(folder: Path, manifest: Manifest, rank: int = 0) -> None:
     """
     text = json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1) + "\n"
     path = manifest_path(folder, manifest.step)
-    with _write_errors(path), replacing(path, f".rank{rank}") as file:
+    with _write_errors(path), replacing(path, f".{manifest.set_id}.rank{rank}") as file:
         file.write(text.encode())
 
 

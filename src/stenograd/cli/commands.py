@@ -56,7 +56,8 @@ def _version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        opt.option("", "Show the version and exit.", None, "--version", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from stenograd.cli.loop import Row, Score, Trainer, endless
 from stenograd.cli.options import TrainOptions
 from stenograd.cli.setup import Setup
 from stenograd.cli.table import counted, megabytes, percent, say
+from stenograd.errors import PeerLost
 from stenograd.launch.membership import host_store
 from stenograd.launch.network import own_address
 from stenograd.launch.process_group import membership
@@ -53,7 +55,7 @@ def work(ready: OpenJob, driver: Driver) -> int:
     begins = here is not None and here.now < 0
     if ready.folder is not None and begins:
         ready.folder.check(ready.resume)  # later the folder holds what others of this run have written
-    run = _Work(ready, driver, begins)
+    run = _Work(ready, driver, here, begins)
     try:
         return run.train()
     finally:
@@ -63,9 +65,11 @@ def work(ready: OpenJob, driver: Driver) -> int:
 class _Work:
     """One worker's training."""
 
-    def __init__(self, ready: OpenJob, driver: Driver, begins: bool) -> None:
+    def __init__(self, ready: OpenJob, driver: Driver, here: Any, begins: bool) -> None:
         self._ready, self._setup, self._folder = ready, ready.setup, ready.folder
-        self._begins = begins
+        self._here, self._begins = here, begins
+        # Of the run that is resumed, perhaps also epochs after the checkpoint, which are trained again.
+        self._before = ready.folder.rows() if ready.folder is not None and begins else []
         self.trainer = Trainer(ready.setup, ready.method, driver)
         self._sync: Any = self.trainer.sync
         self._rows: list[Row] = []
@@ -86,16 +90,16 @@ class _Work:
             self._begin()
         target = self._setup.epochs * self._setup.steps * self._setup.world_size
         share = self._setup.steps * self._setup.world_size
-        done, round_ = self._done(), self._sync.round
+        done, round_, over = self._done(), self._sync.round, False
         for indices in endless(self._setup, self._sync.rank, int(done // share) + 1):
-            if done >= target or self._sync.stopping:
+            if done >= target or over or self._sync.stopping:
                 break
             loss, correct, count = self.trainer.take_step(indices)
-            self.trainer.taken += 1
             self._sums = [self._sums[0] + loss * count, self._sums[1] + correct, self._sums[2] + count]
             if self._sync.round == round_:
                 continue
             round_, before, done = self._sync.round, done, self._done()
+            over = self._here.claimed("result")  # the others have held the last round without this worker
             # All members have equal tokens and members, so one of them speaks without any message.
             if int(done // share) > int(before // share) and self._speaks:
                 self._end_epoch(min(int(done // share), self._setup.epochs))
@@ -110,8 +114,8 @@ class _Work:
             return
         # Later another worker may be adding a row, or this one has begun the files before a restart.
         if self._begins or not (self._folder.path / "metrics.jsonl").exists():
-            rows = self._folder.rows() or self._rows
-            self._folder.begin([asdict(row) for row in rows], self._ready.about)
+            added = [row for row in self._folder.rows() if row not in self._before]  # by others, meanwhile
+            self._folder.begin([asdict(row) for row in [*self._rows, *added]], self._ready.about)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate, say so, and save; meanwhile the others train on, and wait for the grace at most."""
@@ -120,18 +124,34 @@ class _Work:
         row = self._row(epoch, self._evaluated())
         members = counted(len(self._sync.members), "worker")
         say(f"{row.line(self._setup.epochs)}  round {self._sync.round} of {members}")
-        if self._is_over(epoch):  # its newer checkpoint would be deleted for this one
-            return
-        self._rows = [*self._rows, row]
-        if self._folder is not None:
-            self._folder.append(row)
-            self._folder.save(self.trainer, self._rows)
+        with self._here.turn("epoch"):
+            if self._is_over(epoch):  # its newer checkpoint would be deleted for this one
+                return
+            self._rows = [*self._rows, row]
+            if self._folder is not None:
+                self._folder.append(row)
+                self._save(self._folder)
 
     def _is_over(self, epoch: int) -> bool:
         """Return whether another worker, which spoke meanwhile, has written this epoch or a later one."""
         if self._folder is not None:
             self._rows = self._folder.rows()
         return bool(self._rows) and self._rows[-1].epoch >= epoch
+
+    def _save(self, folder: RunFolder) -> None:
+        """Save, unless another worker has saved a later round: a save deletes what has a higher number."""
+        # By rounds, which all workers count alike: one that has just come has taken few steps.
+        at = self.trainer.taken = self._sync.round
+        if self._is_saved_after(at):
+            return
+        folder.save(self.trainer, self._rows)
+        self._here.claim(f"saved/{at}")
+
+    def _is_saved_after(self, round_: int) -> bool:
+        later = range(round_ + 1, self._here.now + 1)
+        with contextlib.suppress(PeerLost):  # without the store, nobody has heard of later rounds
+            return any(self._here.claimed(f"saved/{k}") for k in later)
+        return False
 
     def _evaluated(self) -> Score:
         with self._sync.consensus():
@@ -160,17 +180,32 @@ class _Work:
             skipped=skipped,
         )
 
+    def _is_left(self) -> bool:
+        """Wait for those of the last round that come before this worker; return whether none has finished."""
+        there, own = self._here.alive(), self._sync.rank
+        before = [member for member in there if member.rank in self._sync.members and member.rank < own]
+        try:
+            while not (over := self._here.claimed("result")) and before:
+                self._here.await_end(before.pop(0))
+        except PeerLost:  # the store has ended, as it may when the first has finished
+            return self._speaks
+        return not over
+
     def _finish(self) -> int:
-        stopping = self._sync.stopping
-        if not self._speaks:
-            return STOPPED if stopping else 0
-        if stopping:
+        if self._sync.stopping:
+            if not self._speaks:
+                return STOPPED
             saved = "saved nothing: no --out"
             if self._folder is not None:
-                self._folder.save(self.trainer, self._rows)
+                with self._here.turn("epoch"):
+                    self._save(self._folder)
                 saved = "saved, to be continued by --resume"
             say(f"stopped after round {self._sync.round} because of a signal; {saved} (status {STOPPED})")
             return STOPPED
+        if not self._is_left():
+            return 0
+        if self._setup.epochs:
+            self._end_epoch(self._setup.epochs)  # who was to do this may be lost
         score, tokens = self._evaluated(), self._sync.tokens
         result = {
             **self._setup.identity(self._ready.method),
@@ -182,6 +217,8 @@ class _Work:
             "events": self._sync.events,
             "moved_bytes": self._sync.traffic.moved_bytes,
         }
+        if not self._here.claim("result"):
+            return 0
         if self._folder is not None:
             self._folder.finish(result, {"ranks": []})
         brought = ", ".join(f"rank {rank} {n:,.0f}" for rank, n in tokens.items())

@@ -89,7 +89,7 @@ def option(metavar: str | None, what: str, panel: str | None = None, *flag: str,
     """Describe an option.
 
     Args:
-        metavar: stands for its value in the help; None for a flag, and for the words of a choice.
+        metavar: stands for its value in the help; empty for a flag, None for the words of a choice.
         what: the help text.
         panel: title under which the help lists it.
         flag: its name; left out, it is called as its parameter is.
@@ -122,7 +122,7 @@ _CHECK = "A run of stenograd train --out to compare with."
 _FILE = "Show or check this plan.json, also for another link; measure nothing."
 
 Out = Annotated[Path | None, option("DIR", "Folder for the results.", FILES)]
-AsJson = Annotated[bool, option(None, "Print JSON instead of tables.", None, "--json")]
+AsJson = Annotated[bool, option("", "Print JSON instead of tables.", None, "--json")]
 Methods = Annotated[list[str] | None, option("TEXT", _METHODS, WORK, "--method", autocompletion=_completed)]
 MethodName = Annotated[
     str | None, typer.Argument(metavar="NAME", help="One to explain.", autocompletion=_completed)
@@ -180,11 +180,11 @@ class TrainOptions(Options):
 
     method: Annotated[str, option("TEXT", _METHOD, WORK, autocompletion=_completed)] = "dense"
     out: Out = None
-    resume: Annotated[bool, option(None, _RESUME, FILES, "--resume")] = False
+    resume: Annotated[bool, option("", _RESUME, FILES, "--resume")] = False
     save_every: Annotated[int | None, option("N", "Epochs per checkpoint (default: 1).", FILES)] = None
     save_steps: Annotated[int | None, option("N", "Steps per checkpoint, besides.", FILES)] = None
     trace: Annotated[Path | None, option("FILE", _TRACE, FILES)] = None
-    keep: Annotated[bool, option(None, _KEEP, WORK, "--keep")] = False
+    keep: Annotated[bool, option("", _KEEP, WORK, "--keep")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ torchft agrees on a quorum in the same way, by a server of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
@@ -41,6 +42,7 @@ from stenograd.launch.plans import Arrival, Member, Plan, planned
 __all__ = ["CONNECT_S", "Broken", "Membership", "host_store"]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _TICK_S = 0.1  # a worker notices by this much later that others have begun to meet
 _BEAT_S = 0.5
@@ -52,7 +54,21 @@ _KNOCK_S = 5.0  # from one knock to the next at the door of a worker that was ou
 _ANSWER_S = 2.0  # in which a door answers: the first packet of TCP is sent again after one
 _POLL_S = 0.01  # while waiting for a round, where nothing else is to be done
 _COUNTS = "counts"  # the verdict on an attempt that all its members take
+_FREE = "free"  # a turn that nobody has
 _KEPT = 3  # rounds whose keys stay in the store
+
+
+def _naming(call: F) -> F:
+    """Let a method of `Membership` name the store where that raises an error of torch's."""
+
+    @functools.wraps(call)
+    def named(self: Membership, *args: Any) -> Any:
+        try:
+            return call(self, *args)
+        except RuntimeError as error:  # Stenograd's own pass
+            raise self._gone(error) from error
+
+    return cast(F, named)
 
 
 class Broken(Exception):
@@ -79,14 +95,15 @@ class Membership:
         entered: whether `enter` was called.
 
     Raises:
-        LaunchError: there is no store.
+        LaunchError: there is no store, or PeerLost: it is lost just now.
     """
 
+    @_naming
     def __init__(self, address: str, world: World, timeout_s: float) -> None:
         self.address, self.timeout_s, self.now = address, timeout_s, -1
         self.stop = self.entered = False
-        self._store, self._connecting = _open(address, timeout_s)
         self.rank = world.rank
+        self._store, self._connecting = _open(address, timeout_s)
         # One without a number that comes first fixes the size, too: its rank would be a launched worker's.
         size = self._store.compare_set("size", "", str(world.world_size)).decode()
         self.size = int(size)
@@ -121,6 +138,7 @@ class Membership:
         self._thread: threading.Thread | None = None
         self.pid = os.getpid()
 
+    @_naming
     def enter(self, about: Mapping[str, str]) -> None:
         """Begin to be there, with the same model and method as everybody.
 
@@ -129,6 +147,7 @@ class Membership:
 
         Raises:
             MismatchError: it is not.
+            PeerLost: the store is gone.
         """
         self.entered = True
         said = self._store.compare_set("about", "", json.dumps(dict(about)))
@@ -267,7 +286,40 @@ class Membership:
     def move(self, k: int) -> None:
         """Say that training goes on after round k, of which a checkpoint was loaded."""
         self.now = max(self.now, k)
-        self._ask(lambda: self._store.set("now", str(k)))
+        self._ask(lambda: self._store.set("now", str(self.now)))
+
+    @contextlib.contextmanager
+    def turn(self, what: str) -> Iterator[None]:
+        """Do something in a `with` block while no other worker does it; one that is lost gives its turn up.
+
+        Where the store is gone or silent, and after `close`, nobody is waited for: a save may be urgent.
+        """
+        key = f"turn/{what}"
+        with contextlib.suppress(PeerLost, LaunchError):
+            while not self._ask(lambda: self._take_turn(key), CONNECT_S):
+                time.sleep(_POLL_S)
+        try:
+            yield
+        finally:
+            # Always: a silent store may have given the turn since. The thread does what it is asked in order.
+            with contextlib.suppress(PeerLost, LaunchError):
+                self._ask(lambda: self._store.compare_set(key, self.own.life, _FREE), CONNECT_S)
+
+    def claim(self, what: str) -> bool:
+        """Return whether this worker is the first of the run to claim something; without the store it is."""
+        with contextlib.suppress(PeerLost):
+            said = self._ask(lambda: self._store.compare_set(f"claim/{what}", "", self.own.life))
+            return bool(said.decode() == self.own.life)
+        return True
+
+    def claimed(self, what: str) -> bool:
+        """Return whether a worker has claimed something."""
+        return bool(self._ask(lambda: self._store.check([f"claim/{what}"])))
+
+    def await_end(self, member: Member) -> None:
+        """Wait until a worker has left, or is lost."""
+        while member in self._ask(self.alive):
+            time.sleep(_TICK_S)
 
     # What follows runs in the thread that talks to the store.
 
@@ -375,6 +427,15 @@ class Membership:
             elif beat != self._beats[member.life][0]:
                 self._beats[member.life] = beat, now
 
+    def _take_turn(self, key: str) -> bool:
+        """Take a turn that is free, or whose worker is not there any more."""
+        holder = self._store.compare_set(key, "", self.own.life).decode()
+        if holder != self.own.life:
+            self._see()  # first: it may have just come
+            if holder not in {member.life for member in self.alive()}:
+                holder = self._store.compare_set(key, holder, self.own.life).decode()
+        return bool(holder == self.own.life)
+
     def _judge(self, at: str, verdict: str) -> str:
         """Say that an attempt counts, or why it does not; return what was said first, which holds."""
         return self._verdict(at) or str(self._store.compare_set(f"verdict/{at}", "", verdict).decode())
@@ -463,7 +524,7 @@ class Membership:
             if len(come) == len(there) and newest < 0:
                 raise PeerLost(
                     f"rank {self.rank}: nobody is left that has the parameters of round {k - 1} of the run "
-                    f"at {self.address}: load a checkpoint, or begin anew with another store"
+                    f"at {self.address}: begin anew with another store, and load a checkpoint there"
                 )
         if not whole:
             return None
@@ -493,22 +554,23 @@ class Membership:
 
     # Until here.
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def _ask(self, call: Callable[[], T], limit_s: float | None = None) -> T:
         """Let the thread that talks to the store do something.
 
         Raises:
-            PeerLost: the store is gone, or does not answer within timeout_s.
+            PeerLost: the store is gone, or does not answer within the limit, or timeout_s.
         """
         if self._failure is not None:
             raise self._gone(self._failure)
         if self._thread is None:  # nobody would answer
             raise LaunchError(f"rank {self.rank} is not in the run at {self.address} any more, or not yet")
         future: Future[T] = Future()
+        limit_s = self.timeout_s if limit_s is None else limit_s
         self._tasks.put((call, future))
         try:
-            return future.result(self.timeout_s)
+            return future.result(limit_s)
         except FutureTimeout:
-            raise self._gone(f"did not answer within {self.timeout_s:g} s") from None
+            raise self._gone(f"did not answer within {limit_s:g} s") from None
         except RuntimeError as error:  # raised by torch's store; Stenograd's own pass
             raise self._gone(error) from error
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from stenograd import devices
-from stenograd.errors import LaunchError, PeerLost, bad_value, first_line
+from stenograd.errors import ConfigError, LaunchError, PeerLost, bad_value, first_line
 from stenograd.launch.detect import OPEN_VARIABLE, World, bad_variable, detect
 from stenograd.launch.failure_detector import Absent, FailureDetector, attend
 from stenograd.launch.local_workers import TIMEOUT_VARIABLE, run_local
@@ -70,6 +70,7 @@ __all__ = [
     "make_group",
     "meet",
     "membership",
+    "refuse_open",
     "roll_call",
     "run_local",
     "shutdown",
@@ -207,15 +208,34 @@ def meet(*, timeout_s: float | None = None) -> tuple[World, Store]:
     return place.world, store
 
 
-def join(*, timeout_s: float | None = None) -> World:
+def join(*, timeout_s: float | None = None, open_run: bool = False) -> World:
     """Join the other ranks as `init` does, but make no process group in a world of one.
 
     A program of one rank can then still call `torch.distributed.init_process_group` itself.
+
+    Raises:
+        ConfigError: this is a worker of an open run, and not `open_run` says that the caller knows of these.
     """
+    if not open_run:
+        refuse_open()
     alone = not dist.is_initialized() and OPEN_VARIABLE not in os.environ
     if alone and (world := detect(os.environ)).world_size == 1:
         return world
     return init(timeout_s=timeout_s)
+
+
+def refuse_open() -> None:
+    """Refuse to exchange in an open run, where each process is alone in its group, by what needs all ranks.
+
+    Raises:
+        ConfigError: this process is a worker of an open run, or would become one.
+    """
+    if membership() is not None or (OPEN_VARIABLE in os.environ and not dist.is_initialized()):
+        raise ConfigError(
+            f"{OPEN_VARIABLE} is set, so this process is a worker of an open run, where only rounds with a "
+            "quorum bring ranks together: unset it, or use stenograd.distribute with "
+            "diloco:every=30,quorum=0.75"
+        )
 
 
 def shutdown() -> None:

@@ -14,7 +14,7 @@ from stenograd.arguments import whole
 from stenograd.errors import ConfigError, LaunchError, bad_value
 from stenograd.launch.detect import STORE_VARIABLE
 from stenograd.launch.local_workers import environment
-from stenograd.launch.process_group import World, init, shutdown
+from stenograd.launch.process_group import World, init, refuse_open, shutdown
 from stenograd.launch.process_group import join as join_ranks
 
 __all__ = ["NcclIdHolder", "join"]
@@ -95,6 +95,7 @@ def join(
 
 
 def _join_with_token(token: NcclIdHolder, rank: int, size: int, timeout_s: float) -> World:
+    refuse_open()
     # First: of two processes with one rank the second is told so here, instead of waiting for the group.
     token.claim(rank)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

@@ -356,7 +356,9 @@ class Sync(ABC):
 
     def trace(self, path: str, *, max_events: int = MAX_EVENTS) -> Tracing:
         """Trace what a `with` block does, on all ranks, to a file for Perfetto; see `Tracing`."""
-        return Tracing(path, self._drivers, self._model, self._optimizers, max_events=max_events)
+        # First what is due: the others wait in that, and would take what a trace gathers for a part of it.
+        due = self.before_save
+        return Tracing(path, self._drivers, self._model, self._optimizers, max_events=max_events, before=due)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides this rank's next exchanges, by parameter name; save it on every rank."""

@@ -358,17 +358,15 @@ def average_states(
         NonFiniteError: on every rank, if a moment has an element that is finite nowhere; all are kept then.
     """
     own = _moments(optimizers, parameters, copies)
-    received = [set(json.loads(text)) for text in driver.gather_bytes(json.dumps([*own]).encode())]
-    having = [{name.rsplit("|", 1)[0] for name in other} for other in received]
+    said = driver.gather_bytes(json.dumps([*own]).encode())
+    received = [{(name, key) for name, key in json.loads(text)} for text in said]
+    having = [{name for name, _ in other} for other in received]
     lacking = {of: [of in other for other in having] for of in set().union(*having)}
     lacking = {of: has for of, has in lacking.items() if not all(has)}
-    names = [
-        name
-        for name in sorted(set().union(*received))
-        if second or name.rsplit("|", 1)[1] not in _SECOND or name.rsplit("|", 1)[0] in lacking
-    ]
+    every = sorted(set().union(*received), key=lambda moment: ("|".join(moment), moment))
+    names = [(name, key) for name, key in every if second or key not in _SECOND or name in lacking]
     # NaN, which a mean of what is finite leaves out: a rank without the state has no say in it.
-    none = {n: torch.full_like(parameters[n.rsplit("|", 1)[0]], math.nan) for n in names if n not in own}
+    none = {n: torch.full_like(parameters[n[0]], math.nan) for n in names if n not in own}
     means = average_carried([own[n] if n in own else none[n] for n in names], driver)
     if not are_finite(means):
         raise NonFiniteError(
@@ -460,16 +458,16 @@ def _owners(
 
 def _moments(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Tensor], copies: Copies
-) -> dict[str, Tensor]:
-    """Return moments by "parameter|key", in the order of the parameters."""
-    found, others = dict[str, Tensor](), copies.of(parameters.values())
+) -> dict[tuple[str, str], Tensor]:
+    """Return moments by the names of their parameters and their keys, in the order of the parameters."""
+    found, others = dict[tuple[str, str], Tensor](), copies.of(parameters.values())
     for name, p in parameters.items():
         for optimizer in optimizers:
             for key, value in sorted(optimizer.state.get(p, {}).items()):
                 moment = isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
                 # A scalar parameter has the shape of its count of steps.
                 if moment and key != "step" and id(value) not in others:
-                    found[f"{name}|{key}"] = value
+                    found[name, str(key)] = value
     return found
 
 

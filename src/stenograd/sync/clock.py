@@ -128,7 +128,7 @@ class RoundSync(Sync):
         synced_parameters(self._model, self._optimizers)  # complain before connecting
         self._check_settings(check_every)
         self.listens = self.needs_poll and watches()  # which ranks must know of each other to ask by turns
-        world = join(timeout_s=timeout_s)
+        world = join(timeout_s=timeout_s, open_run=True)  # `distribute` refuses what needs all ranks
         self._group = group
         # A group of its own: what the program sends in its backward passes would be paired with rounds.
         self._driver = Driver.own(group, timeout_s=timeout_s)

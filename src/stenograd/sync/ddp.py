@@ -18,6 +18,7 @@ from stenograd.exchange.buckets import Bucket
 from stenograd.exchange.kernel_loading import load_kernels
 from stenograd.exchange.sparse_rows import sparse_parameters
 from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
+from stenograd.launch.process_group import refuse_open
 from stenograd.stopping import watches
 from stenograd.sync.attached import Sync, as_in_training, at_end, next_order
 from stenograd.sync.handshake import Members, compare, named, refuse_second_momentum, unwrapped
@@ -472,6 +473,7 @@ def register(
         raise TypeError(
             f"ddp_model must be a DistributedDataParallel model, got {type(ddp_model).__name__}: wrap it"
         )
+    refuse_open()
     if getattr(ddp, "_use_python_reducer", False):
         raise StenogradError(
             'DDP runs with torch._dynamo.config.optimize_ddp = "python_reducer", which calls no hook: set it '

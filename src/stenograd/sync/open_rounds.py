@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from stenograd.sync.attached import as_in_training
 from stenograd.sync.handshake import own_host
 from stenograd.sync.outer import Part
 from stenograd.sync.rounds import ParameterSync
+from stenograd.version import __version__
 from stenograd.wire.carried import in_memory
 from stenograd.wire.driver import Driver
 from stenograd.wire.packing import as_bytes
@@ -155,6 +156,17 @@ class OpenRounds(ParameterSync):
         self._hear(self._run.stop or self._asks())
         return self.stopping
 
+    def trace(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse what all ranks would have to begin together.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a trace needs the same workers in all rounds, got {self.method}, whose workers come and go: "
+            "leave the trace or the quorum out"
+        )
+
     def refresh(self) -> None:
         """Find the parameters, once; later they cannot change."""
         if self._here is not None:
@@ -219,7 +231,8 @@ class OpenRounds(ParameterSync):
         shapes = [(n, list(p.shape), str(p.dtype)) for n, p in self._model.named_parameters()]
         shapes += [(n, list(b.shape), str(b.dtype)) for n, b in self._model.named_buffers()]
         model = hashlib.sha256(json.dumps([shapes, list(self._parameters)]).encode()).hexdigest()[:16]
-        return {"method": self.method.text, "model": model, "bucket_bytes": str(self._bucket_bytes)}
+        own = {"method": self.method.text, "model": model, "bucket_bytes": str(self._bucket_bytes)}
+        return {**own, "stenograd version": __version__}
 
     # When a round is due.
 

@@ -166,7 +166,9 @@ class ReplicaGuard:
         minorities: Mapping[str, tuple[int, ...]],
         step: int,
     ) -> str:
-        since = "" if self._equal_at is None else f" (equal at step {self._equal_at})"
+        # Not a step that is still to come: a checkpoint was loaded since.
+        known = self._equal_at is not None and self._equal_at <= step
+        since = f" (equal at step {self._equal_at})" if known else ""
         parts = []
         for name in list(odd)[:_NAMED]:
             if name in minorities:

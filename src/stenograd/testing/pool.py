@@ -202,6 +202,7 @@ def _answer(rank: int, world_size: int, store: str, path: list[str], call: bytes
     sys.path[:] = path
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({k: str(v) for k, v in place.items()}, STENOGRAD_STORE=store)
+    os.environ.pop("STENOGRAD_OPEN", None)  # of whoever exported it for workers
     try:
         fn, args = pickle.loads(call)  # which imports the function, from where the caller finds it
         process_group.init(timeout_s=60)
