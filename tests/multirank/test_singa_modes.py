@@ -313,7 +313,7 @@ def _other_optimizers(rank):
         (SGD(lr=0.1 + 0.1 * rank), "lr"),
         (SGD(momentum=0.9, nesterov=not rank), "nesterov"),
         (momentum, "momentum of optimizer 0's group 0"),
-        (head, "settings of parameter 'weight'"),
+        (head, "settings of parameter 'bias'"),
     ]:
         with pytest.raises(MismatchError, match=f"ranks differ in {what}: rank 0 has"):
             DistOpt(inner, timeout_s=30)(model(torch.ones(2, 3)).sum())
