@@ -15,6 +15,7 @@ import torch
 from stenograd.catalog.method import MethodLike, for_any_optimizer, method
 from stenograd.catalog.registry import schedules
 from stenograd.checkpoint.files import finite, read_json, write_json
+from stenograd.compressors.randomk import RandomK
 from stenograd.errors import ConfigError, DataError, StenogradError, bad_value
 from stenograd.exchange.buckets import DEFAULT_BUCKET_BYTES
 from stenograd.launch.local_workers import usable_cores
@@ -143,13 +144,18 @@ class Plan:
 
 
 def default_methods() -> list[str]:
-    """Return the names of all methods and schedules that any optimizer can use.
+    """Return the names of all methods and schedules that any optimizer can use, as it is.
+
+    Random sparsification wants another learning rate (docs/methods.md), so it is advised to nobody unasked.
 
     Example:
-        >>> {"dense", "topk", "local", "diloco"} <= set(default_methods())
-        True
+        >>> found = default_methods()
+        >>> {"dense", "topk", "local", "diloco"} <= {*found}, "randomk" in found
+        (True, False)
     """
-    return [DENSE, *(name for name in (*for_any_optimizer(), *sorted(schedules())) if name != DENSE)]
+    named = {name: method(name).compressor for name in for_any_optimizer() if name != DENSE}
+    fit = [name for name, of in named.items() if not isinstance(getattr(of, "inner", of), RandomK)]
+    return [DENSE, *fit, *sorted(schedules())]
 
 
 def plan(
