@@ -157,9 +157,7 @@ def save_checkpoint(
         if not isinstance(step, int) or step < 0:
             raise bad_value("step", "must be a whole number from 0", step, "give the number of steps taken")
         if keep < 1:
-            raise bad_value(
-                "keep", "must be at least 1", keep, "use 2, so that one is left if one is damaged"
-            )
+            raise bad_value("keep", "must be at least 1", keep, "use 2: one is left if the other is damaged")
         if _suffix(sync):
             raise ConfigError(
                 "save_checkpoint needs a whole model on every rank, got one sharded by FSDP: save model and "

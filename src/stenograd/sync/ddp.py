@@ -429,9 +429,8 @@ def register(
 ) -> DDPHook:
     """Make a DistributedDataParallel model exchange gradients by a Stenograd method.
 
-    Call it once, right after wrapping the model. Averages are final when `backward()` returns, as with DDP
-    alone; with "dense" they equal plain DDP's bit for bit. `find_unused_parameters`, `static_graph`,
-    `gradient_as_bucket_view`, `no_sync()` and `join()` work as without the hook.
+    Call it once, right after wrapping the model. Averages are final when `backward()` returns; with "dense"
+    they equal plain DDP's bit for bit. DDP's options, `no_sync()` and `join()` work as without the hook.
 
     Args:
         ddp_model: the `DistributedDataParallel` model; it may be compiled, or wrapped by Lightning Fabric.
@@ -454,14 +453,13 @@ def register(
         TypeError: the model is not wrapped in DistributedDataParallel.
         TensorTypeError: it has sparse gradients, which DDP does not give to hooks.
         StenogradError: it has a communication hook already, or DDP's Python reducer, which calls none.
-        ConfigError: check_every is out of range, or repair is asked for without checks.
+        ConfigError: check_every is out of range, repair lacks checks, or this is a worker of an open run.
         MismatchError: the ranks' methods, settings, versions or kernels differ.
 
-    `backward()` raises ReplicaDivergence, on all ranks, where a check finds a difference; see `ReplicaGuard`.
-    It raises MismatchError, on all ranks, where the loss's scale (GradScaler) differs; not with "dense" and
-    `check_every=0`, which send nothing beside the gradients. For the same reason `stopping` is told there by
-    `poll()` only, unless all ranks called `stenograd.stop_on` before this: then flags travel with the
-    gradients, as they do with other methods.
+    On all ranks `backward()` raises ReplicaDivergence where a check finds a difference (see `ReplicaGuard`),
+    and MismatchError where the loss's scale (GradScaler) differs; not with "dense" and `check_every=0`, which
+    send nothing beside the gradients. So `stopping` is told there by `poll()` only, unless all ranks called
+    `stenograd.stop_on` before this: then flags travel with the gradients, as they do with other methods.
 
     Example:
         hook = stenograd.ddp.register(ddp_model, "topk:ratio=0.01")
