@@ -79,10 +79,15 @@ def target(work: str) -> float:
     return found
 
 
+def _file(cell: str) -> str:
+    """Return the name of a cell's record."""
+    return f"evidence/{cell.replace(':', '_')}"
+
+
 def standing(cell: str, rival: str) -> str:
     """Return what a rival took to the target of a cell, and in all, as cells of a table."""
     work, hosts, _ = cell.split(":")
-    told = standings(f"evidence/{cell.replace(':', '_')}", work, int(hosts))[rival]
+    told = standings(_file(cell), work, int(hosts))[rival]
     missed, of = told["to"].count(None), len(told["to"])
     to = f"not in {missed} of {of} seeds" if missed else f"{statistics.median(told['to']):,.0f}"
     first = f"{to} | " + ("" if None in told["faster"] else f"{min(told['faster']):.1f}x")
@@ -94,7 +99,7 @@ def standing(cell: str, rival: str) -> str:
 def aim(cell: str) -> float:
     """Return the loss that the rivals of a cell run for: that at which the worst seed of DDP ends."""
     work = cell.split(":")[0]
-    return evidence.target(record(f"evidence/{cell.replace(':', '_')}")["results"], work)
+    return evidence.target(record(_file(cell))["results"], work)
 
 
 def ended(name: str, rival: str, key: str = "seconds", per: float = 1.0) -> float:
@@ -174,7 +179,7 @@ def of_cell(cell: str, rival: str, key: str) -> list[float]:
         ValueError: in a seed it did not reach what it ran for.
     """
     work, hosts, _ = cell.split(":")
-    found: list[float] = standings(f"evidence/{cell.replace(':', '_')}", work, int(hosts))[rival][key]
+    found: list[float] = standings(_file(cell), work, int(hosts))[rival][key]
     if None in found:
         raise ValueError(f"{key} of {rival} in {cell} is no figure: a seed missed the target, say so there")
     return found

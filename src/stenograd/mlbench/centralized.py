@@ -118,7 +118,8 @@ class GenericCentralizedOptimizer(Wrapper):
         own = [p.clone() for p in weights]
         broadcast_tensors(self.aggregation.driver, [p.detach() for p in weights])
         # Of differences from rank 0's: a mean of equal numbers may be another one, as of three in bfloat16.
-        apart = [p.sub_(first) for p, first in zip(own, weights, strict=True)]
+        # Where both are infinite, their difference would be NaN.
+        apart = [torch.where(p == first, 0.0, p - first) for p, first in zip(own, weights, strict=True)]
         self.aggregation.average_weights(apart, AVG_WORLD, None, self.by_layer)
         for p, mean in zip(weights, apart, strict=True):
             p.add_(mean)
