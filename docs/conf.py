@@ -166,9 +166,13 @@ def _formulas(app: Sphinx, doctree: nodes.document) -> None:
 def _own_signature(
     app: Sphinx, what: str, name: str, cls: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None] | None:
-    """Show what a class takes where its base, a stand-in or a protocol, takes anything."""
-    if what != "class" or not (signature or "").startswith("(*args"):
-        return None
+    """Show what a class takes where its base, a stand-in or a protocol, takes anything.
+
+    Defaults that are no expression, such as `<factory>`, become `...`: Sphinx shows such a signature unread.
+    """
+    signature = re.sub(r"= <[^>]+>", "= ...", signature or "")
+    if what != "class" or not signature.startswith("(*args"):
+        return (signature, returns) if signature else None
     if getattr(cls, "_is_protocol", False):
         return "", returns
     own = inspect.signature(cls.__init__, bound_method=True)
