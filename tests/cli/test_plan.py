@@ -7,9 +7,10 @@ import sys
 import time
 
 import pytest
-from cli_process import on_a_rank
+from cli_process import QUICK, on_a_rank
 
 from stenograd.cli import plan as cli_plan
+from stenograd.planning import plan as planning
 from stenograd.planning.link import assumed
 from stenograd.planning.plan import Plan
 from stenograd.planning.trial import load_trial
@@ -166,7 +167,9 @@ def test_a_saved_plan_is_worked_out_for_other_numbers_of_workers(planned, here):
     assert dense[2] > dense[1]  # a ring's headers and latencies
     status, out, _ = here(*arguments)
     assert status == 0
-    assert "- on paper: beyond 8 workers nothing was compared with real runs" in " ".join(out.split())
+    said = " ".join(out.split())
+    assert "- on paper: beyond 8 workers nothing was compared with real runs" in said
+    assert "with more than 2, methods are taken to do what they do with 2" in said  # as the plan was for
 
 
 def test_sizes_are_recorded_and_keys_chosen_for_the_link(here):
@@ -184,6 +187,20 @@ def test_sizes_are_recorded_and_keys_chosen_for_the_link(here):
     assert [one["workers"] for one in told["sizes"]] == [2, 4]
     assert told["method"] == "local:every=128"
     assert "values that you did not write" in told["notes"][0]
+
+
+def test_sizes_are_worked_out_from_the_most_that_is_recorded(here, monkeypatch):
+    """Those of one worker, which sends nothing, or of two, whose methods do less, tell nothing of many."""
+    asked, rehearsed, real, rehearse = [], [], cli_plan.plan, planning.rehearse
+    monkeypatch.setattr(cli_plan, "RECORDED", 4)
+    monkeypatch.setattr(planning, "RECORDED", 4)
+    monkeypatch.setattr(cli_plan, "plan", lambda *a, **m: asked.append(m["workers"]) or real(*a, **m))
+    monkeypatch.setattr(planning, "rehearse", lambda *a, **m: rehearsed.append(a[2]) or rehearse(*a, **m))
+    words = ["1,8,16" if word == 2 else word for word in PLAN]
+    status, out, err = here(*words, "--method", "sign", "--json")
+    assert (status, err, asked, rehearsed) == (0, "", [1, 8], [1, 4])
+    one, *others = (one["seconds"]["dense"] for one in json.loads(out)["sizes"])
+    assert all(other > 2.0 > one for other in others)  # 2 x 7 / 8 of 287 kB take 4 s at 1 Mbit/s
 
 
 def test_sizes_are_planned_for_hosts_like_those_of_the_measured_link(here, tmp_path, monkeypatch):

@@ -37,6 +37,7 @@ from stenograd.planning.link import (
     time_text,
 )
 from stenograd.planning.plan import (
+    RECORDED,
     VALIDATED,
     Plan,
     default_methods,
@@ -59,7 +60,6 @@ _LEAST_S = 2.0  # to measure a link
 # Options of a training, which a trial brings itself and a plan has settled.
 _OF_A_TASK = ("task", "data", "batch_size", "lr", "momentum", "weight_decay", "seed", "device")
 _MOST_WORKERS = 1 << 20
-_MOST_RECORDED = 64  # workers: a gather among them takes their messages' memory; beyond it is arithmetic
 _COLUMNS = 6  # methods beside dense in the table of sizes, the fastest at the largest; all are in --json
 
 
@@ -180,10 +180,12 @@ def run(asked: PlanOptions) -> int:
     with working(_rehearsing(job)), _aside(asked):
         plans = [_made(asked, job, link, None, len(sizes))]
     for size in others:
-        exact = size <= _MOST_RECORDED
         other = replace(job, workers=size)
+        if plans[-1].world_size >= RECORDED:  # nothing more would be recorded
+            plans.append(plans[-1].sized(size))
+            continue
         with working(_rehearsing(other)), _aside(asked):
-            plans.append(_made(asked, other, link, None, len(sizes)) if exact else plans[-1].sized(size))
+            plans.append(_made(asked, other, link, None, len(sizes)))
     return _shown(asked, plans[0], job.run, plans[1:])
 
 
@@ -357,7 +359,7 @@ def _shown(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Pl
             for p in plans
         ]
         if not quiet:
-            _show_sizes(shown["sizes"])
+            _show_sizes(shown["sizes"], RECORDED if asked.plan is None else found.world_size)
     if out is not None:
         found.save(out / "plan.json")
         note(f"wrote {out / 'plan.json'}", quiet)
@@ -370,8 +372,13 @@ def _shown(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Pl
     return 0 if checked is None or checked["as_predicted"] else 1
 
 
-def _show_sizes(sizes: Sequence[dict[str, Any]]) -> None:
-    """Print ms per step by number of workers and method, as far as methods are the same at all of them."""
+def _show_sizes(sizes: Sequence[dict[str, Any]], recorded: int) -> None:
+    """Print ms per step by number of workers and method, as far as methods are the same at all of them.
+
+    Args:
+        sizes: ascending, as in the JSON.
+        recorded: the most workers of which it is known what methods do.
+    """
     last = sizes[-1]["seconds"]
     common = [text for text in last if all(text in one["seconds"] for one in sizes)]
     columns = [DENSE, *sorted((t for t in common if t != DENSE), key=lambda t: last[t])[:_COLUMNS]]
@@ -382,8 +389,8 @@ def _show_sizes(sizes: Sequence[dict[str, Any]]) -> None:
     title = "ms per step by number of workers"
     show(("workers", *columns, "recommended"), rows, title, spare=columns[:0:-1])  # the slowest first
     say(
-        f"- on paper: beyond {VALIDATED} workers nothing was compared with real runs, and beyond "
-        f"{_MOST_RECORDED} methods are taken to do what they do with fewer"
+        f"- on paper: beyond {VALIDATED} workers nothing was compared with real runs, and with more than "
+        f"{recorded}, methods are taken to do what they do with {recorded}"
     )
 
 
