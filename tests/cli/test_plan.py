@@ -84,6 +84,21 @@ def test_a_check_of_rare_rounds_compares_means(here, trained, tmp_path):
     assert (status, "the mean step took +0% of what was predicted: as predicted" in out) == (0, True)
 
 
+def test_a_check_counts_what_steps_sent(here, on_two_ranks, tmp_path):
+    """Evaluation in the middle of a round averages the model, too, which was taken for the steps' own."""
+    plan, run, method = tmp_path / "plan", tmp_path / "run", "local:every=8"
+    words = [method if word == QUICK[3] else word for word in QUICK]
+    on_two_ranks("train", *words, "--epochs", 2, "--out", run)
+    assert here(*PLAN, "--method", method, "--out", plan)[0] == 0
+    check = ("plan", "--plan", plan / "plan.json", "--check", run, "--tolerance", 1e9)
+    status, out, _ = here(*check, "--json")
+    sent = json.loads(out)["check"]["seconds and bytes"]["sent per step"]
+    assert (status, sent["measured"]) == (0, pytest.approx(sent["predicted"], rel=1e-3))
+    (run / "steps.json").write_text('{"ranks": []}')  # as of an open run
+    status, _, err = here(*check)
+    assert (status, "holds no finished run (it timed no steps)" in err) == (2, True)
+
+
 def test_a_saved_plan_is_read_for_another_link_and_accuracy(planned, here):
     """At 100 Gbit/s nothing that costs computing pays; what cannot be changed afterwards is refused."""
     saved = ("plan", "--plan", planned[0] / "plan.json")

@@ -112,6 +112,8 @@ def read_run(folder: Path) -> Run:
     try:
         run = json.loads(read_regular(folder / "run.json"))
         ranks = json.loads(read_regular(folder / "steps.json"))["ranks"]
+        if not any(rank["steps"] for rank in ranks):  # of an open run, or one that only evaluated
+            raise ValueError("it timed no steps")
         slowest = max(ranks, key=lambda rank: rank["means_s"]["step"])
         return Run(folder=folder, identity=run["identity"], versions=run["versions"], slowest=slowest)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
@@ -445,7 +447,9 @@ def _check_run(plan: Plan, run: Run, tolerance: float, quiet: bool) -> dict[str,
     ]
     prediction = next(p for p in plan.predictions if p.method == text)
     means, steps = rank["means_s"], rank["steps"]
-    sent = sum(e["moved_bytes"] for e in rank["ledger"] if e["kind"] != "attach") / steps
+    # Earlier runs have the ledger alone, which also holds what evaluation between rounds has sent.
+    ledger = sum(e["moved_bytes"] for e in rank["ledger"] if e["kind"] != "attach")
+    sent = rank.get("moved_bytes", ledger) / steps
     took, waited = means["step"], means["wait"]  # as predicted: a median knows nothing of rare rounds
     own_s = prediction.parts_s["computing"] + prediction.parts_s["coding"]
     late_s = rank["quantiles_s"]["step"]["0.9"]
