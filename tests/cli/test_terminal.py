@@ -451,8 +451,10 @@ def _plans_on_a_host(rank, words):
         return on_a_rank(rank, words)
 
 
-def test_ranks_on_uneven_hosts_measure_no_link_for_a_plan(pool):
-    said = pool.run(3, _plans_on_a_host, ["plan", "--method", "sign", "--batch-size", 64])
+@pytest.mark.parametrize("more", [[], ["--link", "1gbit"]])
+def test_ranks_on_uneven_hosts_measure_no_link_for_a_plan(pool, more):
+    """With a link that is described each was planned as alone on its host."""
+    said = pool.run(3, _plans_on_a_host, ["plan", "--method", "sign", "--batch-size", 64, *more])
     assert [status for status, _, _ in said] == [2, 2, 2]
     assert "hosts must have as many workers each for a plan, got 2, 1" in said[0][2]
 

@@ -282,8 +282,11 @@ def _check_hosts(workers: int, per_host: int) -> None:
 def _measured(asked: PlanOptions, given: str | Link | None, job: _Job, driver: Driver) -> int:
     """Measure the link between these ranks if none is given, rehearse on all at once, and tell on rank 0."""
     display = Display(driver.rank)
-    if given is None and asked.ranks_per_host is None:  # a link of other hosts would be measured for nothing
-        _alike(everyone(driver, own_host()))
+    if asked.ranks_per_host is None and not isinstance(given, Link):
+        hosts = everyone(driver, own_host())
+        per_host = _alike(hosts)  # else a link would be measured for nothing
+        if len({*hosts}) > 1:  # a link that is described is not within one host
+            asked = replace(asked, ranks_per_host=per_host)
     with display.bar("measuring the link"):
         link = given or measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
     with display.bar(_rehearsing(job)), _aside(asked):
