@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -20,7 +21,7 @@ from stenograd import tasks
 from stenograd.catalog.method import Method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.setup import Setup
-from stenograd.cli.table import counted, megabytes, percent
+from stenograd.cli.table import counted, fewer, megabytes, percent
 from stenograd.kernels.hash import hash_tensor
 from stenograd.launch.local_workers import usable_cores
 from stenograd.sync.distribute import distribute
@@ -58,6 +59,7 @@ class Row:
         payload_bytes: what this rank handed to collectives.
         moved_bytes: what those made it send.
         dense_bytes: what dense training sends in as many steps (hands over, for a world of one).
+        compression: how many times less was sent; infinite where nothing was.
         steps: number of steps.
         skipped: steps among them that a gradient which is not finite made void.
     """
@@ -83,7 +85,7 @@ class Row:
             f"  train loss {self.train_loss:.4f} accuracy {percent(self.train_accuracy)}"
             f"  eval loss {self.eval_loss:.4f} accuracy {percent(self.eval_accuracy)}"
             f"  {self.seconds:.2f} s  sent {megabytes(self.moved_bytes)}"
-            f"  compression {self.compression:.1f}x{skipped}"
+            f"  compression {fewer(self.compression)}{skipped}"
         )
 
 
@@ -359,7 +361,7 @@ class Trainer:
             payload_bytes=now.payload_bytes,
             moved_bytes=now.moved_bytes,
             dense_bytes=now.dense_bytes,
-            compression=now.dense_bytes / max(sent, 1),
+            compression=now.dense_bytes / sent if sent else math.inf,
             steps=now.steps,
             skipped=now.skipped,
         )
