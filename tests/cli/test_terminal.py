@@ -193,6 +193,12 @@ def test_output_that_nobody_reads_ends_it_without_a_traceback():
     assert (done.returncode, without_progress(done.stderr)) == (1, "")
 
 
+def test_an_output_that_is_closed_fails_nothing():
+    """Python has None in its place, which cannot be flushed."""
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *stenograd_command("methods", "topk", "--size", 100)]
+    assert subprocess.run(closed, env=clean_env(), check=False, timeout=120).returncode == 0
+
+
 def test_a_letter_that_the_output_cannot_hold_is_written_by_its_number(command):
     done = command("methods", "natural", "--size", 100, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
