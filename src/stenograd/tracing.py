@@ -138,6 +138,8 @@ class Tracing:
             return
         if os.path.isdir(self.path):
             raise ConfigError(f"the trace must be a file, got the folder {self.path}: give another")
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise ConfigError(f"the trace must be a regular file, got {self.path}: give another")
         try:
             with tempfile.TemporaryFile(dir=Path(self.path).parent):
                 pass

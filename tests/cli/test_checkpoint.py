@@ -95,6 +95,14 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
 
 
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    """As /dev/null was, by root."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        write_atomically(pipe, b"new")
+    assert (pipe.is_fifo(), [*tmp_path.iterdir()]) == (True, [pipe])
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

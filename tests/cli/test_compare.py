@@ -38,6 +38,16 @@ def test_compare(on_two_ranks, tmp_path):
     assert (tmp_path / "out" / "compare.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_nothing_is_not_said_to_be_many_times_less(here):
+    """Without a round the bytes of dense training were divided by one byte: 1,722,096 times less."""
+    words = ("--method", "local:every=500", "--epochs", 1, "--batch-size", 256)
+    status, out, _ = here("train", *words)
+    assert (status, "sent 0.00 MB  compression -\n" in out) == (0, True)
+    status, out, _ = here("compare", *words, "--json")
+    (found,) = json.loads(out)["methods"]
+    assert (status, found["compression"], found["epochs"][0]["compression"]) == (0, None, None)
+
+
 def test_defaults_are_methods():
     found = {method(text).text.partition(":")[0] for text in compare.default_methods()}
     alone = {name for name in methods() if method(name).own_momentum}

@@ -7,9 +7,10 @@ import sys
 import time
 
 import pytest
-from cli_process import on_a_rank
+from cli_process import QUICK, on_a_rank
 
 from stenograd.cli import plan as cli_plan
+from stenograd.planning import plan as planning
 from stenograd.planning.link import assumed
 from stenograd.planning.plan import Plan
 from stenograd.planning.trial import load_trial
@@ -81,6 +82,21 @@ def test_a_check_of_rare_rounds_compares_means(here, trained, tmp_path):
     (run / "steps.json").write_text(json.dumps(steps))
     status, out, _ = here("plan", "--plan", plan / "plan.json", "--check", run, "--tolerance", 0.01)
     assert (status, "the mean step took +0% of what was predicted: as predicted" in out) == (0, True)
+
+
+def test_a_check_counts_what_steps_sent(here, on_two_ranks, tmp_path):
+    """Evaluation in the middle of a round averages the model, too, which was taken for the steps' own."""
+    plan, run, method = tmp_path / "plan", tmp_path / "run", "local:every=8"
+    words = [method if word == QUICK[3] else word for word in QUICK]
+    on_two_ranks("train", *words, "--epochs", 2, "--out", run)
+    assert here(*PLAN, "--method", method, "--out", plan)[0] == 0
+    check = ("plan", "--plan", plan / "plan.json", "--check", run, "--tolerance", 1e9)
+    status, out, _ = here(*check, "--json")
+    sent = json.loads(out)["check"]["seconds and bytes"]["sent per step"]
+    assert (status, sent["measured"]) == (0, pytest.approx(sent["predicted"], rel=1e-3))
+    (run / "steps.json").write_text('{"ranks": []}')  # as of an open run
+    status, _, err = here(*check)
+    assert (status, "holds no finished run (it timed no steps)" in err) == (2, True)
 
 
 def test_a_saved_plan_is_read_for_another_link_and_accuracy(planned, here):
@@ -166,7 +182,9 @@ def test_a_saved_plan_is_worked_out_for_other_numbers_of_workers(planned, here):
     assert dense[2] > dense[1]  # a ring's headers and latencies
     status, out, _ = here(*arguments)
     assert status == 0
-    assert "- on paper: beyond 8 workers nothing was compared with real runs" in " ".join(out.split())
+    said = " ".join(out.split())
+    assert "- on paper: beyond 8 workers nothing was compared with real runs" in said
+    assert "with more than 2, methods are taken to do what they do with 2" in said  # as the plan was for
 
 
 def test_sizes_are_recorded_and_keys_chosen_for_the_link(here):
@@ -184,6 +202,20 @@ def test_sizes_are_recorded_and_keys_chosen_for_the_link(here):
     assert [one["workers"] for one in told["sizes"]] == [2, 4]
     assert told["method"] == "local:every=128"
     assert "values that you did not write" in told["notes"][0]
+
+
+def test_sizes_are_worked_out_from_the_most_that_is_recorded(here, monkeypatch):
+    """Those of one worker, which sends nothing, or of two, whose methods do less, tell nothing of many."""
+    asked, rehearsed, real, rehearse = [], [], cli_plan.plan, planning.rehearse
+    monkeypatch.setattr(cli_plan, "RECORDED", 4)
+    monkeypatch.setattr(planning, "RECORDED", 4)
+    monkeypatch.setattr(cli_plan, "plan", lambda *a, **m: asked.append(m["workers"]) or real(*a, **m))
+    monkeypatch.setattr(planning, "rehearse", lambda *a, **m: rehearsed.append(a[2]) or rehearse(*a, **m))
+    words = ["1,8,16" if word == 2 else word for word in PLAN]
+    status, out, err = here(*words, "--method", "sign", "--json")
+    assert (status, err, asked, rehearsed) == (0, "", [1, 8], [1, 4])
+    one, *others = (one["seconds"]["dense"] for one in json.loads(out)["sizes"])
+    assert all(other > 2.0 > one for other in others)  # 2 x 7 / 8 of 287 kB take 4 s at 1 Mbit/s
 
 
 def test_sizes_are_planned_for_hosts_like_those_of_the_measured_link(here, tmp_path, monkeypatch):

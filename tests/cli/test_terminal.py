@@ -193,6 +193,12 @@ def test_output_that_nobody_reads_ends_it_without_a_traceback():
     assert (done.returncode, without_progress(done.stderr)) == (1, "")
 
 
+def test_an_output_that_is_closed_fails_nothing():
+    """Python has None in its place, which cannot be flushed."""
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *stenograd_command("methods", "topk", "--size", 100)]
+    assert subprocess.run(closed, env=clean_env(), check=False, timeout=120).returncode == 0
+
+
 def test_a_letter_that_the_output_cannot_hold_is_written_by_its_number(command):
     done = command("methods", "natural", "--size", 100, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
@@ -420,10 +426,12 @@ def test_what_is_wrong_with_a_plan_is_told_before_it_is_measured(case, here, tab
     assert reason in err
 
 
-@pytest.mark.parametrize("out", ["nowhere/link.json", "."])
-def test_a_link_is_not_measured_for_a_file_that_cannot_be_written(out, here):
+@pytest.mark.parametrize("out", ["nowhere/link.json", ".", "pipe"])
+def test_a_link_is_not_measured_for_a_file_that_cannot_be_written(out, here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     status, _, err = here("link", "--workers", 2, "--out", out)
-    assert (status, "--out must be a file" in err) == (2, True)
+    assert (status, re.search("--out must be a (regular )?file", err) is not None) == (2, True)
 
 
 def test_a_measured_link_says_how_many_workers_there_are(here, tmp_path):
@@ -451,8 +459,10 @@ def _plans_on_a_host(rank, words):
         return on_a_rank(rank, words)
 
 
-def test_ranks_on_uneven_hosts_measure_no_link_for_a_plan(pool):
-    said = pool.run(3, _plans_on_a_host, ["plan", "--method", "sign", "--batch-size", 64])
+@pytest.mark.parametrize("more", [[], ["--link", "1gbit"]])
+def test_ranks_on_uneven_hosts_measure_no_link_for_a_plan(pool, more):
+    """With a link that is described each was planned as alone on its host."""
+    said = pool.run(3, _plans_on_a_host, ["plan", "--method", "sign", "--batch-size", 64, *more])
     assert [status for status, _, _ in said] == [2, 2, 2]
     assert "hosts must have as many workers each for a plan, got 2, 1" in said[0][2]
 

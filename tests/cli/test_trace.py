@@ -1,6 +1,7 @@
 """`stenograd train --trace FILE`, in this process, or on ranks of the pool."""
 
 import json
+import os
 import signal
 import time
 
@@ -50,7 +51,11 @@ def test_ranks_that_are_asked_to_stop_save_and_write_one_trace(pool, tmp_path, m
     assert {e["pid"] for e in json.loads(path.read_text())["traceEvents"]} == {0, 1}
 
 
-def test_a_file_that_cannot_be_written(here, tmp_path):
-    status, _, err = here("train", *QUICK, "--epochs", 1, "--trace", tmp_path / "no" / "trace.json")
-    assert status == 2
-    assert "the trace must be a file that can be written" in err
+@pytest.mark.parametrize(
+    ("name", "says"), [("no/trace.json", "a file that can be written"), ("pipe", "a regular file")]
+)
+def test_a_file_that_cannot_be_written(here, tmp_path, name, says):
+    """Root would replace /dev/null by a file, for all programs."""
+    os.mkfifo(tmp_path / "pipe")
+    status, _, err = here("train", *QUICK, "--epochs", 1, "--trace", tmp_path / name)
+    assert (status, f"the trace must be {says}" in err) == (2, True)

@@ -15,7 +15,7 @@ from stenograd.simulate import ranks
 from stenograd.wire.driver import Driver, Pipeline
 from stenograd.wire.finite import Finite
 from stenograd.wire.messages import Several
-from stenograd.wire.requests import Op, Request, exchange, gather, mean, scatter
+from stenograd.wire.requests import Op, Request, exchange, gather, mean, scatter, summed
 from stenograd.wire.traffic import ATTACH, CONTROL, TRAINING, Entry, Label, Tally, Traffic
 
 STEPS = 3
@@ -150,6 +150,24 @@ def test_a_part_numbers_its_ranks_in_ascending_order(pool):
     real = pool.run(3, _in_a_part)
     assert real == [(0, [0, 2], [0, 2], ["a", "c"]), None, (1, [0, 2], [0, 2], ["a", "c"])]
     assert [found and found[:3] for found in ranks(3, _in_a_part)] == [found and found[:3] for found in real]
+
+
+def _a_sum_and_a_broadcast(rank):
+    driver = Driver(timeout_s=30) if isinstance(rank, int) else rank  # a simulated one
+    driver.run(summed(mean(torch.ones(300))))
+    driver.broadcast(torch.ones(10), 1, counted=True)
+    return [(e.op, e.count, e.payload_bytes, e.moved_bytes) for e in driver.traffic.entries()]
+
+
+def test_simulated_ranks_count_as_real_ones(pool):
+    """A sum was an operation of its own there, and a broadcast a gather, to which each rank handed all."""
+    real = pool.run(3, _a_sum_and_a_broadcast)
+    assert ranks(3, _a_sum_and_a_broadcast) == real
+    assert [entries[1] for entries in real] == [
+        ("broadcast", 1, 0, 0),
+        ("broadcast", 1, 40, 80),
+        ("broadcast", 1, 0, 0),
+    ]
 
 
 def _every_op(rank, world_size):

@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import sys
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -72,10 +73,12 @@ def test_systems_without_affinity_are_told_what_hosts_need(monkeypatch):
         pass
 
 
-def test_systems_without_fcntl_import_the_relay(monkeypatch):
+def test_systems_without_fcntl_and_sighup_import_the_modules(monkeypatch):
     """Such as Windows, where `Hosts` must get so far as to say that it needs Linux."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.delattr(signal, "SIGHUP")
     assert runpy.run_path(emulated.relay.__file__)["READY"] == emulated.relay.READY
+    assert runpy.run_path(emulated.__file__)["MAX_HOSTS"] == emulated.MAX_HOSTS
 
 
 def test_only_root_emulates_hosts(monkeypatch):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import stenograd
-from stenograd.errors import StenogradError
+from stenograd.errors import ConfigError, StenogradError
 from stenograd.planning import formula
-from stenograd.planning.advice import Prediction, advised, best_keys, open_keys, variants
+from stenograd.planning.advice import Prediction, advised, best_keys, open_keys, predict, variants
 from stenograd.planning.formula import Network, network_of, step_s
 from stenograd.planning.link import assumed
 from stenograd.planning.program import Collective, Event, Program, at_size, with_ratio
@@ -192,16 +192,48 @@ def test_programs_survive_json(recorded, method):
 
 
 def test_more_ranks_on_paper_send_what_real_ones_send():
-    """From 8 to 16 no method here works otherwise; a ring's bytes are 2 (N - 1) / N of the model's."""
-    model = torch.nn.Linear(400, 400, bias=False)
-    trial = Trial(
-        model, torch.optim.SGD(model.parameters(), 0.1), [torch.ones(2, 400)], lambda m, x: m(x).mean()
-    )
-    for text in ("dense", "topk", "qsgd", "sign:dense_below=0"):
+    """From 8 to 16 no method here works otherwise; a ring's bytes are 2 (N - 1) / N of the model's.
+
+    With a bias, which travels densely, one thread scatters what another gathers.
+    """
+    for text, bias in (("sign", True), ("sign", False), ("topk", False), ("qsgd", False), ("dense", False)):
+        model = torch.nn.Linear(400, 400, bias=bias)
+        trial = Trial(
+            model, torch.optim.SGD(model.parameters(), 0.1), [torch.ones(2, 400)], lambda m, x: m(x).mean()
+        )
         few, many = (record(trial, stenograd.method(text), size, 2) for size in (8, 16))
         assert at_size(few, 16).moved_bytes == pytest.approx(many.moved_bytes, rel=0.05), text
     wide = at_size(record(trial, stenograd.method("dense"), 2, 2), 1024)
     assert wide.moved_bytes == pytest.approx(2 * 1023 / 1024 * 640_000, rel=0.01)
+
+
+def small_plan(workers, *methods):
+    model = torch.nn.Linear(30, 30)
+    trial = Trial(
+        model, torch.optim.SGD(model.parameters(), 0.1), [torch.ones(4, 30)], lambda m, x: m(x).mean()
+    )
+    return stenograd.plan(trial, workers=workers, link="10mbit", methods=methods, seconds=0.2)
+
+
+def test_what_a_plan_does_not_tell_of_more_workers_is_said():
+    """One sends nothing, and groups inside and across nodes grow by other rules."""
+    with pytest.raises(ConfigError, match="a single worker sends nothing, got 4: plan for 2 or more"):
+        small_plan(1, "fp16").sized(4)
+    two = "local:every=2,inside=dense,node_size=2"
+    few = small_plan(4, two)
+    assert [p.method for p in few.predictions] == ["dense", two]
+    many = few.sized(8)
+    assert ([p.method for p in many.predictions], [*many.left_out]) == (["dense"], [two])
+    assert f"{two} is left out: two levels cannot be worked out on paper" in " ".join(many.notes)
+
+
+def test_what_pays_on_the_slowest_links_only_never_pays_elsewhere():
+    """A second of computing for 82 kbit less: at 1 kbit/s that takes 5 s, not 86, and was never ahead."""
+    dense = program([sending(0, 20_000), Event("wait", 0), Event("step")])
+    few = program([sending(0, 200, 1.0), Event("wait", 0), Event("step")])
+    _, found = predict({"dense": dense, "few": few}, network(1e3), 0.0, 1.0)
+    assert 10 * found.seconds[1] < step_s(dense, network(1e3), 0.0)
+    assert found.pays_text == "below 75 kbit/s"
 
 
 def test_one_worker_has_no_network():

@@ -7,6 +7,7 @@ and the save and the rank that the file itself names.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -79,6 +80,9 @@ def replacing(path: Path, mark: str = "") -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written; an earlier file of that name is unchanged, and nothing else is left.
     """
+    # Such as /dev/null, which root would replace by a file, for all programs.
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
     temporary = path.with_name(f".{path.name}{mark}.part")
     try:
         with temporary.open("wb") as file:

@@ -48,6 +48,7 @@ def main() -> int:
     0: it worked. 1: something failed while running, such as a lost worker. 2: an option, a data file or a
     checkpoint is wrong. 130: interrupted. `STENOGRAD_DEBUG=1` shows tracebacks.
     """
+    _replace_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that an encoding lacks shall end nothing
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -63,6 +64,19 @@ def main() -> int:
         return _failed(error)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+
+
+def _replace_closed() -> None:
+    """Let what is printed to a closed output go nowhere; Python has None in its place.
+
+    Its number is taken, too: a file would get it, and what is started here would print there.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _worded(error: Any) -> str:

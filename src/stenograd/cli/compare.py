@@ -21,7 +21,7 @@ from stenograd.cli.loop import Row, Trainer
 from stenograd.cli.options import Options, Task
 from stenograd.cli.pictures import draw_curves
 from stenograd.cli.setup import Setup, in_ranks, make_setup
-from stenograd.cli.table import Display, counted, megabytes, percent, say, show, show_json
+from stenograd.cli.table import Display, counted, fewer, megabytes, percent, say, show, show_json
 from stenograd.errors import ConfigError, LaunchError, PeerLost, StenogradError
 from stenograd.launch.detect import detect
 from stenograd.wire.driver import Driver
@@ -53,7 +53,7 @@ class Result:
         wait_s: seconds in which rank 0 waited for the network, attaching excluded.
         seconds: training and evaluation of all epochs.
         moved_bytes_per_step: bytes that rank 0 sent.
-        compression: how many times fewer those are than dense training's.
+        compression: how many times fewer those are than dense training's; infinite where there are none.
     """
 
     method: str
@@ -249,7 +249,7 @@ def _measure(setup: Setup, how: Method, driver: Driver, display: Display) -> Res
         seconds=seconds,
         payload_bytes_per_step=sum(row.payload_bytes for row in rows) / steps,
         moved_bytes_per_step=sum(row.moved_bytes for row in rows) / steps,
-        compression=sum(row.dense_bytes for row in rows) / sent,
+        compression=sum(row.dense_bytes for row in rows) / sent if sent else math.inf,
         fingerprint=fingerprint,
         epochs=rows,
     )
@@ -272,7 +272,7 @@ def _cells(result: Result) -> list[str]:
         f"{result.eval_loss:.4f}",
         f"{result.step_ms:.2f}",
         megabytes(result.moved_bytes_per_step),
-        f"{result.compression:.1f}x",
+        fewer(result.compression),
         f"{result.wait_s:.2f} s",
         f"{result.seconds:.1f} s",
     ]

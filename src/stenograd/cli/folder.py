@@ -173,6 +173,8 @@ def check_file(path: Path) -> None:
     """
     if path.is_dir():
         raise ConfigError(f"--out must be a file, got the folder {path}: give a name in it")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--out must be a regular file, got {path}: give another")
     _check_written("file", path, path.parent)
 
 

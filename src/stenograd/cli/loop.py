@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -20,7 +21,7 @@ from stenograd import tasks
 from stenograd.catalog.method import Method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.setup import Setup
-from stenograd.cli.table import counted, megabytes, percent
+from stenograd.cli.table import counted, fewer, megabytes, percent
 from stenograd.kernels.hash import hash_tensor
 from stenograd.launch.local_workers import usable_cores
 from stenograd.sync.distribute import distribute
@@ -58,6 +59,7 @@ class Row:
         payload_bytes: what this rank handed to collectives.
         moved_bytes: what those made it send.
         dense_bytes: what dense training sends in as many steps (hands over, for a world of one).
+        compression: how many times less was sent; infinite where nothing was.
         steps: number of steps.
         skipped: steps among them that a gradient which is not finite made void.
     """
@@ -83,7 +85,7 @@ class Row:
             f"  train loss {self.train_loss:.4f} accuracy {percent(self.train_accuracy)}"
             f"  eval loss {self.eval_loss:.4f} accuracy {percent(self.eval_accuracy)}"
             f"  {self.seconds:.2f} s  sent {megabytes(self.moved_bytes)}"
-            f"  compression {self.compression:.1f}x{skipped}"
+            f"  compression {fewer(self.compression)}{skipped}"
         )
 
 
@@ -96,6 +98,7 @@ class StepTimes:
     Attributes:
         kept: seconds by phase, the oldest first.
         steps: number of all that were taken.
+        moved_bytes: that all of them made this rank send; evaluation between them sends more.
 
     Example:
         >>> times = StepTimes()
@@ -109,21 +112,22 @@ class StepTimes:
     def __init__(self) -> None:
         self._now: dict[str, float] = {}
         self.kept: dict[str, deque[float]] = {part: deque(maxlen=_STEPS_KEPT) for part in _PARTS}
-        self.steps = 0
+        self.steps = self.moved_bytes = 0
 
     def note(self, kind: str, start: float, end: float) -> None:
         """Add a phase to the step under way; kinds are those of `tracing.Phases`."""
         part = "optimizer" if kind == "step" else kind
         self._now[part] = self._now.get(part, 0.0) + end - start
 
-    def step(self, seconds: float) -> None:
-        """End a step that took so long in all."""
+    def step(self, seconds: float, moved_bytes: int = 0) -> None:
+        """End a step that took so long in all, and made this rank send so much."""
         now, self._now = self._now, {}
         # waiting happens in hooks within backward; each second counts once
         now["backward"] = now.get("backward", 0.0) - now.get("wait", 0.0)
         for part, kept in self.kept.items():
             kept.append(seconds if part == "step" else now.get(part, 0.0))
         self.steps += 1
+        self.moved_bytes += moved_bytes
 
     def means(self) -> dict[str, float]:
         """Return each phase's mean in seconds, which holds the rounds of methods that send rarely.
@@ -357,7 +361,7 @@ class Trainer:
             payload_bytes=now.payload_bytes,
             moved_bytes=now.moved_bytes,
             dense_bytes=now.dense_bytes,
-            compression=now.dense_bytes / max(sent, 1),
+            compression=now.dense_bytes / sent if sent else math.inf,
             steps=now.steps,
             skipped=now.skipped,
         )
@@ -437,12 +441,11 @@ class Trainer:
             start = time.perf_counter()
             before = self._bytes()
             loss, correct, count = self.take_step(indices)
-            seconds = time.perf_counter() - start
-            self.times.step(seconds)
+            seconds, after = time.perf_counter() - start, self._bytes()
+            self.times.step(seconds, after[1] - before[1])
             now.seconds += seconds
             now.loss, now.correct = now.loss + loss * count, now.correct + correct
             now.count, now.skipped = now.count + count, now.skipped + (not count)
-            after = self._bytes()
             now.payload_bytes += after[0] - before[0]
             now.moved_bytes += after[1] - before[1]
             now.dense_bytes += dense
@@ -503,10 +506,12 @@ def report(times: StepTimes, traffic: Traffic, driver: AnyDriver) -> dict[str, A
         driver: the way to the other ranks.
 
     Returns:
-        "ranks": for each rank its steps, means and quantiles in seconds, machine and ledger, in rank order.
+        "ranks": for each rank its steps and their bytes, means and quantiles in seconds, machine and ledger,
+        in rank order.
     """
     ledger = [asdict(entry) for entry in traffic.entries()]
     took = {"means_s": times.means(), "quantiles_s": times.quantiles()}
-    own = {"steps": times.steps, **took, "machine": machine(), "ledger": ledger}
+    done = {"steps": times.steps, "moved_bytes": times.moved_bytes}
+    own = {**done, **took, "machine": machine(), "ledger": ledger}
     received: Sequence[str] = everyone(driver, json.dumps(own))
     return {"ranks": [json.loads(text) for text in received]}

@@ -18,7 +18,7 @@ from stenograd.catalog.method import METHOD_KEYS, Method, method, method_names
 from stenograd.catalog.presets import PRESETS
 from stenograd.catalog.registry import Entry, entries, schedules
 from stenograd.cli.setup import check_option
-from stenograd.cli.table import counted, say, show, show_json, working
+from stenograd.cli.table import counted, fewer, say, show, show_json, working
 from stenograd.compression.feedback import ErrorFeedback
 from stenograd.errors import bad_value
 from stenograd.exchange.buckets import assign
@@ -56,7 +56,7 @@ def run(size: int, workers: int, as_json: bool = False) -> int:
             f"{received['payload_bytes']:,}",
             f"{received['moved_bytes']:,}",
             f"{received['bits_per_element']:.3g}",
-            f"{received['compression']:.1f}x",
+            fewer(received["compression"]),
         )
         for name, received in found.items()
     ]

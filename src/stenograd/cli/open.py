@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import socket
 import sys
@@ -175,7 +176,7 @@ class _Work:
             payload_bytes=payload,
             moved_bytes=moved,
             dense_bytes=dense,
-            compression=dense / max(moved, 1),
+            compression=dense / moved if moved else math.inf,
             steps=self._setup.steps,
             skipped=skipped,
         )

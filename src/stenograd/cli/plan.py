@@ -37,6 +37,7 @@ from stenograd.planning.link import (
     time_text,
 )
 from stenograd.planning.plan import (
+    RECORDED,
     VALIDATED,
     Plan,
     default_methods,
@@ -59,7 +60,6 @@ _LEAST_S = 2.0  # to measure a link
 # Options of a training, which a trial brings itself and a plan has settled.
 _OF_A_TASK = ("task", "data", "batch_size", "lr", "momentum", "weight_decay", "seed", "device")
 _MOST_WORKERS = 1 << 20
-_MOST_RECORDED = 64  # workers: a gather among them takes their messages' memory; beyond it is arithmetic
 _COLUMNS = 6  # methods beside dense in the table of sizes, the fastest at the largest; all are in --json
 
 
@@ -112,6 +112,8 @@ def read_run(folder: Path) -> Run:
     try:
         run = json.loads(read_regular(folder / "run.json"))
         ranks = json.loads(read_regular(folder / "steps.json"))["ranks"]
+        if not any(rank["steps"] for rank in ranks):  # of an open run, or one that only evaluated
+            raise ValueError("it timed no steps")
         slowest = max(ranks, key=lambda rank: rank["means_s"]["step"])
         return Run(folder=folder, identity=run["identity"], versions=run["versions"], slowest=slowest)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
@@ -180,10 +182,12 @@ def run(asked: PlanOptions) -> int:
     with working(_rehearsing(job)), _aside(asked):
         plans = [_made(asked, job, link, None, len(sizes))]
     for size in others:
-        exact = size <= _MOST_RECORDED
         other = replace(job, workers=size)
+        if plans[-1].world_size >= RECORDED:  # nothing more would be recorded
+            plans.append(plans[-1].sized(size))
+            continue
         with working(_rehearsing(other)), _aside(asked):
-            plans.append(_made(asked, other, link, None, len(sizes)) if exact else plans[-1].sized(size))
+            plans.append(_made(asked, other, link, None, len(sizes)))
     return _shown(asked, plans[0], job.run, plans[1:])
 
 
@@ -278,8 +282,11 @@ def _check_hosts(workers: int, per_host: int) -> None:
 def _measured(asked: PlanOptions, given: str | Link | None, job: _Job, driver: Driver) -> int:
     """Measure the link between these ranks if none is given, rehearse on all at once, and tell on rank 0."""
     display = Display(driver.rank)
-    if given is None and asked.ranks_per_host is None:  # a link of other hosts would be measured for nothing
-        _alike(everyone(driver, own_host()))
+    if asked.ranks_per_host is None and not isinstance(given, Link):
+        hosts = everyone(driver, own_host())
+        per_host = _alike(hosts)  # else a link would be measured for nothing
+        if len({*hosts}) > 1:  # a link that is described is not within one host
+            asked = replace(asked, ranks_per_host=per_host)
     with display.bar("measuring the link"):
         link = given or measure_link(Driver.own(timeout_s=asked.timeout_s), asked.seconds * _LINK)
     with display.bar(_rehearsing(job)), _aside(asked):
@@ -357,7 +364,7 @@ def _shown(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Pl
             for p in plans
         ]
         if not quiet:
-            _show_sizes(shown["sizes"])
+            _show_sizes(shown["sizes"], RECORDED if asked.plan is None else found.world_size)
     if out is not None:
         found.save(out / "plan.json")
         note(f"wrote {out / 'plan.json'}", quiet)
@@ -370,8 +377,13 @@ def _shown(asked: PlanOptions, found: Plan, run: Run | None, others: Sequence[Pl
     return 0 if checked is None or checked["as_predicted"] else 1
 
 
-def _show_sizes(sizes: Sequence[dict[str, Any]]) -> None:
-    """Print ms per step by number of workers and method, as far as methods are the same at all of them."""
+def _show_sizes(sizes: Sequence[dict[str, Any]], recorded: int) -> None:
+    """Print ms per step by number of workers and method, as far as methods are the same at all of them.
+
+    Args:
+        sizes: ascending, as in the JSON.
+        recorded: the most workers of which it is known what methods do.
+    """
     last = sizes[-1]["seconds"]
     common = [text for text in last if all(text in one["seconds"] for one in sizes)]
     columns = [DENSE, *sorted((t for t in common if t != DENSE), key=lambda t: last[t])[:_COLUMNS]]
@@ -382,8 +394,8 @@ def _show_sizes(sizes: Sequence[dict[str, Any]]) -> None:
     title = "ms per step by number of workers"
     show(("workers", *columns, "recommended"), rows, title, spare=columns[:0:-1])  # the slowest first
     say(
-        f"- on paper: beyond {VALIDATED} workers nothing was compared with real runs, and beyond "
-        f"{_MOST_RECORDED} methods are taken to do what they do with fewer"
+        f"- on paper: beyond {VALIDATED} workers nothing was compared with real runs, and with more than "
+        f"{recorded}, methods are taken to do what they do with {recorded}"
     )
 
 
@@ -438,7 +450,9 @@ def _check_run(plan: Plan, run: Run, tolerance: float, quiet: bool) -> dict[str,
     ]
     prediction = next(p for p in plan.predictions if p.method == text)
     means, steps = rank["means_s"], rank["steps"]
-    sent = sum(e["moved_bytes"] for e in rank["ledger"] if e["kind"] != "attach") / steps
+    # Earlier runs have the ledger alone, which also holds what evaluation between rounds has sent.
+    ledger = sum(e["moved_bytes"] for e in rank["ledger"] if e["kind"] != "attach")
+    sent = rank.get("moved_bytes", ledger) / steps
     took, waited = means["step"], means["wait"]  # as predicted: a median knows nothing of rare rounds
     own_s = prediction.parts_s["computing"] + prediction.parts_s["coding"]
     late_s = rank["quantiles_s"]["step"]["0.9"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import textwrap
@@ -30,6 +31,7 @@ __all__ = [
     "Display",
     "console",
     "counted",
+    "fewer",
     "megabytes",
     "note",
     "percent",
@@ -65,6 +67,16 @@ def counted(count: int, what: str) -> str:
         ('1 host', '2 hosts')
     """
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def fewer(ratio: float) -> str:
+    """Format how many times less was sent; a dash where nothing was.
+
+    Example:
+        >>> fewer(28.71), fewer(float("inf"))
+        ('28.7x', '-')
+    """
+    return f"{ratio:.1f}x" if math.isfinite(ratio) else "-"
 
 
 def megabytes(nbytes: float) -> str:

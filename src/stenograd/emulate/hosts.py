@@ -8,6 +8,7 @@ network is not touched, and whoever runs this twice at once gets two networks th
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -48,7 +49,8 @@ _PREFIX = "stenograd-"
 _NUMBERS = count()
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C raises by itself
+# Ctrl-C raises by itself. Windows has no SIGHUP, and shall hear that it cannot emulate.
+_ENDINGS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 MAX_HOSTS = 254  # what 10.77.0.0/24 has addresses for
 _POLL_S = 0.1
 _START_S = 60.0  # for a Python without torch, and a TAP device for each host
@@ -78,8 +80,9 @@ def parse_rate(text: str) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)
     if match is None or float(match[1]) == 0:
-        number = re.match(r"\d+(?:\.\d+)?", text)
-        advice = f"write {number[0]}mbit" if number and float(number[0]) else "write 100mbit"
+        guess = re.match(r"(\d+(?:\.\d+)?)\s*([kmg]?)", text.lower())
+        known = guess is not None and float(guess[1]) > 0
+        advice = f"write {guess[1]}{guess[2] or 'm'}bit" if guess and known else "write 100mbit"
         raise ValueError(f"rate must be none or like 100mbit or 1gbit, got {text!r}: {advice}")
     return float(match[1]) * _UNITS[match[2]]
 
@@ -243,11 +246,13 @@ class Hosts:
     def _wait(self, ranks: Workers, timeout_s: float, echo: bool) -> None:
         """Wait until all ranks have succeeded, and show meanwhile what rank 0 writes, if wanted."""
         deadline = time.monotonic() + timeout_s
+        letters = codecs.getincrementaldecoder("utf-8")("replace")  # of one, only some bytes may be there
         with ranks.log(0).open("rb") as log:
             while True:
                 running, failed = ranks.running(), ranks.failed()  # in this order: all may end in between
                 if echo:
-                    sys.stdout.write(log.read().decode(errors="replace"))
+                    ended = failed is not None or not running
+                    sys.stdout.write(letters.decode(log.read(), ended))
                     sys.stdout.flush()
                 if failed is not None:
                     status = ranks.processes[failed].returncode
@@ -459,7 +464,7 @@ def _start_relay(delay_s: float, switch: str, hosts: Sequence[str]) -> subproces
 def _remove_leftovers() -> None:
     """Remove the namespaces of runs that were killed before they could do so themselves."""
     for pid in {name.split("-")[1] for name in names(_PREFIX)}:
-        if not Path(f"/proc/{pid}").exists():
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():  # other names are other programs'
             with suppress(HostsError):  # somebody else is removing them
                 remove(f"{_PREFIX}{pid}-")
 

@@ -16,7 +16,7 @@ from stenograd.errors import PeerLost, bad_value
 from stenograd.exchange.simulate import answers
 from stenograd.wire.drivers import Observer
 from stenograd.wire.pipeline import Pipeline
-from stenograd.wire.requests import Op, Reply, Request, Rounds, gather, gather_ragged
+from stenograd.wire.requests import REDUCTIONS, Op, Reply, Request, Rounds, gather_ragged
 from stenograd.wire.traffic import ATTACH, PLAIN, Label, Tally, Traffic
 
 __all__ = ["SimulatedDriver", "ranks"]
@@ -183,11 +183,16 @@ class SimulatedDriver:
     def start(self, request: Request, label: Label = PLAIN) -> _SimulatedPending:
         """Issue a request without waiting for it; it is counted under the label."""
         pending = _SimulatedPending(self, self._asked, label, request)
+        self._ask(request)
+        return pending
+
+    def _ask(self, request: Request) -> int:
+        number = self._asked
         self._asked += 1
         synchronize(t for part in (request, *request.parts) for t in part.tensors)
         # Whoever asks last reads all ranks' tensors in its own thread, so these must have been written.
-        self.hub.ask(self._asked - 1, self.rank, request)
-        return pending
+        self.hub.ask(number, self.rank, request)
+        return number
 
     def run(self, rounds: Rounds[T], label: Label = PLAIN) -> T:
         """Drive one coroutine to its end."""
@@ -202,8 +207,9 @@ class SimulatedDriver:
             size, itemsize = part.nbytes, part.tensors[0].element_size() if part.tensors else 1
             ends = part.peers, part.senders
             if size and (part.op is not Op.EXCHANGE or any(ends)):
-                self.traffic.count(part.op, size, self.world_size, *ends, label=label, itemsize=itemsize)
-        return self.traffic.tally(label, parts[0].op.value)
+                op = _travels(part.op)
+                self.traffic.count(op, size, self.world_size, *ends, label=label, itemsize=itemsize)
+        return self.traffic.tally(label, _travels(parts[0].op).value)
 
     def spent(self, on: str, tally: Tally, start: float, label: Label, end: float | None = None) -> None:
         """Count seconds of computing, "encode" or "decode", since `start`."""
@@ -215,7 +221,13 @@ class SimulatedDriver:
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, counted: bool = False) -> None:
         """Overwrite a tensor with that of rank `source`."""
-        everyone = self.run(gather(tensor.detach()), PLAIN if counted else Label(ATTACH))
+        if self.world_size == 1 or not tensor.numel():
+            return
+        label, nbytes = PLAIN if counted else Label(ATTACH), tensor.numel() * tensor.element_size()
+        place = (self.rank - source) % self.world_size
+        self.traffic.count_broadcast(nbytes, place, self.world_size, label=label)
+        number = self._ask(Request(Op.GATHER, (tensor.detach(),)))
+        everyone = self.hub.reply(number, self.rank, self.timeout_s)
         if self.rank != source:
             tensor.copy_(everyone[source][0])
 
@@ -272,3 +284,8 @@ class SimulatedDriver:
 
     def close(self) -> None:
         """Do nothing: there are no connections."""
+
+
+def _travels(op: Op) -> Op:
+    """Return what is counted: a sum, too, is an all-reduce."""
+    return Op.MEAN if op in REDUCTIONS else op

@@ -41,10 +41,12 @@ from stenograd.version import __version__
 from stenograd.wire.agreement import everyone
 from stenograd.wire.drivers import AnyDriver
 
-__all__ = ["VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_ranks"]
+__all__ = ["RECORDED", "VALIDATED", "Plan", "default_methods", "load_plan", "plan", "predicted", "with_ranks"]
 
 _FORMAT = 3  # of as_json(); a reader refuses others
 VALIDATED = 8  # workers, see docs/planning.md
+RECORDED = 64  # workers: a gather among them takes their messages' memory; beyond it is arithmetic
+_TWO_LEVELS = "two levels cannot be worked out on paper: plan for that number of workers, up to 64"
 _FIRST = 0.8  # of the time: methods as they were asked for; the rest is for the values that were chosen
 
 
@@ -119,18 +121,32 @@ class Plan:
         """Return the plan for another number of workers, on paper: by the same formula, nothing is measured.
 
         Raises:
-            ConfigError: it is no multiple of the workers on a host.
+            ConfigError: it is no multiple of the workers on a host, or this plan is for a single worker.
         """
         if workers == self.world_size:
             return self
+        if self.world_size == 1:
+            rule = "must be 1 as in this plan, since a single worker sends nothing"
+            raise bad_value("workers", rule, workers, "plan for 2 or more")
         if workers % self.ranks_per_host:
             raise ConfigError(
                 f"workers must be a multiple of the {self.ranks_per_host} on each host, got {workers}: "
                 f"use {workers // self.ranks_per_host * self.ranks_per_host or self.ranks_per_host}"
             )
-        programs = {text: at_size(program, workers) for text, program in self.programs.items()}
+        # Whether a group is that of a node, or grows with the ranks, is not recorded.
+        two = [text for text in self.programs if getattr(method(text).schedule, "inside", "")]
+        programs = {t: at_size(program, workers) for t, program in self.programs.items() if t not in two}
         profile = replace(self.profile, together_s=())  # of how many others a step waits for was not measured
-        return predicted(replace(self, world_size=workers, programs=programs, profile=profile))
+        return predicted(
+            replace(
+                self,
+                world_size=workers,
+                programs=programs,
+                families={text: family for text, family in self.families.items() if text in programs},
+                left_out={**self.left_out, **dict.fromkeys(two, _TWO_LEVELS)},
+                profile=profile,
+            )
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON-able values, for `load_plan`; what is not finite becomes None."""
@@ -175,7 +191,7 @@ def plan(
 
     Args:
         trial: stays as it is; a copy is trained for some steps.
-        workers: number of ranks.
+        workers: number of ranks; beyond 64, methods are rehearsed with 64 and the rest is arithmetic.
         link: what connects hosts, such as "1gbit,0.2ms", or one that was measured.
         methods: as for `distribute`; None for all that go with any optimizer. Dense is always among them.
             Values of `every` and `ratio` (and of `fragments`, with a delay) that are not written are chosen
@@ -210,7 +226,8 @@ def plan(
     chosen = assumed(link, _hosts(workers, ranks_per_host)) if isinstance(link, str) else link
     own = cores if cores is not None else max(usable_cores() / ranks_per_host, 0.1)
     network_of(chosen, workers, ranks_per_host=ranks_per_host, cores=own)  # complain before measuring
-    found = rehearse(trial, [*texts], workers, seconds=_FIRST * seconds, bucket_bytes=bucket_bytes)
+    size = min(workers, max(RECORDED // ranks_per_host, 1) * ranks_per_host)
+    found = rehearse(trial, [*texts], size, seconds=_FIRST * seconds, bucket_bytes=bucket_bytes)
     if DENSE not in found.programs:
         raise StenogradError(f"dense training could not be rehearsed: {found.left_out[DENSE]}")
     bare = Plan(
@@ -221,21 +238,21 @@ def plan(
         families={text: family for text, family in families.items() if text in found.programs},
         left_out=found.left_out,
         link=chosen,
-        world_size=workers,
+        world_size=size,
         ranks_per_host=ranks_per_host,
         cores=own,
         accuracy=accuracy,
     )
-    first = predicted(bare)
+    first = predicted(bare).sized(workers)
     ratios = [t for old, t in first.chosen.items() if t not in bare.programs and "ratio" in families[old][0]]
     if not ratios:
         return first
     # The bytes of another ratio are known to rounding only until it was recorded.
-    again = rehearse(trial, ratios, workers, seconds=(1 - _FIRST) * seconds, bucket_bytes=bucket_bytes)
+    again = rehearse(trial, ratios, size, seconds=(1 - _FIRST) * seconds, bucket_bytes=bucket_bytes)
     # The machine's speed may have drifted since: these are brought to the first rehearsal's.
     times = found.profile.floor_cpu_s / again.profile.floor_cpu_s
     more = {text: program.scaled(times) for text, program in again.programs.items()}
-    return predicted(replace(bare, programs={**found.programs, **more}))
+    return predicted(replace(bare, programs={**found.programs, **more})).sized(workers)
 
 
 def _recorded(text: str) -> list[str]:

@@ -205,15 +205,23 @@ def at_size(program: Program, world_size: int) -> Program:
     not known.
     """
     times = world_size / program.world_size
+    # One thread may issue an all-to-all and another wait for it, and gather the sums then.
+    scattered = {
+        e.number
+        for lane in program.lanes
+        for e in lane
+        if e.collective is not None
+        and (e.collective.op, e.collective.size) == (Op.SCATTER.value, program.world_size)
+    }
     lanes = []
     for lane in program.lanes:
         events, owned, grows = [], 0, False
         for event in lane:
             about, compute_s = event.collective, event.compute_s
+            owned += event.kind == "wait" and event.number in scattered
             # Groups of a part of the ranks, such as those of a node, keep their size.
             if about is not None and about.size == program.world_size:
                 about = about._replace(size=world_size)
-                owned += about.op == Op.SCATTER.value
                 if about.op == Op.GATHER.value:
                     grows = owned == 0
                     if owned:
