@@ -19,7 +19,7 @@ from stenograd.errors import ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.stopping import watches
 from stenograd.sync.attached import Sync, as_in_training, at_end, next_order, refuse_nested
-from stenograd.sync.averaging import Copies
+from stenograd.sync.copies import Copies
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import (
     Wrapping,
