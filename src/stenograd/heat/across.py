@@ -398,7 +398,7 @@ class ParameterAverager:
         if outcome is None:  # every rank keeps its own, for whoever wants to save what is left
             return False
         self._exact.put(outcome, values)
-        for stream, found in zip(self._flat.streams, values, strict=True):
+        for stream, found in zip(self._exact.streams, values, strict=True):
             stream.write(found)
         return True
 
