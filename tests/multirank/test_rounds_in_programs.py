@@ -603,3 +603,24 @@ def test_each_copy_moves_once_and_with_its_own_parameter(text, own):
 
     found, plain = ranks(2, train, own), ranks(2, train, torch.optim.SGD)
     assert all(torch.allclose(*both, atol=1e-5) for both in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 5])
+@pytest.mark.parametrize(
+    "text", ["local:every=4", "diloco:every=4", "diloco:every=4,fragments=2,delay=1,mix=0.5"]
+)
+def test_weights_that_the_program_loads_stay_after_refresh_in_any_phase_of_a_round(text, steps):
+    """Where all ranks have loaded the same, nothing of what each has trained before is a part of it."""
+
+    def train(rank):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, text, group=rank, timeout_s=20) as sync:
+            for s in range(steps):
+                step(model, optimizer, rank.rank + s)
+            model.load_state_dict({name: torch.full_like(p, 5.0) for name, p in model.state_dict().items()})
+            sync.refresh()
+            assert not sync.pending
+            return {float(x) for p in model.parameters() for x in p.detach().flatten()}
+
+    assert ranks(3, train) == [{5.0}] * 3
