@@ -411,6 +411,25 @@ def fabric_stopped(how, folder):
     return {"whole": whole, "resumed": digest(model), "rest": sorted(rest)}
 
 
+def fabric_anew(how, folder):
+    """Weights of a checkpoint of Fabric's own strategy, and rounds after them that move nothing."""
+    path, kept = Path(folder, f"anew-{how[:4]}.ckpt"), {}
+    fabric, model, optimizer = started("ddp")
+    loop(fabric, model, optimizer, 5)
+    optimizer.param_groups[0]["lr"] = 0.0
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    for name in ("model alone", "both"):
+        fabric, model, optimizer = started(StenogradFabricStrategy(how))
+        optimizer.param_groups[0]["lr"] = 0.0
+        loop(fabric, model, optimizer, 3)
+        parts = {"model": model} if name == "model alone" else {"model": model, "optimizer": optimizer}
+        fabric.load(path, parts, weights_only=False)
+        loaded = digest(model)
+        loop(fabric, model, optimizer, 20)
+        kept[name] = digest(model) == loaded
+    return kept
+
+
 def fabric_bad(folder):
     warnings.simplefilter("ignore")
     fabric, model, optimizer = started(StenogradFabricStrategy("topk:ratio=0.05"))

@@ -168,6 +168,12 @@ def test_stop_and_resume_in_fabric_is_bit_for_bit(ran, how):
         assert one["rest"] == []
 
 
+@pytest.mark.parametrize("how", ["local:every=4", "diloco:every=10", "gossip"])
+def test_rounds_begin_from_weights_that_fabric_loads_without_a_state_of_ours(ran, how):
+    for one in ran("fabric_anew", how):
+        assert one == {"model alone": True, "both": True}
+
+
 @pytest.mark.parametrize("how", SAVED)
 def test_a_checkpoint_saved_by_hand_after_fit_goes_on_bit_for_bit(ran, how):
     """Although fit leaves the consensus in the model, the rank's own parameters are saved."""

@@ -57,23 +57,24 @@ def test_merging_keeps_the_mean_and_brings_ranks_together(pool, how):
     assert apart[-1] < 0.25 * apart[0]
 
 
-def _exact(rank, weight, dtype, world_size=3):
+def _exact(rank, how, weight, dtype):
     parameters = _parameters(rank)
     _move(parameters, rank, 1.0)
     parameters = {name: torch.nn.Parameter(p.detach().to(dtype)) for name, p in parameters.items()}
     parameters["odd"] = torch.nn.Parameter(torch.full((3, 2), float(rank), dtype=torch.float64).t())
     before = _flat(parameters)
-    averager = ParameterAverager(parameters, Driver(timeout_s=30), "bf16", weight=weight[rank], chunk=97)
+    averager = ParameterAverager(parameters, Driver(timeout_s=30), how, weight=weight[rank], chunk=97)
     assert averager.replace()
     averager.close()
     return before, _flat(parameters), parameters["odd"].is_contiguous()
 
 
+@pytest.mark.parametrize("how", ["bf16", "sign:dense_below=100"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_replacing_is_exact_in_mixed_dtypes_and_by_weight(pool, dtype):
+def test_replacing_is_exact_in_mixed_dtypes_and_by_weight(pool, dtype, how):
     """The mean is taken in float32 or wider, and rounded once."""
     weight = [1.5, 0.75, 0.75]
-    ranks = pool.run(3, _exact, weight, dtype)
+    ranks = pool.run(3, _exact, how, weight, dtype)
     wide = [before.double() * w for (before, *_), w in zip(ranks, weight, strict=True)]
     want = torch.stack(wide).mean(0)
     rounding = {torch.bfloat16: 2**-8}.get(dtype, 1e-6)

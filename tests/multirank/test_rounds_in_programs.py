@@ -550,3 +550,77 @@ def test_what_other_ranks_saved_goes_on_alike_by_dcp_and_by_load_checkpoint(pool
             assert torch.equal(weights, ways[0][0])
             assert torch.equal(common, ways[0][1])
             assert rounds == ways[0][2]
+
+
+class _Masters(torch.optim.Optimizer):
+    """SGD on float64 copies, with a list of them and one of the parameters themselves."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.params = [p for group in self.param_groups for p in group["params"]]
+        self.wide = [p.detach().double() for p in self.params]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, wide in zip(self.params, self.wide, strict=True):
+            wide.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+            p.copy_(wide)
+
+
+class _Swaps(torch.optim.Optimizer):
+    """SGD that keeps a copy after every other step, and lets the parameter lie in its memory in the next."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            kept = self.state[p].get("kept", p)
+            apart = kept.data_ptr() != p.data_ptr()
+            if apart:
+                p.data = kept
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+            if not apart:
+                self.state[p]["kept"] = p.detach().clone()
+
+
+@pytest.mark.parametrize("own", [_Masters, _Swaps])
+@pytest.mark.parametrize("text", ["local:every=2", "diloco:every=4,fragments=2", "gossip"])
+def test_each_copy_moves_once_and_with_its_own_parameter(text, own):
+    """Layers that are alike have weights as near to each other as to the copies."""
+
+    def train(rank, kind):
+        model = nn.Sequential(*(nn.LayerNorm(4) for _ in range(3)))
+        optimizer = kind(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, text, group=rank, timeout_s=20):
+            for s in range(8):
+                x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * s + rank.rank))
+                optimizer.zero_grad()
+                (model(x) - x - rank.rank).square().mean().backward()
+                optimizer.step()
+        return torch.cat([p.detach() for p in model.parameters()])
+
+    found, plain = ranks(2, train, own), ranks(2, train, torch.optim.SGD)
+    assert all(torch.allclose(*both, atol=1e-5) for both in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 5])
+@pytest.mark.parametrize(
+    "text", ["local:every=4", "diloco:every=4", "diloco:every=4,fragments=2,delay=1,mix=0.5"]
+)
+def test_weights_that_the_program_loads_stay_after_refresh_in_any_phase_of_a_round(text, steps):
+    """Where all ranks have loaded the same, nothing of what each has trained before is a part of it."""
+
+    def train(rank):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with stenograd.distribute(model, optimizer, text, group=rank, timeout_s=20) as sync:
+            for s in range(steps):
+                step(model, optimizer, rank.rank + s)
+            model.load_state_dict({name: torch.full_like(p, 5.0) for name, p in model.state_dict().items()})
+            sync.refresh()
+            assert not sync.pending
+            return {float(x) for p in model.parameters() for x in p.detach().flatten()}
+
+    assert ranks(3, train) == [{5.0}] * 3

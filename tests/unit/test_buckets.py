@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from stenograd.errors import ConfigError
 from stenograd.exchange.buckets import assign, join_state, split_state
+from stenograd.exchange.flat_parameters import Stream
 
 _TENSORS = st.lists(
     st.tuples(
@@ -102,3 +103,16 @@ def test_state_of_another_shape_is_refused():
     saved = {"a": {"residual": torch.ones(3)}}
     with pytest.raises(ConfigError, match=r"residual of a must have shape \(2, 2\), got \(3,\): "):
         join_state({"residual": torch.ones(4)}, bucket, saved)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 40))
+def test_a_slice_of_all_parameters_holds_those_of_its_bucket(numels, chunk):
+    """Also where one that is larger than a bucket lies between two that would fit into one."""
+    named = {f"p{i}": torch.full((n,), float(i)) for i, n in enumerate(numels)}
+    stream = Stream(named)
+    values = stream.read(stream.empty())
+    cuts = list(stream.cuts(chunk, whole=True))
+    for part, bucket in cuts:
+        assert torch.equal(values[part], torch.cat([named[name] for name in bucket.names]))
+    assert sum(part.stop - part.start for part, _ in cuts) == values.numel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -76,15 +77,23 @@ class Stream:
 
         Parameters with fewer than `dense_below` elements travel densely; they must be a stream of their own.
         """
+        dense = max(self.numels) < dense_below
         if whole:
             # Never filled: `assign` looks at shapes, types and devices alone.
             shaped = {
                 name: torch.empty(p.shape, dtype=self.dtype, device=self.device)
                 for name, p in zip(self.names, self.parameters, strict=True)
             }
-            buckets = assign(shaped, chunk * self.dtype.itemsize, dense_below=dense_below)
+            assigned = assign(shaped, chunk * self.dtype.itemsize, dense_below=dense_below)
+            place = {name: i for i, bucket in enumerate(assigned) for name in bucket.names}
+            # One that a large tensor has left open goes on behind it; what is one slice ends before it.
+            runs = [[*run] for _, run in groupby(self.names, key=place.__getitem__)]
+            buckets = [
+                Bucket(tuple(run), tuple(shaped[n].shape for n in run), self.dtype, self.device, dense)
+                for run in runs
+            ]
         else:
-            total, dense = sum(self.numels), max(self.numels) < dense_below
+            total = sum(self.numels)
             sizes = [total % chunk] * (total % chunk > 0) + [chunk] * (total // chunk)
             buckets = [
                 Bucket((f"chunk {i} of {self.dtype}",), (torch.Size([size]),), self.dtype, self.device, dense)

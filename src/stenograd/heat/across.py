@@ -12,7 +12,8 @@ from torch import Tensor
 from stenograd.catalog.method import Method, MethodLike, method
 from stenograd.errors import CheckpointError
 from stenograd.exchange.flat_parameters import Stream, by_kind
-from stenograd.sync.averaging import Copies, FlatExchange, difference_method, not_finite
+from stenograd.sync.averaging import FlatExchange, difference_method, not_finite
+from stenograd.sync.copies import Copies
 from stenograd.wire.driver import Driver
 from stenograd.wire.drivers import AnyDriver
 from stenograd.wire.node_layout import Layout
@@ -397,7 +398,7 @@ class ParameterAverager:
         if outcome is None:  # every rank keeps its own, for whoever wants to save what is left
             return False
         self._exact.put(outcome, values)
-        for stream, found in zip(self._flat.streams, values, strict=True):
+        for stream, found in zip(self._exact.streams, values, strict=True):
             stream.write(found)
         return True
 

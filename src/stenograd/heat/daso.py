@@ -19,7 +19,8 @@ from stenograd.errors import CheckpointError, ConfigError, StenogradError, bad_v
 from stenograd.heat.across import AcrossNodes, Plan, Skips
 from stenograd.heat.plateau import DetectMetricPlateau
 from stenograd.launch.process_group import join
-from stenograd.sync.averaging import Copies, average_buffers, difference_method
+from stenograd.sync.averaging import average_buffers, difference_method
+from stenograd.sync.copies import Copies
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import broadcast_model, compare, describe_optimizers, synced_parameters
 from stenograd.sync.step_settings import step_together

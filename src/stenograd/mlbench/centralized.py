@@ -29,7 +29,7 @@ from stenograd.mlbench.wrapper import (
     evaluate,
     step_settings,
 )
-from stenograd.sync.averaging import Copies
+from stenograd.sync.copies import Copies
 from stenograd.sync.handshake import (
     broadcast_model,
     broadcast_tensors,

@@ -26,7 +26,8 @@ from stenograd.singa.gradients import DEFAULT_THRESHOLD, Gradients
 from stenograd.singa.launch import join
 from stenograd.singa.optimizers import SGD, Optimizer, Saved, Setting
 from stenograd.singa.slots import named_members
-from stenograd.sync.averaging import Copies, average_buffers, not_finite
+from stenograd.sync.averaging import average_buffers, not_finite
+from stenograd.sync.copies import Copies
 from stenograd.sync.handshake import broadcast_model, broadcast_tensors, compare, describe_optimizers
 from stenograd.wire.driver import Driver
 from stenograd.wire.finite import are_finite

@@ -19,7 +19,7 @@ from stenograd.errors import ConfigError, StenogradError
 from stenograd.launch.process_group import join
 from stenograd.stopping import watches
 from stenograd.sync.attached import Sync, as_in_training, at_end, next_order, refuse_nested
-from stenograd.sync.averaging import Copies
+from stenograd.sync.copies import Copies
 from stenograd.sync.gradients import GradientSync
 from stenograd.sync.handshake import (
     Wrapping,
@@ -255,13 +255,13 @@ class RoundSync(Sync):
     def refresh(self) -> None:
         """Find the parameters anew, on every rank alike; needed after unfreezing some, or `model.to(...)`.
 
-        A round that has begun is ended by the ranks' mean; a mixing of gossip that is due is held. Then all
-        ranks start from rank 0's, as at the beginning, and from nothing owed.
+        A round that has begun is ended by the ranks' mean. Where all have equal parameters, as when the
+        program has loaded some, these stay. A mixing of gossip that is due is held. Then all ranks start from
+        rank 0's, as at the beginning, and from nothing owed.
         """
         self._refuse_shown()
         self._looks = False  # what a look refuses is what this mends
         try:
-            self.flush()
             self._end_begun()
         finally:
             self._looks = True
@@ -344,7 +344,8 @@ class RoundSync(Sync):
         """Start to count local passes: the ranks' parameters are equal now."""
 
     def _end_begun(self) -> None:
-        """End what has begun since the ranks last met, so that no rank's steps are lost."""
+        """Finish what is due, and end what has begun since the ranks last met: no rank's steps are lost."""
+        self.flush()
 
     def _check_settings(self, check_every: int) -> None:
         """Refuse what the method cannot do; nothing is connected yet."""

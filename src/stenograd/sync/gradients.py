@@ -26,7 +26,8 @@ from stenograd.exchange.sparse_rows import sparse_parameters
 from stenograd.exchange.tensor_exchange import Outcome, TensorExchange
 from stenograd.launch.process_group import join
 from stenograd.sync.attached import Sync, at_end, next_order, refuse_nested
-from stenograd.sync.averaging import Copies, take_states
+from stenograd.sync.averaging import take_states
+from stenograd.sync.copies import Copies
 from stenograd.sync.handshake import (
     Wrapping,
     as_optimizers,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stenograd.errors import ConfigError, NonFiniteError, StenogradError
 from stenograd.exchange.bucket_states import check_state
+from stenograd.kernels.hash import hash_tensor
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
@@ -170,11 +171,18 @@ class ParameterSync(RoundSync):
             self._side.close()
             self._side = None
 
-    @torch.no_grad()
+    @as_in_training
     def _end_begun(self) -> None:
         """End a round that has begun by the ranks' mean; the outer momentum starts again."""
+        self._come_for(_FLUSH)
         if not self._parts or self._is_common:
             return
+        own = hash_tensor(torch.stack([hash_tensor(p).cpu() for p in self._parameters.values()]))
+        hashes = self._together(lambda: self._way.gather_bytes(str(int(own)).encode()))
+        if len(set(hashes)) == 1:  # as where the program has loaded weights
+            self._flying.clear()
+            return
+        self.flush()
         steps = float(self._counted - self._held_at) if self._schedule.seconds else None
         with self._copies.follow(self._parameters.values()):
             for fragment, (part, whole) in enumerate(zip(self._parts, self._whole, strict=True)):
@@ -220,8 +228,7 @@ class ParameterSync(RoundSync):
             yield
             return
         parameters, buffers = [p.detach() for p in self._parameters.values()], self._buffers()
-        tensors = [*parameters, *buffers]
-        with self._aside(tensors):
+        with self._aside([*parameters, *buffers]):
             alone = [part.take_common() for part in self._parts]
             if self._nodes is not None:
                 for whole in self._whole:  # by fragments: that is how a node's ranks share them out
@@ -254,12 +261,11 @@ class ParameterSync(RoundSync):
             "common": self._common_at,
             **({"began": self._began} if self._schedule.qsr else {}),
         }
-        flying = {str(f): t for f, t in self._flying.items()}
         return {
             **self._identity(),
             **counters,
             **joined(self._parts, own=not self._is_common),
-            "flying": flying,
+            "flying": {str(f): t for f, t in self._flying.items()},
             "void": [i for i, name in enumerate(self._names()) if name in self._void],
             "own": {"skipped": self.skipped, **self._counts_so_far()},
         }
@@ -331,16 +337,15 @@ class ParameterSync(RoundSync):
         return self._schedule.starts(t)
 
     def _is_due(self, t: int) -> bool:
-        # With what an earlier pass is still to send, and other ranks have sent in time.
-        sent = [*self._flying.values(), *filter(self._starts, self._due if self._schedule.delay else ())]
-        ends = any(t >= at + self._schedule.delay for at in sent)
         if self._schedule.seconds:
             return time.monotonic() >= self._ends_at
         if self._schedule.qsr:  # a rate that rises makes the round that has begun shorter
             self._next = min(self._next, max(self._began + self._period(), t))
         if isinstance(self._schedule, Local) and t > self._next:  # an earlier round is still due
             return bool(self._schedule.qsr) or (t - self._next) % self._schedule.every == 0
-        return ends or bool(self._starts(t))
+        # With what an earlier pass is still to send, and other ranks have sent in time.
+        sent = [*self._flying.values(), *filter(self._starts, self._due if self._schedule.delay else ())]
+        return any(t >= at + self._schedule.delay for at in sent) or bool(self._starts(t))
 
     def _meet(self, t: int) -> None:
         """Finish what was sent long enough ago, then send what is due: one exchange at a time is under way.
@@ -550,7 +555,7 @@ class ParameterSync(RoundSync):
         if self._pairs is None and (buffers := self._buffers()):
             found.append(partial(overwrite, buffers, average_carried(buffers, self._way)))
         number = self.round + 1
-        if self._averages_states(number):
+        if self._schedule.states == "average" and number % self._schedule.states_every == 0:
             way, second = self._way, number % (2 * self._schedule.states_every) == 0
             found.append(average_states(self._optimizers, self._parameters, way, self._copies, second=second))
         return found
@@ -693,7 +698,3 @@ class ParameterSync(RoundSync):
         if self._counted < self._dense_passes:
             return True
         return not self._schedule.seconds and self._common_at == self._counted - self._dense_passes
-
-    def _averages_states(self, number: int) -> bool:
-        """Return whether a round averages the optimizers' states."""
-        return self._schedule.states == "average" and number % self._schedule.states_every == 0
