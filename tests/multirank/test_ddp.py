@@ -1,6 +1,7 @@
 """Stenograd's methods as a DDP communication hook on gloo, with several buckets."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -168,6 +169,26 @@ def test_a_resumed_run_goes_on_bit_for_bit(pool, method, options):
         assert buckets >= 3
         assert torch.equal(row, again)
         assert owed
+
+
+def _gone_back(rank):
+    """Train three steps, go back by the last of them, and take it again: what is warned of."""
+    model, optimizer, hook = _ddp(rank, "topk:ratio=0.1")
+    _run(model, optimizer, rank, 2, 0, 2)
+    parts = copy.deepcopy([part.state_dict() for part in (hook, model, optimizer)])
+    _run(model, optimizer, rank, 2, 2, 1)
+    for part, state in zip((hook, model, optimizer), parts, strict=True):
+        part.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _run(model, optimizer, rank, 2, 2, 1)
+    hook.close()
+    return [str(one.message) for one in caught]
+
+
+def test_going_back_by_one_step_warns_of_nothing(pool):
+    """The step after it has the number of the one before, and its gradients are averaged."""
+    assert pool.run(2, _gone_back) == [[], []]
 
 
 def _in_another_model(rank):

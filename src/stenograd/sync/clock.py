@@ -386,6 +386,7 @@ class RoundSync(Sync):
 
     def _take_counters(self, state: Mapping[str, Any]) -> None:
         """Take what a saved state knows of passes and rounds; nothing is due after it."""
+        self._jumped += int(state["passes"]) - self._counted
         self._counted = self._begun = int(state["passes"])
         self.round = int(state["round"])
         # So that `skipped`, which adds the inner engine's count, is the number that was saved.
@@ -540,7 +541,7 @@ class RoundSync(Sync):
     @torch.no_grad()
     def _hold_if_due(self) -> None:
         self.after_load()  # a loaded state may have a round to end, which comes before those that are due
-        while self._due:
+        while self._due and not self._closed:  # what ended before a round is saved as it is
             if self._looks:
                 self._wrapping.look()
             t = self._due.pop(0)

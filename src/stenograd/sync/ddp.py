@@ -403,7 +403,7 @@ class DDPHook(Sync):
             self._refuse_unfrozen(optimizer)
         self._passes.settings.look(self.method, optimizer)
         refuse_second_momentum(self.method, [optimizer])
-        before, now = self._seen.get(optimizer), self.step + self.skipped
+        before, now = self._seen.get(optimizer), self._exchanges_here()
         self._seen[optimizer] = now
         if before not in (None, now) and (self.finite or not self._passes.skips):
             return  # the usual step, without a look at every parameter

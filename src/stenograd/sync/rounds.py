@@ -370,7 +370,7 @@ class ParameterSync(RoundSync):
     def _come_for(self, what: int) -> None:
         """Do what is due before something that all ranks do together."""
         self._hold_counted()
-        if self._schedule.seconds and self._parts:
+        if self._schedule.seconds and self._parts and not self._closed:
             self.after_load()
             self._assemble(what)
 
