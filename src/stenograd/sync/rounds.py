@@ -110,7 +110,7 @@ class ParameterSync(RoundSync):
         self._next, self._began = schedule.every, 0  # passes of the next round of `local`, and of the last
         self._common_at: int | None = 0  # the pass after which all ranks' parameters were equal
         self._owed: list[dict[str, Any]] = []  # a round to end when the model is loaded, too
-        self._saved_by = 0  # ranks that saved it
+        self._saved_by = 0  # ranks that saved what was loaded; by time, until the next round
         self._void: set[int] = set()  # names of the nodes that made the last round void
         self._parts: list[Part] = []
         self._trained_at: dict[int, float] = {}  # what was trained when each fragment's last round began
@@ -168,14 +168,14 @@ class ParameterSync(RoundSync):
             part.close()
         if self._side is not None:
             self._side.close()
-            self._side = None
 
     @torch.no_grad()
     def _end_begun(self) -> None:
         """End a round that has begun by the ranks' mean; the outer momentum starts again."""
-        if not self._parts or self._is_common:
-            return
         steps = float(self._counted - self._held_at) if self._schedule.seconds else None
+        asks = steps is not None and self._shared and not (self._void or self._saved_by)  # were all equal?
+        if not self._parts or self._is_common or (asks and not any(self._numbers(int(steps or 0)))):
+            return
         with self._copies.follow(self._parameters.values()):
             for fragment, (part, whole) in enumerate(zip(self._parts, self._whole, strict=True)):
                 part.end_by_mean(self._counts(fragment, steps))
@@ -413,7 +413,7 @@ class ParameterSync(RoundSync):
     def _hold_timed(self) -> None:
         """Hold a round of ranks that have made as many steps as they could since the last."""
         (part,) = self._parts
-        steps, self._held_at = self._counted - self._held_at, self._counted
+        steps, self._held_at, self._saved_by = self._counted - self._held_at, self._counted, 0
         # `part.stop` stays as it is: `_assemble` has asked, and without `passes` no flag travels to carry it.
         part.passes, part.weight = None, self._counts(0, float(steps))
         part.send()
