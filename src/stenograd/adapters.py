@@ -151,6 +151,11 @@ class Attached:
         load_state(folder, self.sync, name=name, **self._parts())
         self._own = None  # if the consensus was in place, what was loaded is there now
 
+    def begin_anew(self) -> None:
+        """Go on from the model as it was just loaded, without a state of ours; all ranks call it."""
+        self.sync._begin_anew()
+        self._own = None
+
     def close(self) -> None:
         """Detach from the model, in which the consensus stays if it is in place."""
         self._closed = True

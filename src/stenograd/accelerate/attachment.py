@@ -197,8 +197,7 @@ class Attachment:
             try:
                 one.load(Path(folder), name)
             except MissingState as reason:
-                if self.rounds:
-                    one.sync.refresh()
+                one.begin_anew()
                 warnings.warn(
                     f"{reason}; {self.method} begins anew from the loaded model", RuntimeWarning, stacklevel=3
                 )

@@ -164,6 +164,8 @@ class Exchanging(_DDPStrategy):
                 UserWarning,
                 stacklevel=2,
             )
+            for one in self._attached:
+                one.begin_anew()
             return
         if len(names) != len(self._attached):
             raise CheckpointError(

@@ -124,6 +124,12 @@ class StenogradFabricStrategy(Exchanging, fabric.strategies.DDPStrategy):
         rest = dict(super().load_checkpoint(path, state, *args, **kwargs))
         if self._attached and isinstance(state, Mapping) and _holds_optimizer(state):
             self._load_beside(path, rest)
+            return rest
+        loaded = state.values() if isinstance(state, Mapping) else [state]
+        for one in self._attached:
+            # An outer optimizer, and estimates of neighbours, would lead back to the weights before.
+            if one.in_rounds and any(one.module is part for part in loaded):
+                one.begin_anew()
         return rest
 
 

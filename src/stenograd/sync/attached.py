@@ -380,6 +380,11 @@ class Sync(ABC):
         """Return whether a state was saved before anything was known of the parameters."""
         return False
 
+    @as_in_training
+    def _begin_anew(self) -> None:
+        """Go on from the model as it was just loaded, on all ranks: nothing is owed, due or under way."""
+        self._exchange.load_state_dict({**self._exchange.state_dict(), "parameters": {}}, anew=True)
+
     @property
     def round(self) -> int:
         """Number of times that the ranks have met; where gradients are averaged, every step is a round."""

@@ -265,6 +265,18 @@ class RoundSync(Sync):
             self._end_begun()
         finally:
             self._looks = True
+        self._start()
+
+    @as_in_training
+    def _begin_anew(self) -> None:
+        self._refuse_shown()
+        self._due.clear()
+        self._start()
+        for engine in self._engines():
+            engine._begin_anew()
+
+    def _start(self) -> None:
+        """Find the parameters, and let all ranks start from rank 0's."""
         parameters = synced_parameters(self._model, self._optimizers)
         settings = {"bucket_bytes": self._bucket_bytes, "settings": self._settings}
         settings["optimizers that may keep copies"] = self._copies.count

@@ -120,6 +120,7 @@ class ParameterSync(RoundSync):
 
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
         self._dismantle()
+        self._flying.clear()
         if not self._parts:  # else the clock goes on
             self._next = self._period()
             # Once: pairs and survivors, with their events, outlive the parts that `refresh` builds anew.
