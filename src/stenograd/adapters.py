@@ -129,6 +129,14 @@ class Attached:
             if before is None:
                 self.hide()
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep this rank's own model over a `with` block that attaches it anew, which gives it rank 0's."""
+        own = self._values()
+        yield
+        with self.sync._copies.follow(self.module.parameters()):
+            self._put(own)
+
     def save(self, folder: Path, name: str) -> None:
         """Save what this rank keeps for itself; all ranks call it."""
         consensus = None if self._own is None else self._values()
