@@ -423,10 +423,11 @@ def _parts(sync: Any, scheduler: Any, sampler: Any) -> dict[str, Stateful]:
     return {name: part for name, part in named.items() if part is not None}
 
 
-def _as_list(optimizer: _Optimizers) -> list[torch.optim.Optimizer]:
+def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    # Not by its class: `distribute` takes what frameworks put around an optimizer, too.
+    return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
 
 
 def _save(
