@@ -343,7 +343,8 @@ class PerRank:
     """A sync's state under the rank's own keys, for `torch.distributed.checkpoint` (DCP).
 
     DCP saves tensors of equal names once, but each rank has its own residuals. Here they are called
-    `rank0...`, `rank1...`: `dcp.save({"model": model, "sync": PerRank(sync)}, checkpoint_id=folder)`.
+    `rank0...`, `rank1...`: `dcp.save({"model": model, "sync": PerRank(sync)}, checkpoint_id=folder)`. Where
+    ranks meet in rounds, name model and optimizer by rank, too.
 
     Args:
         sync: from `stenograd.distribute`.
