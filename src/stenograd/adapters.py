@@ -129,6 +129,14 @@ class Attached:
             if before is None:
                 self.hide()
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep this rank's own model over a `with` block that attaches it anew, which gives it rank 0's."""
+        own = self._values()
+        yield
+        with self.sync._copies.follow(self.module.parameters()):
+            self._put(own)
+
     def save(self, folder: Path, name: str) -> None:
         """Save what this rank keeps for itself; all ranks call it."""
         consensus = None if self._own is None else self._values()
@@ -150,6 +158,11 @@ class Attached:
         """
         load_state(folder, self.sync, name=name, **self._parts())
         self._own = None  # if the consensus was in place, what was loaded is there now
+
+    def begin_anew(self) -> None:
+        """Go on from the model as it was just loaded, without a state of ours; all ranks call it."""
+        self.sync._begin_anew()
+        self._own = None
 
     def close(self) -> None:
         """Detach from the model, in which the consensus stays if it is in place."""

@@ -134,10 +134,13 @@ class _Callback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave all ranks with the parameters to export, unless those of the best checkpoint were loaded."""
-        best_loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        if best_loaded or not self._attached.rounds:
+        if not self._attached.rounds:
             return
-        Attached(self._trainer.model, self._attached.sync).adopt()
+        ended = Attached(self._trainer.model, self._attached.sync)
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            ended.begin_anew()  # a later training goes on from the best
+        else:
+            ended.adopt()
 
     def _log_save_evaluate(self, *args: Any, **options: Any) -> None:
         """Save at once where all were asked to stop, and once: the time that is left is short.

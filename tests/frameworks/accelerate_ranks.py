@@ -186,7 +186,26 @@ def ended(method, way, folder):
     run.model, run.optimizer = run.accelerator.prepare(run.bare, held)
     run.train(range(6, 8))
     more = run.attached.traffic.moved_bytes - sent
-    return out | {"steps": run.attached.sync.step, "more": more > 0, "after": digest(run.bare)}
+    whole = digest(Run(method).train(range(8)).bare)
+    out |= {"steps": run.attached.sync.step, "more": more > 0}
+    return out | {"after": digest(run.bare), "whole": whole}
+
+
+def from_own(folder):
+    """What a run without a method saved, loaded in mid-round and where something is owed."""
+    place = str(Path(folder, "own"))
+    own = Run(seed=3).train(range(2))
+    own.accelerator.save_state(place)
+    rounds, top = Run("diloco:every=4").train(range(6)), Run("topk:ratio=0.05").train(range(2))
+    for run in (rounds, top):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            run.accelerator.load_state(place)
+    found = {"saved": digest(own.bare), "loaded": digest(rounds.bare)}
+    with rounds.attached.sync.consensus():
+        found["common"] = digest(rounds.bare)
+    parameters = top.attached.sync.state_dict()["parameters"].values()
+    return found | {"owed": sum(t["residual"].abs().sum().item() for t in parameters)}
 
 
 def local_sgd_ended(way, folder):

@@ -430,6 +430,25 @@ def fabric_anew(how, folder):
     return kept
 
 
+def fabric_from_own(folder):
+    """What Fabric's own strategy saved, loaded in mid-round, whole or the weights alone, is in common."""
+    path = Path(folder, "fabric-own.ckpt")
+    fabric, model, optimizer = started("ddp")
+    loop(fabric, model, optimizer, 3)
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    found = {"saved": digest(model)}
+    for what in ("whole", "weights"):
+        fabric, model, optimizer = started(StenogradFabricStrategy("diloco:every=4"))
+        loop(fabric, model, optimizer, 6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            parts = {"model": model, "optimizer": optimizer}
+            fabric.load(path, parts if what == "whole" else {"model": model}, weights_only=False)
+        with fabric.strategy.sync.consensus():
+            found[what] = digest(model)
+    return found
+
+
 def fabric_bad(folder):
     warnings.simplefilter("ignore")
     fabric, model, optimizer = started(StenogradFabricStrategy("topk:ratio=0.05"))

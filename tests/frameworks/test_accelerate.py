@@ -92,8 +92,13 @@ def test_no_thread_group_or_hook_is_left_and_what_is_prepared_again_goes_on(ran,
         assert rank["left"] == []
     if way == "closed":
         assert [(rank["steps"], rank["more"]) for rank in ranks] == [(8, True)] * 2
-        if method.startswith(("topk", "local", "diloco")):  # 8 steps end with a round
-            assert ranks[0]["after"] == ranks[1]["after"]
+        assert [rank["after"] for rank in ranks] == [rank["whole"] for rank in ranks]
+
+
+def test_what_a_run_without_a_method_saved_begins_anew(ran):
+    for rank in ran("from_own"):
+        assert rank["common"] == rank["loaded"] == rank["saved"]
+        assert rank["owed"] == 0
 
 
 @pytest.mark.parametrize("way", ["loop", "round"])

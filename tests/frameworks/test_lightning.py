@@ -191,6 +191,11 @@ def test_a_checkpoint_without_its_folder_is_refused_and_one_of_lightning_alone_i
         assert "copy both" in one["lost"]
 
 
+def test_what_fabrics_own_strategy_saved_begins_anew(ran):
+    for one in ran("fabric_from_own"):
+        assert one["whole"] == one["weights"] == one["saved"]
+
+
 @pytest.mark.parametrize("how", SAVED)
 def test_three_ranks_continue_what_two_saved(ran, how):
     """The sum of the ranks' residuals stays, up to rounding; then the three are equal."""

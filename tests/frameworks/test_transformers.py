@@ -111,6 +111,7 @@ def test_rounds_evaluate_and_keep_the_best_of_what_ranks_have_in_common(ran):
     one, other = ran("best")
     for rank in (one, other):
         assert rank["exported"]
+        assert rank["goes on"]
         assert rank["loaded"] == [True, False]
         assert rank["digest"] == one["digest"]
         assert rank["losses"] == one["losses"]

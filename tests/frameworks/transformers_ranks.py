@@ -243,12 +243,15 @@ def best(folder):
             rounds.append({name: t.clone() for name, t in model.state_dict().items()})
 
     at = [At(on_step_end=keep)]
-    trainer, _ = trained_by(Path(folder, "best"), 10, "diloco:every=4", callbacks=at, **often, **first)
+    trainer, attached = trained_by(Path(folder, "best"), 10, "diloco:every=4", callbacks=at, **often, **first)
+    kept = attached.sync.state_dict()["parameters"]
+    learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     saved = [load_file(f"{folder}/best/checkpoint-{step}/model.safetensors") for step in (5, 10)]
     mine = trainer.model.state_dict()
     return {
         "loaded": [all(torch.equal(mine[name], t) for name, t in tensors.items()) for tensors in saved],
         "exported": all(torch.equal(rounds[0][name], t) for name, t in saved[0].items()),
+        "goes on": all(torch.equal(kept[f"{name} in rounds"]["outer"], p) for name, p in learning.items()),
         "digest": digest(trainer.model),
         "losses": [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one],
     }

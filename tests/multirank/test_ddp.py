@@ -1,6 +1,7 @@
 """Stenograd's methods as a DDP communication hook on gloo, with several buckets."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -139,35 +140,59 @@ def test_what_ddp_has_found_frozen_is_not_trained_unaveraged(pool):
     assert pool.run(2, _unfrozen, True) == [None, None]
 
 
-def _resumed(rank, method, world_size, options):
-    """Six steps in a row, and the last three again in a new model: what came of both, and the buckets."""
+def _resumed(rank, method, world_size, options, steps):
+    """Some steps and three more, and these again in a new model: what came of both, and the buckets."""
     model, optimizer, hook = _ddp(rank, method, **options)
-    _run(model, optimizer, rank, world_size, 0, 3)
+    _run(model, optimizer, rank, world_size, 0, steps)
+    hook.before_save()
     parts = copy.deepcopy([part.state_dict() for part in (hook, model, optimizer)])
-    _run(model, optimizer, rank, world_size, 3, 3)
+    _run(model, optimizer, rank, world_size, steps, 3)
     again = _ddp(rank, method, seed=1, **options)
     for part, state in zip((again[2], *again[:2]), parts, strict=True):
         part.load_state_dict(state)
-    _run(*again[:2], rank, world_size, 3, 3)
+    _run(*again[:2], rank, world_size, steps, 3)
     owed = [ended.state_dict()["parameters"] for ended in (hook, again[2])]
     return flat(model), flat(again[0]), alike(*owed), buckets_of(hook)
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "options", "steps"),
     [
-        ("dense", {}),
-        ("topk:ratio=0.1", {"gradient_as_bucket_view": True}),
-        ("qsgd", {"static_graph": True}),
-        ("sign:dense_below=20", {}),
+        ("dense", {}, 3),
+        ("topk:ratio=0.1", {"gradient_as_bucket_view": True}, 3),
+        ("topk:ratio=0.1", {"gradient_as_bucket_view": True}, 1),
+        ("qsgd", {"static_graph": True}, 3),
+        ("qsgd", {"static_graph": True}, 2),
+        ("sign:dense_below=20", {}, 3),
+        ("qsgd:dense_below=20", {}, 1),
     ],
 )
-def test_a_resumed_run_goes_on_bit_for_bit(pool, method, options):
-    """DDP begins with buckets other than those that the state was saved with."""
-    for row, again, owed, buckets in pool.run(3, _resumed, method, 3, options):
+def test_a_resumed_run_goes_on_bit_for_bit(pool, method, options, steps):
+    """DDP begins with buckets other than those that it makes after its first step, or two."""
+    for row, again, owed, buckets in pool.run(3, _resumed, method, 3, options, steps):
         assert buckets >= 3
         assert torch.equal(row, again)
         assert owed
+
+
+def _gone_back(rank):
+    """Train three steps, go back by the last of them, and take it again: what is warned of."""
+    model, optimizer, hook = _ddp(rank, "topk:ratio=0.1")
+    _run(model, optimizer, rank, 2, 0, 2)
+    parts = copy.deepcopy([part.state_dict() for part in (hook, model, optimizer)])
+    _run(model, optimizer, rank, 2, 2, 1)
+    for part, state in zip((hook, model, optimizer), parts, strict=True):
+        part.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _run(model, optimizer, rank, 2, 2, 1)
+    hook.close()
+    return [str(one.message) for one in caught]
+
+
+def test_going_back_by_one_step_warns_of_nothing(pool):
+    """The step after it has the number of the one before, and its gradients are averaged."""
+    assert pool.run(2, _gone_back) == [[], []]
 
 
 def _in_another_model(rank):

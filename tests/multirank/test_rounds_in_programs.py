@@ -268,6 +268,66 @@ def test_ranks_save_together_after_one_skipped_the_step_of_a_round(pool, tmp_pat
     assert pool.run(2, _skipped_then_saved, str(tmp_path), text) == [1, 1]
 
 
+@pytest.mark.parametrize("text", ["gossip", "gossip:order=adapt-then-combine", "local:every=2"])
+def test_a_resumed_run_steps_by_closures_as_before(text):
+    def train(rank):
+        def started():
+            torch.manual_seed(0)
+            model = nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            return model, optimizer, stenograd.distribute(model, optimizer, text, group=rank)
+
+        def steps(model, optimizer, first, last):
+            for s in range(first, last):
+                x = torch.full((1, 3), float(rank.rank + s + 1))
+
+                def closure(x=x):
+                    optimizer.zero_grad()
+                    loss = model(x).square().sum()
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+            return model.weight.detach().clone()
+
+        parts = started()
+        steps(*parts[:2], 0, 3)
+        states = copy.deepcopy([part.state_dict() for part in parts])
+        whole = steps(*parts[:2], 3, 5)
+        parts[2].close()
+        again = started()
+        for part, state in zip(again, states, strict=True):
+            part.load_state_dict(state)
+        return torch.equal(steps(*again[:2], 3, 5), whole)
+
+    assert ranks(2, train) == [True, True]
+
+
+def _saved_when_closed(rank, folder, text):
+    """All leave out the fourth step, after which a round is due, and close; then they save, and go on."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sync = stenograd.distribute(model, optimizer, text, timeout_s=20)
+    for s in range(4):
+        optimizer.zero_grad()
+        model(torch.full((1, 3), float(rank + s))).square().sum().backward()
+        if s < 3:
+            optimizer.step()
+    sync.close()
+    stenograd.save_state(folder, sync, model=model, optimizer=optimizer)
+    own, again = model.weight.detach().clone(), stenograd.distribute(model, optimizer, text, timeout_s=20)
+    stenograd.load_state(folder, again, model=model, optimizer=optimizer)
+    assert torch.equal(model.weight, own)
+    again.close()
+    return own
+
+
+@pytest.mark.parametrize("text", ["local:every=4", "diloco:every=4", "gossip:every=4", "diloco:every=60s"])
+def test_ranks_save_after_they_have_closed(pool, tmp_path, text):
+    one, other = pool.run(2, _saved_when_closed, str(tmp_path), text)
+    assert not torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     "name", ["diloco:every=4", "noloco:every=4", "diloco:every=4,fragments=2", "local:every=4"]
 )

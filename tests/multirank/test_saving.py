@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import stenograd
 from stenograd.checkpoint.files import Manifest, write_manifest, write_rank
@@ -419,6 +420,56 @@ def test_what_does_not_fit(pool, tmp_path):
     wanted = ["sync was saved but is not given", "1 optimizers", "generators ['common', 'own']"]
     wanted += ["does not fit: Error(s) in loading", "step must be", "keep must be at least 1"]
     assert [text for (_, message), text in zip(told, wanted, strict=True) if text not in message] == []
+
+
+@pytest.mark.parametrize("how", ["one after the other", "other parameters"])
+def test_no_parameter_gets_the_momentum_of_another(tmp_path, how):
+    """What torch's optimizers keep is numbered, and two layers of one shape take each other's."""
+
+    def parts(turned):
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        order = list(model)[::-1] if turned else list(model)
+        if how == "other parameters":
+            optimizer = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in order]
+        else:
+            held = [p for part in order for p in part.parameters()]
+            optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+        return {"model": model, "optimizer": optimizer, "sync": None}
+
+    stenograd.save_checkpoint(tmp_path, step=1, **parts(False))
+    stenograd.load_checkpoint(tmp_path, **parts(False))
+    with pytest.raises(stenograd.errors.CheckpointError, match=r"1\.weight in the place of 0\.weight"):
+        stenograd.load_checkpoint(tmp_path, **parts(True))
+
+
+def _zero(rank, folder):
+    """Two steps and two more by optimizers of which each has a part, and these again from a checkpoint."""
+    found = []
+    for again in (False, True):
+        torch.manual_seed(again)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+        with pytest.raises(StenogradError, match="got ZeroRedundancyOptimizer, which takes part of each"):
+            stenograd.distribute(model, optimizer, "local:every=4", timeout_s=60)
+        with stenograd.distribute(model, optimizer, "topk:ratio=0.2", timeout_s=60) as sync:
+            parts = {"model": model, "optimizer": optimizer.optim, "sync": sync}
+            if again:
+                stenograd.load_checkpoint(folder, **parts)
+            for step in range(2 if again else 0, 4):
+                if step == 2 and not again:
+                    stenograd.save_checkpoint(folder, step=2, **parts)
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        found.append([p.tolist() for p in model.parameters()])
+    return found
+
+
+def test_a_zero_redundancy_optimizer_is_saved_in_its_parts(pool, tmp_path):
+    (whole, resumed), other = pool.run(2, _zero, tmp_path)
+    assert whole == resumed
+    assert [whole, resumed] == other
 
 
 def _through_dcp(rank, folder, load):

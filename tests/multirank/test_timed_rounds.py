@@ -153,6 +153,26 @@ def test_until_the_first_local_step_there_is_no_round_to_end():
             assert torch.equal(flat(other), trained)
 
 
+def _loaded(rank):
+    """Take other weights after attaching, before any step and after a round; return what is left of them."""
+    model, found = mlp(5), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with stenograd.distribute(model, optimizer, "diloco:every=0.05s", timeout_s=60) as sync:
+        for seed in (6, 7):
+            model.load_state_dict(mlp(seed).state_dict())
+            sync.refresh()
+            found.append(torch.equal(flat(model), flat(mlp(seed))))
+            while not sync.round:
+                optimizer.zero_grad()
+                model(torch.ones(2, 10)).square().mean().backward()
+                optimizer.step()
+    return found
+
+
+def test_weights_that_were_loaded_after_attaching_stay_when_all_refresh(pool):
+    assert pool.run(2, _loaded) == [[True, True]] * 2
+
+
 def _kept(rank, folder):
     """Ranks of unequal speed, a refresh, and a state beside a framework's checkpoint."""
     model = mlp(5)

@@ -9,6 +9,16 @@ import stenograd
 from stenograd.errors import ConfigError
 
 
+class Around:
+    """What stands around an optimizer of torch's, and is none by its class."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
 class KerasLike:
     """An optimizer that is none of torch's, as Keras's are."""
 
@@ -16,6 +26,17 @@ class KerasLike:
 def test_an_optimizer_that_is_none_of_torchs_is_named():
     with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got \S+\.KerasLike: "):
         stenograd.distribute(nn.Linear(4, 2), KerasLike(), "topk")
+
+
+def test_what_stands_around_an_optimizer_is_saved_as_it_is_attached(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = Around(torch.optim.SGD(model.parameters(), lr=0.1))
+    with stenograd.distribute(model, optimizer, "topk") as sync:
+        parts = {"model": model, "optimizer": optimizer, "sync": sync}
+        stenograd.save_checkpoint(tmp_path, step=3, **parts)
+        optimizer.param_groups[0]["lr"] = 0.5
+        assert stenograd.load_checkpoint(tmp_path, **parts).step == 3
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("joined", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import wraps
 from inspect import signature
@@ -197,8 +197,7 @@ class Attachment:
             try:
                 one.load(Path(folder), name)
             except MissingState as reason:
-                if self.rounds:
-                    one.sync.refresh()
+                one.begin_anew()
                 warnings.warn(
                     f"{reason}; {self.method} begins anew from the loaded model", RuntimeWarning, stacklevel=3
                 )
@@ -357,9 +356,10 @@ class Attachment:
                 )
             ended = self._drop(models)
             module = models[0] if len(models) == 1 else _Together(models)
-            now = Attached.by_optimizers(module, held, self.method, self._options)
-            same = ended is not None and {*map(id, held)} == {*map(id, ended.optimizers)}
-            self._go_on(ended if same else None, now)
+            if ended is not None and {*map(id, held)} != {*map(id, ended.optimizers)}:
+                ended = None
+            with nullcontext() if ended is None else ended.kept():
+                self._go_on(ended, Attached.by_optimizers(module, held, self.method, self._options))
         self._waiting = [model for model in self._waiting if not self._of(model)]
 
 

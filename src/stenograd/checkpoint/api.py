@@ -343,7 +343,8 @@ class PerRank:
     """A sync's state under the rank's own keys, for `torch.distributed.checkpoint` (DCP).
 
     DCP saves tensors of equal names once, but each rank has its own residuals. Here they are called
-    `rank0...`, `rank1...`: `dcp.save({"model": model, "sync": PerRank(sync)}, checkpoint_id=folder)`.
+    `rank0...`, `rank1...`: `dcp.save({"model": model, "sync": PerRank(sync)}, checkpoint_id=folder)`. Where
+    ranks meet in rounds, name model and optimizer by rank, too.
 
     Args:
         sync: from `stenograd.distribute`.
@@ -423,10 +424,11 @@ def _parts(sync: Any, scheduler: Any, sampler: Any) -> dict[str, Stateful]:
     return {name: part for name, part in named.items() if part is not None}
 
 
-def _as_list(optimizer: _Optimizers) -> list[torch.optim.Optimizer]:
+def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    # Not by its class: `distribute` takes what frameworks put around an optimizer, too.
+    return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
 
 
 def _save(

@@ -297,7 +297,7 @@ def load_parts(
         had = f"it holds {counts[0]} optimizers and generators {names[0]}"
         raise _misfit(f"{had}, but {counts[1]} and {names[1]} are given")
     if model is not None:
-        _check_order(content.get("held", []), held(model, optimizers))
+        _check_order(content.get("held", []), held(model, optimizers), {*model.state_dict()})
     try:
         if "sync" in parts:
             parts["sync"].load_state_dict(content["sync"])
@@ -319,11 +319,12 @@ def _misfit(reason: str, advice: str = "give what was saved") -> CheckpointError
     return CheckpointError(f"the checkpoint does not fit: {reason}: {advice}")
 
 
-def _check_order(saved: Sequence[Sequence[str]], given: Sequence[Sequence[str]]) -> None:
+def _check_order(saved: Sequence[Sequence[str]], given: Sequence[Sequence[str]], known: set[str]) -> None:
     """Refuse to give a parameter another one's state: torch's optimizers number what they keep."""
     # strict=False: a checkpoint of an earlier version holds no names.
     for number, (other, own) in enumerate(zip(saved, given, strict=False)):
-        if other != own and sorted(other) == sorted(own):  # of other models `load_state_dict` says more
+        # Of other models, and of other numbers of parameters, `load_state_dict` says more.
+        if other != own and len(other) == len(own) and known.issuperset(other):
             at = next(i for i, (a, b) in enumerate(zip(other, own, strict=True)) if a != b)
             what = f"optimizer {number} holds its parameters in another order than when it was saved"
             raise _misfit(f"{what}, {own[at]} in the place of {other[at]}", "create it from the same order")

@@ -6,7 +6,7 @@ import importlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -164,7 +164,8 @@ class Exchanging(_DDPStrategy):
                 UserWarning,
                 stacklevel=2,
             )
-            self._begin_anew(one.module for one in self._attached)
+            for one in self._attached:
+                one.begin_anew()
             return
         if len(names) != len(self._attached):
             raise CheckpointError(
@@ -177,13 +178,6 @@ class Exchanging(_DDPStrategy):
                 one.load(folder, name)
             except CheckpointError as cause:
                 raise CheckpointError(f"{cause}; {folder} belongs to {path}: copy both") from cause
-
-    def _begin_anew(self, loaded: Iterable[Any]) -> None:
-        """Let the rounds of models begin from weights that were loaded, which outer parameters would undo."""
-        ids = {id(module) for module in loaded}
-        for one in self._attached:
-            if one.in_rounds and id(one.module) in ids:
-                one.sync.refresh()
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -122,11 +122,14 @@ class StenogradFabricStrategy(Exchanging, fabric.strategies.DDPStrategy):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint and, if it is into an optimizer, then what each rank keeps beside it."""
         rest = dict(super().load_checkpoint(path, state, *args, **kwargs))
-        parts = [*state.values()] if isinstance(state, Mapping) else [state]
         if self._attached and isinstance(state, Mapping) and _holds_optimizer(state):
             self._load_beside(path, rest)
-        else:
-            self._begin_anew(parts)
+            return rest
+        loaded = state.values() if isinstance(state, Mapping) else [state]
+        for one in self._attached:
+            # An outer optimizer, and estimates of neighbours, would lead back to the weights before.
+            if one.in_rounds and any(one.module is part for part in loaded):
+                one.begin_anew()
         return rest
 
 

@@ -163,6 +163,7 @@ class Sync(ABC):
     _asked: bool = False  # to stop, by `stop()`
     _stopping: bool = False
     _polled: int = 0  # for `stenograd.adapters.stops`
+    _jumped: int = 0  # by what loading has changed the number of exchanges
 
     #: Whether all ranks called `stop_on` before attaching; looked at where only `poll()` tells.
     listens: bool = False
@@ -371,11 +372,18 @@ class Sync(ABC):
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
         """
+        before = self._exchanges()
         self._exchange.load_state_dict(state, anew=self._begins(state))
+        self._jumped += self._exchanges() - before
 
     def _begins(self, state: Mapping[str, Any]) -> bool:
         """Return whether a state was saved before anything was known of the parameters."""
         return False
+
+    @as_in_training
+    def _begin_anew(self) -> None:
+        """Go on from the model as it was just loaded, on all ranks: nothing is owed, due or under way."""
+        self._exchange.load_state_dict({**self._exchange.state_dict(), "parameters": {}}, anew=True)
 
     @property
     def round(self) -> int:
@@ -497,6 +505,10 @@ class Sync(ABC):
         """Return how many exchanges were made, whatever came of them; where ranks meet in rounds, passes."""
         return self.step + self.skipped
 
+    def _exchanges_here(self) -> int:
+        """Return how many exchanges this process has made: the same number twice is the same exchange."""
+        return self._exchanges() - self._jumped
+
     def _accumulated(self, before: int) -> None:
         """Note that passes since `before` were not exchanged."""
         return
@@ -552,7 +564,7 @@ class Sync(ABC):
         called = {id(m): m for module in modules for m in entries(module)}
         self._watches = [module.register_forward_pre_hook(self._wrapping) for module in called.values()]
         # Dynamo would trace what runs while a compiled training step does.
-        before = torch.compiler.disable(after_closure(self._check_step, self._exchanges, mean))
+        before = torch.compiler.disable(after_closure(self._check_step, self._exchanges_here, mean))
         self._watches += [o.register_step_pre_hook(before) for o in self._optimizers]
         self._watches += [watch_others(self)]
 

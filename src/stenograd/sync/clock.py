@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.errors import ConfigError, StenogradError
@@ -124,6 +125,11 @@ class RoundSync(Sync):
             raise ConfigError(
                 "optimizer must step once per backward pass where ranks meet in rounds, got LBFGS: use "
                 "another"
+            )
+        if others := [type(o).__name__ for o in self._optimizers if isinstance(o, Joinable)]:
+            raise ConfigError(
+                f"optimizer must step by this rank's gradients where ranks meet in rounds, got {others[0]}, "
+                "which takes part of each step from other ranks: use the one inside of it"
             )
         synced_parameters(self._model, self._optimizers)  # complain before connecting
         self._check_settings(check_every)
@@ -265,6 +271,18 @@ class RoundSync(Sync):
             self._end_begun()
         finally:
             self._looks = True
+        self._start()
+
+    @as_in_training
+    def _begin_anew(self) -> None:
+        self._refuse_shown()
+        self._due.clear()
+        self._start()
+        for engine in self._engines():
+            engine._begin_anew()
+
+    def _start(self) -> None:
+        """Find the parameters, and let all ranks start from rank 0's."""
         parameters = synced_parameters(self._model, self._optimizers)
         settings = {"bucket_bytes": self._bucket_bytes, "settings": self._settings}
         settings["optimizers that may keep copies"] = self._copies.count
@@ -387,6 +405,7 @@ class RoundSync(Sync):
 
     def _take_counters(self, state: Mapping[str, Any]) -> None:
         """Take what a saved state knows of passes and rounds; nothing is due after it."""
+        self._jumped += int(state["passes"]) - self._counted
         self._counted = self._begun = int(state["passes"])
         self.round = int(state["round"])
         # So that `skipped`, which adds the inner engine's count, is the number that was saved.
@@ -541,7 +560,7 @@ class RoundSync(Sync):
     @torch.no_grad()
     def _hold_if_due(self) -> None:
         self.after_load()  # a loaded state may have a round to end, which comes before those that are due
-        while self._due:
+        while self._due and not self._closed:  # what ended before a round is saved as it is
             if self._looks:
                 self._wrapping.look()
             t = self._due.pop(0)

@@ -84,6 +84,7 @@ class DDPHook(Sync):
             self._small: dict[Tensor, Tensor] = {}  # what travels densely, of the buckets so far
             self._saved: list[Bucket] = []  # those of a state that was loaded
             self._passes_as_saved = 0  # that these are still for
+            self._rebuilt: list[list[str]] = []  # names in the buckets of the next pass, where they are new
             self._came: list[tuple[dict[Tensor, Tensor], Tensor]] = []  # pieces of buffers
             self._made: set[int] = set()  # ids of those that got a gradient since the last exchange
             # Without these, DDP itself refuses parameters that are not used.
@@ -203,16 +204,38 @@ class DDPHook(Sync):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides this rank's next exchanges, by parameter name; save it on every rank."""
-        return {**super().state_dict(), "buckets": [list(b.names) for b in self._exchange.buckets]}
+        buckets = self._rebuilt or [list(b.names) for b in self._exchange.buckets]
+        return {**super().state_dict(), "buckets": buckets}
+
+    @as_in_training
+    def before_save(self) -> None:
+        """Let DDP make its own buckets now, not in its next forward pass, so that a state tells them.
+
+        All ranks call it, first of all: it makes them after rank 0's first pass.
+        """
+        ddp = self._ddp()
+        # Later there is nothing to make, and DDP raises where a pass did not use all parameters.
+        if ddp is None or self._closed or not 0 < self.step + self.skipped <= 2:
+            return
+        if not ddp.reducer._rebuild_buckets():
+            return
+        parts = [bucket.parameters() for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
+        small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for p in chain.from_iterable(parts):
+            if p.numel() < self.method.dense_below:
+                small.setdefault((p.dtype, p.device), []).append(p)
+        parts = [[p for p in part if p.numel() >= self.method.dense_below] for part in parts]
+        self._rebuilt = [[self._names[id(p)] for p in part] for part in (*parts, *small.values()) if part]
 
     @as_in_training
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved `state_dict()`; the next steps equal an uninterrupted run's bit for bit.
 
         DDP makes other buckets after its first pass, and codes depend on buckets. So a new model's first pass
-        takes those of the state: its messages leave at its end. A state that was saved after one pass knows
-        only DDP's first buckets: the step after it, if it is taken on by a new model, may be coded otherwise.
-        With `static_graph` the same goes for the first two passes.
+        takes those of the state: its messages leave at its end. A state that was taken after one pass knows
+        DDP's later buckets only if it was saved by `save_checkpoint`, `save_state` or an adapter, with
+        `static_graph` after two passes; otherwise the step after it, if it is taken on by a new model, may be
+        coded otherwise.
 
         Raises:
             CheckpointError: it is of another format, method, rank, world size or model; nothing is changed.
@@ -226,7 +249,7 @@ class DDPHook(Sync):
             if anew:
                 self._exchange.arrange([])
             raise
-        self._saved = [] if self._members else saved
+        self._rebuilt, self._saved = [], [] if self._members else saved
         self._passes_as_saved = 2 if self._model.static_graph else 1  # after these DDP makes its own
 
     def _saved_buckets(self, state: Mapping[str, Any]) -> list[Bucket]:
@@ -322,7 +345,7 @@ class DDPHook(Sync):
             self._waiting = []
         refuse_capture()
         self._members, self._sources, self._small, self._task = [], [], {}, task
-        self._came = []
+        self._came, self._rebuilt = [], []
         # Outside of a backward pass DDP's join() shadows the exchange of others. In the first one of a static
         # graph DDP calls its hooks when all nodes are done, and waits before any other callback runs.
         self._shadows = task == -1
@@ -403,7 +426,7 @@ class DDPHook(Sync):
             self._refuse_unfrozen(optimizer)
         self._passes.settings.look(self.method, optimizer)
         refuse_second_momentum(self.method, [optimizer])
-        before, now = self._seen.get(optimizer), self.step + self.skipped
+        before, now = self._seen.get(optimizer), self._exchanges_here()
         self._seen[optimizer] = now
         if before not in (None, now) and (self.finite or not self._passes.skips):
             return  # the usual step, without a look at every parameter

@@ -173,6 +173,9 @@ class OpenRounds(ParameterSync):
             raise StenogradError("parameters of an open run cannot change: unfreeze them before distribute()")
         super().refresh()
 
+    def _begin_anew(self) -> None:
+        self.refresh()  # which refuses
+
     @contextmanager
     @as_in_training
     def consensus(self) -> Iterator[None]:

@@ -111,7 +111,7 @@ class ParameterSync(RoundSync):
         self._next, self._began = schedule.every, 0  # passes of the next round of `local`, and of the last
         self._common_at: int | None = 0  # the pass after which all ranks' parameters were equal
         self._owed: list[dict[str, Any]] = []  # a round to end when the model is loaded, too
-        self._saved_by = 0  # ranks that saved it
+        self._saved_by = 0  # ranks that saved what was loaded; by time, until the next round
         self._void: set[int] = set()  # names of the nodes that made the last round void
         self._parts: list[Part] = []
         self._trained_at: dict[int, float] = {}  # what was trained when each fragment's last round began
@@ -121,6 +121,7 @@ class ParameterSync(RoundSync):
 
     def _build(self, parameters: Mapping[str, nn.Parameter], chunk: int) -> None:
         self._dismantle()
+        self._flying.clear()
         if not self._parts:  # else the clock goes on
             self._next = self._period()
             # Once: pairs and survivors, with their events, outlive the parts that `refresh` builds anew.
@@ -169,7 +170,6 @@ class ParameterSync(RoundSync):
             part.close()
         if self._side is not None:
             self._side.close()
-            self._side = None
 
     @as_in_training
     def _end_begun(self) -> None:
@@ -184,6 +184,9 @@ class ParameterSync(RoundSync):
             return
         self.flush()
         steps = float(self._counted - self._held_at) if self._schedule.seconds else None
+        asks = steps is not None and self._shared and not (self._void or self._saved_by)  # were all equal?
+        if asks and not any(self._numbers(int(steps or 0))):
+            return
         with self._copies.follow(self._parameters.values()):
             for fragment, (part, whole) in enumerate(zip(self._parts, self._whole, strict=True)):
                 part.end_by_mean(self._counts(fragment, steps))
@@ -375,7 +378,7 @@ class ParameterSync(RoundSync):
     def _come_for(self, what: int) -> None:
         """Do what is due before something that all ranks do together."""
         self._hold_counted()
-        if self._schedule.seconds and self._parts:
+        if self._schedule.seconds and self._parts and not self._closed:
             self.after_load()
             self._assemble(what)
 
@@ -418,7 +421,7 @@ class ParameterSync(RoundSync):
     def _hold_timed(self) -> None:
         """Hold a round of ranks that have made as many steps as they could since the last."""
         (part,) = self._parts
-        steps, self._held_at = self._counted - self._held_at, self._counted
+        steps, self._held_at, self._saved_by = self._counted - self._held_at, self._counted, 0
         # `part.stop` stays as it is: `_assemble` has asked, and without `passes` no flag travels to carry it.
         part.passes, part.weight = None, self._counts(0, float(steps))
         part.send()

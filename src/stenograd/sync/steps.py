@@ -559,7 +559,7 @@ def watch_others(sync: Sync, *, averages_losses: bool = False) -> Watch:
             running._other_step(optimizer, zeros)
 
     def exchanges() -> int:
-        return 0 if (running := weak()) is None else running._exchanges()
+        return 0 if (running := weak()) is None else running._exchanges_here()
 
     def mean(loss: float) -> float:
         return loss if (running := weak()) is None else running._mean(loss)
