@@ -10,12 +10,7 @@ from torch import nn
 from stenograd.heat.across import Skips
 
 LR = 0.1
-NODES = {
-    "1x4": [[0, 1, 2, 3]],
-    "2x2": [[0, 1], [2, 3]],
-    "4x1": [[0], [1], [2], [3]],
-    "3+1": [[0, 1, 2], [3]],
-}
+NODES = {"1x4": [[0, 1, 2, 3]], "2x2": [[0, 1], [2, 3]], "4x1": [[0], [1], [2], [3]], "3+1": [[0, 1, 2], [3]]}
 
 
 class Slope(nn.Module):

@@ -338,8 +338,7 @@ def _in_turn(rank, world_size, how):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "how"),
-    [(4, "as it was"), (2, "reset"), (4, "forgotten"), (2, "other optimizer")],
+    ("world_size", "how"), [(4, "as it was"), (2, "reset"), (4, "forgotten"), (2, "other optimizer")]
 )
 def test_a_second_daso_takes_over_from_the_first(pool, world_size, how):
     """Heat's own test makes two in turn on one optimizer and closes none. The second was refused."""

@@ -131,12 +131,7 @@ def _denominators(rank, world_size):
             nn.init.zeros_(model.weight)
             inner = torch.optim.SGD(model.parameters(), lr=1.0)
             optimizer = CustomCentralizedOptimizer(
-                model,
-                world_size,
-                inner,
-                agg_grad=agg_grad,
-                average_custom=True,
-                divide_before=divide_before,
+                model, world_size, inner, agg_grad=agg_grad, average_custom=True, divide_before=divide_before
             )
             model.weight.grad = torch.full((1, 1), rank + 1.0)
             assert optimizer.step(denom=torch.tensor([8.0])) is True  # MLBench's programs ask it

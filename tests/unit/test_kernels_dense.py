@@ -163,11 +163,7 @@ def test_the_hash_is_uniform_and_independent_over_places_and_seeds(uniforms):
     assert u.max() < 1
     counts = torch.histc(u, 256, 0, 1)
     assert abs(float(((counts - n / 256) ** 2).sum() / (n / 256)) - 255) < 5 * 22.6
-    others = [
-        uniforms(2, n),
-        uniforms(1 << 32, n),
-        uniforms(-1, n),
-    ]
+    others = [uniforms(2, n), uniforms(1 << 32, n), uniforms(-1, n)]
     for other in (*others, u.roll(1), u.roll(2), u.roll(1024)):
         correlation = float(((u - 0.5) * (other - 0.5)).mean() * 12)
         assert abs(correlation) < 5 / math.sqrt(n)
