@@ -57,7 +57,7 @@ def test_merging_keeps_the_mean_and_brings_ranks_together(pool, how):
     assert apart[-1] < 0.25 * apart[0]
 
 
-def _exact(rank, weight, dtype, world_size=3):
+def _exact(rank, weight, dtype):
     parameters = _parameters(rank)
     _move(parameters, rank, 1.0)
     parameters = {name: torch.nn.Parameter(p.detach().to(dtype)) for name, p in parameters.items()}
