@@ -30,10 +30,7 @@ def test_rounds_count_optimizer_steps_under_accumulation(ran):
     assert ran("accumulated_rounds") == [{"passes": 8, "rounds": 4}] * 2
 
 
-@pytest.mark.parametrize(
-    ("method", "least", "most"),
-    [*SENT_IN_22_STEPS, ("gossip", 22, 22.1)],
-)
+@pytest.mark.parametrize(("method", "least", "most"), [*SENT_IN_22_STEPS, ("gossip", 22, 22.1)])
 def test_methods_send_what_is_planned_and_leave_ranks_equal(ran, method, least, most):
     first, second = ran("trained", method)
     rounds = method.startswith(("local", "diloco", "gossip"))

@@ -38,10 +38,7 @@ def test_dense_equals_rays_own_and_exchanges_once_per_optimizer_step(two):
         assert 1.0 <= ours["bytes"] / (50 * 4 * ELEMENTS) < 1.01  # and a few flags
 
 
-@pytest.mark.parametrize(
-    ("method", "least", "most"),
-    SENT_IN_22_STEPS,
-)
+@pytest.mark.parametrize(("method", "least", "most"), SENT_IN_22_STEPS)
 def test_methods_send_what_is_planned_and_leave_ranks_equal(two, method, least, most):
     first, second = two(method)
     assert first["common"] == second["common"]

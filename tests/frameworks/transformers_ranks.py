@@ -225,11 +225,7 @@ def bad(folder):
         warnings.simplefilter("ignore", RuntimeWarning)
         one, attached = trained_by(folder, 8, "topk:ratio=0.05", kind=Bad)
     without, _ = trained_by(folder, 8, "topk:ratio=0.05", kind=Without)
-    return {
-        "bad": digest(one.model),
-        "without": digest(without.model),
-        "skipped": attached.sync.skipped,
-    }
+    return {"bad": digest(one.model), "without": digest(without.model), "skipped": attached.sync.skipped}
 
 
 def best(folder):

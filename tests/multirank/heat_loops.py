@@ -1,8 +1,7 @@
 """Loops and a plain reference that the tests of DASO share; imported by the rank processes."""
 
 import torch
-from models import flat, mlp, shards
-from torch import nn
+from models import flat, mlp, shards, step
 
 from stenograd.heat.daso import DASO
 
@@ -27,11 +26,7 @@ def make(seed=0, *, model=None, lr=0.05, momentum=0.0, **arguments):
 def batch(rank, model, daso, number, world_size=4):
     """One batch of rank's own shard."""
     xs, ys = shards(number, world_size)
-    daso.zero_grad()
-    loss = nn.functional.mse_loss(model(xs[rank]), ys[rank])
-    loss.backward()
-    daso.step()
-    return loss.detach()
+    return step(model, daso, xs[rank], ys[rank])
 
 
 def epoch(rank, model, daso, count, first=0, loss=1.0, world_size=4):

@@ -9,8 +9,7 @@ import pytest
 import torch
 from models import ALL_METHODS
 from support.faces import FP16, SGD, SINGAS, Face, Heat, Hook, MLBench, Odd, Singa, same
-from support.training import flat, mlp, shards
-from torch import nn
+from support.training import mlp, on_whole_batches
 
 import stenograd
 from stenograd.mlbench import SignSGD
@@ -139,22 +138,6 @@ def _dense(rank, world, face, keys, name, decays):
     return end
 
 
-def _one_process(world, name, decays):
-    """The gradient of the mean of the ranks' losses is the mean of their gradients."""
-    model = mlp(0)
-    kind, keys = TORCHS[name]
-    optimizer = kind(model.parameters(), **keys)
-    scheduler = _decay(optimizer) if decays else None
-    for s in range(8):
-        optimizer.zero_grad()
-        xs, ys = shards(s, world)
-        nn.functional.mse_loss(model(torch.cat(xs)), torch.cat(ys)).backward()
-        optimizer.step()
-        if decays:
-            scheduler.step()
-    return flat(model)
-
-
 ORACLES = [
     *((Face, {"bucket_bytes": size}, "sgd", True) for size in (1, 1200, 4 << 20)),
     *((face, {}, name, True) for face in (Face, Hook, Heat) for name in ("sgd", "adam")),
@@ -182,7 +165,9 @@ ORACLES = [
 )
 def test_dense_training_equals_one_process_on_the_whole_batch(pool, face, keys, name, decays, world):
     """Equal shards, and rates that fall: up to the order in which four gradients are added."""
-    wanted, atol = _one_process(world, name, decays), 2e-5 if name == "signsgd" else 5e-6
+    kind, arguments = TORCHS[name]
+    wanted = on_whole_batches(lambda ps: kind(ps, **arguments), world, 8, _decay if decays else None)
+    atol = 2e-5 if name == "signsgd" else 5e-6
     for end in pool.run(world, _dense, world, face, keys, name, decays):
         torch.testing.assert_close(end, wanted, rtol=1e-4, atol=atol)
 

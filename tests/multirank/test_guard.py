@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import ALL_METHODS
 from support.faces import Face, Hook
-from support.training import flat, mlp
+from support.training import descend, flat, mlp
 from torch import nn
 
 import stenograd
@@ -16,8 +16,8 @@ from stenograd.sync.replica_guard import ReplicaGuard
 NARROW = (torch.float16, torch.bfloat16, torch.float64)
 
 
-def _flip(model, name, bit=20):
-    dict(model.named_parameters())[name].data.view(torch.int32).view(-1)[3] ^= 1 << bit
+def _flip(model, name):
+    dict(model.named_parameters())[name].data.view(torch.int32).view(-1)[3] ^= 1 << 20
 
 
 def _trained(rank, world_size, face, method, repair):
@@ -90,9 +90,7 @@ def test_copies_that_an_optimizer_keeps_follow_what_is_repaired():
                 if step == 2 and rank.rank == 2:
                     for p, state in optimizer.state.items():
                         p.data.copy_(state["wide"].add_(1.0))
-                optimizer.zero_grad()
-                model(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
+                descend(optimizer, model(torch.ones(2, 4)).sum())
             return flat(model), sync.repaired
 
     first, *others = ranks(3, train)
@@ -113,9 +111,7 @@ def test_outer_parameters_that_differ_are_repaired_once():
             for step in range(6):
                 if (rank.rank, step) == (1, 2):
                     sync._parts[0]._outer[0][0] += 1.0
-                optimizer.zero_grad()
-                model(torch.ones(1, 10)).square().mean().backward()
-                optimizer.step()
+                descend(optimizer, model(torch.ones(1, 10)).square().mean())
             return sync.repaired
 
     with warnings.catch_warnings():

@@ -5,17 +5,13 @@ import pytest
 import torch
 from heat_loops import LAYOUTS, batch, epoch, make, weights
 from heat_oracle import oracle, slopes
+from support.training import descend
 from torch import nn
 
 from stenograd.heat.across import Skips
 
 LR = 0.1
-NODES = {
-    "1x4": [[0, 1, 2, 3]],
-    "2x2": [[0, 1], [2, 3]],
-    "4x1": [[0], [1], [2], [3]],
-    "3+1": [[0, 1, 2], [3]],
-}
+NODES = {"1x4": [[0, 1, 2, 3]], "2x2": [[0, 1], [2, 3]], "4x1": [[0], [1], [2], [3]], "3+1": [[0, 1, 2], [3]]}
 
 
 class Slope(nn.Module):
@@ -53,9 +49,7 @@ def _run_epochs(rank, layout, counts, size, chunk):
     for number, skips in enumerate(_combinations_for(layout)):
         daso._skips, daso.events, daso.last_batch = skips, [], counts[number % len(counts)] - 1
         for at in range(daso.last_batch + 1):
-            daso.zero_grad()
-            model(slopes(rank, at, size)).backward()
-            daso.step()
+            descend(daso, model(slopes(rank, at, size)))
         assert daso.current_batch == 0
         assert daso._across.in_flight is None
         out.append(
@@ -162,9 +156,7 @@ def _merge(rank, wait, nodes, downcast):
                 model.weight.fill_(sent)
             elif at == wait:
                 model.weight.fill_(10.0)
-        daso.zero_grad()
-        model(torch.ones(1, 1)).sum().backward()
-        daso.step()
+        descend(daso, model(torch.ones(1, 1)).sum())
         seen = model.weight.item()
     daso._across.discard()
     daso.close()
@@ -182,18 +174,16 @@ def test_merge_uses_the_sum_at_sending_and_the_weights_at_merging(pool, nodes, w
             assert value == pytest.approx(merged, rel=rounding)
 
 
-def _tiny_updates(rank, downcast, global_method):
+def _tiny_updates(rank, downcast):
     """One weight of 1 that falls by 1e-4 a batch on every rank, averaged only in the cycling phase."""
     model = nn.Linear(64, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    arguments = {"downcast_type": downcast, "global_method": global_method}
-    _, daso = make(model=model, lr=1e-4, warmup_epochs=0, cooldown_epochs=0, node_size=2, **arguments)
+    phases = {"warmup_epochs": 0, "cooldown_epochs": 0}
+    _, daso = make(model=model, lr=1e-4, node_size=2, downcast_type=downcast, **phases)
     daso.last_batch = 100
     for _ in range(100):
-        daso.zero_grad()
-        model(torch.ones(1, 64)).sum().backward()
-        daso.step()
+        descend(daso, model(torch.ones(1, 64)).sum())
     seen = weights(model)
     daso._across.discard()
     daso.close()
@@ -202,14 +192,14 @@ def _tiny_updates(rank, downcast, global_method):
 
 def test_small_updates_survive_the_downcast(pool):
     """Ranks send equal weights, so averaging changes nothing but for the delay's pull towards the past."""
-    exact = pool.run(4, _tiny_updates, torch.float, None)
+    exact = pool.run(4, _tiny_updates, torch.float)
     for downcast in (torch.bfloat16, torch.half):
-        for seen in (*exact, *pool.run(4, _tiny_updates, downcast, None)):
+        for seen in (*exact, *pool.run(4, _tiny_updates, downcast)):
             torch.testing.assert_close(seen, exact[0], rtol=0, atol=2e-7)
     assert exact[0].max() < 0.994
 
 
-def _epochs(rank, layout, how, local, world_size=4):
+def _epochs(rank, layout, how, local):
     model, daso = make(
         seed=rank, momentum=0.9, warmup_epochs=1, cooldown_epochs=1, total_epochs=4, global_method=how,
         local_method=local, **LAYOUTS[layout],

@@ -356,7 +356,5 @@ def test_namespaces_know_torchs_names_too():
 def test_signatures_are_those_of_the_documents(call, signature):
     """`MPI_WORLD` is None here; what the documents do not name comes by its name only."""
     given = [p for p in inspect.signature(call).parameters.values() if p.kind != p.KEYWORD_ONLY]
-    shown = [
-        p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given if p.kind != p.KEYWORD_ONLY
-    ]
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given]
     assert " ".join(shown) == signature

@@ -152,7 +152,6 @@ def test_wrong_arguments_are_refused_with_their_names(pool, kind, arguments, mes
 
 
 def _misused(rank):
-    said = []
     model = mlp(0)
     daso = DASO(torch.optim.SGD(model.parameters(), lr=0.1), 10, node_size=1)
     for wrong in (lambda: daso.step(), lambda: daso.state_dict()):
@@ -178,7 +177,6 @@ def _misused(rank):
         scaler.step(daso)
     daso.close()
     daso.close()
-    return said
 
 
 def test_misuse_is_named(pool):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from heat_loops import LAYOUTS, batch, epoch, make, weights
 from models import mlp, shards
+from support.training import descend
 from torch import nn
 
 from stenograd.errors import LaunchError, StenogradError
@@ -21,7 +22,7 @@ from stenograd.simulate import ranks
 from stenograd.wire.node_layout import Layout, _placed, _placed_part, find_layout
 
 
-def _scaled(rank, unscaled, world_size=4):
+def _scaled(rank, unscaled):
     """Rank 2's gradient overflows in batch 3: all must skip exactly that step."""
     model = mlp(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -34,7 +35,7 @@ def _scaled(rank, unscaled, world_size=4):
     rates, kept = [], []
     for number in range(6):
         daso.zero_grad()
-        xs, ys = shards(number, world_size)
+        xs, ys = shards(number, 4)
         loss = scaler.scale(nn.functional.mse_loss(model(xs[rank]), ys[rank]))
         if rank == 2 and number == 3:
             loss = loss * float("inf")
@@ -69,9 +70,7 @@ def _switched_off(rank):
     daso.add_scaler(torch.amp.GradScaler("cpu", enabled=False))
     daso.last_batch = 5
     for number in range(6):
-        daso.zero_grad()
-        (model(torch.ones(2, 10)).square().mean() * (torch.nan if rank and number == 2 else 1.0)).backward()
-        daso.step()
+        descend(daso, model(torch.ones(2, 10)).square().mean() * (torch.nan if rank and number == 2 else 1.0))
     _, other = make(node_size=1, warmup_epochs=0)
     other.add_scaler(torch.amp.GradScaler("cpu", enabled=False))
     other.load_state_dict(daso.state_dict())
@@ -118,9 +117,7 @@ def _reset(rank):
             daso.last_batch = 4
             batch(rank, model, daso, number)
         results.append((weights(model), list(daso.events)))
-        daso.zero_grad()
-        (model(torch.ones(2, 10)).sum() * torch.nan).backward()
-        daso.step()
+        descend(daso, model(torch.ones(2, 10)).sum() * torch.nan)
         assert daso.skipped == 1
         nn.utils.vector_to_parameters(start.clone(), model.parameters())
         daso.reset()
@@ -338,8 +335,7 @@ def _in_turn(rank, world_size, how):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "how"),
-    [(4, "as it was"), (2, "reset"), (4, "forgotten"), (2, "other optimizer")],
+    ("world_size", "how"), [(4, "as it was"), (2, "reset"), (4, "forgotten"), (2, "other optimizer")]
 )
 def test_a_second_daso_takes_over_from_the_first(pool, world_size, how):
     """Heat's own test makes two in turn on one optimizer and closes none. The second was refused."""

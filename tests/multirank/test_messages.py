@@ -129,10 +129,7 @@ def _full(*_):
 
 @pytest.mark.parametrize(
     ("kind", "name", "said"),
-    [
-        ("type", "RuntimeError", "Invalid scalar type"),
-        ("memory", "OutOfMemoryError", "out of memory"),
-    ],
+    [("type", "RuntimeError", "Invalid scalar type"), ("memory", "OutOfMemoryError", "out of memory")],
 )
 def test_only_what_is_a_lost_peer_is_called_so(pool, kind, name, said):
     """Three ranks, so that all take the all-reduce; the last two fail by themselves, and the first waits."""

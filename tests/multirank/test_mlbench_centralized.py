@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from models import flat, mlp, shards
+from support.training import descend, on_whole_batches
 from torch import nn
 
 from stenograd.errors import ConfigError, MismatchError
@@ -24,35 +25,17 @@ from stenograd.mlbench import (
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
 
 
-def _backward(model, rank, step, world_size=3):
-    xs, ys = shards(step, world_size)
+def _backward(model, rank, step):
+    xs, ys = shards(step, 3)
     loss = nn.functional.mse_loss(model(xs[rank]), ys[rank])
     loss.backward()
     return loss
 
 
-def _train(optimizer, model, rank, steps, *, first=0, scheduler=None, world_size=3):
+def _train(optimizer, model, rank, steps, *, first=0):
     for s in range(first, first + steps):
-        optimizer.zero_grad()
-        _backward(model, rank, s, world_size)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    return flat(model)
-
-
-def _oracle(make, steps, scheduler=None):
-    """One process; the gradient of the mean of the ranks' losses is the mean of their gradients."""
-    model = mlp(0)
-    optimizer = make(model.parameters())
-    decay = scheduler(optimizer) if scheduler else None
-    for s in range(steps):
-        optimizer.zero_grad()
-        xs, ys = shards(s, 3)
-        sum(nn.functional.mse_loss(model(x), y) / 3 for x, y in zip(xs, ys, strict=True)).backward()
-        optimizer.step()
-        if decay:
-            decay.step()
+        xs, ys = shards(s, 2)
+        descend(optimizer, nn.functional.mse_loss(model(xs[rank]), ys[rank]))
     return flat(model)
 
 
@@ -131,12 +114,7 @@ def _denominators(rank, world_size):
             nn.init.zeros_(model.weight)
             inner = torch.optim.SGD(model.parameters(), lr=1.0)
             optimizer = CustomCentralizedOptimizer(
-                model,
-                world_size,
-                inner,
-                agg_grad=agg_grad,
-                average_custom=True,
-                divide_before=divide_before,
+                model, world_size, inner, agg_grad=agg_grad, average_custom=True, divide_before=divide_before
             )
             model.weight.grad = torch.full((1, 1), rank + 1.0)
             assert optimizer.step(denom=torch.tensor([8.0])) is True  # MLBench's programs ask it
@@ -199,7 +177,7 @@ def test_a_closures_gradients_are_averaged_d_m2(pool):
     for case, torchs in enumerate(
         [lambda p: torch.optim.SGD(p, **SGD), lambda p: torch.optim.Adam(p, lr=0.01)]
     ):
-        torch.testing.assert_close(ranks[0][case][0], _oracle(torchs, 3), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ranks[0][case][0], on_whole_batches(torchs, 3, 3), rtol=1e-4, atol=1e-5)
     for case in range(3):
         assert all(torch.equal(ranks[0][case][0], other[case][0]) for other in ranks)
     assert ranks[0][0][1] != ranks[1][0][1]  # each rank's own loss, a number
@@ -224,7 +202,7 @@ def _collectives(rank, by_layer):
     model = mlp(0)
     optimizer = CentralizedSGD(2, model, lr=0.1, by_layer=by_layer)
     before = optimizer.traffic.collectives
-    _train(optimizer, model, rank, 1, world_size=2)
+    _train(optimizer, model, rank, 1)
     return optimizer.traffic.collectives - before, len(list(model.parameters()))
 
 
@@ -238,12 +216,12 @@ def _pickled_elsewhere(rank):
     """Every rank goes on with rank 0's pickle; dense averages remember nothing of the rank that made it."""
     model = mlp(0)
     optimizer = CentralizedSGD(2, model, **SGD)
-    _train(optimizer, model, rank, 1, world_size=2)
+    _train(optimizer, model, rank, 1)
     box = [pickle.dumps(optimizer)]
     torch.distributed.broadcast_object_list(box, 0)
     other = pickle.loads(box[0])
-    theirs = _train(other, other.model, rank, 2, first=1, world_size=2)
-    return theirs, _train(optimizer, model, rank, 2, first=1, world_size=2)
+    theirs = _train(other, other.model, rank, 2, first=1)
+    return theirs, _train(optimizer, model, rank, 2, first=1)
 
 
 def test_another_ranks_pickle_continues_alike(pool):

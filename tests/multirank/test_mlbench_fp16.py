@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import flat, mlp, shards
+from support.training import on_whole_batches
 from torch import nn
 
 from stenograd.errors import StenogradError
@@ -17,22 +18,13 @@ def _wrapped(model, world_size, momentum=0.9, **arguments):
     return fp
 
 
-def _backward(fp, rank, step, world_size=2):
+def _backward(fp, rank, step, world_size):
     xs, ys = shards(step, world_size)
     kind = next(fp.fp16_model.parameters()).dtype
     loss = nn.functional.mse_loss(fp.fp16_model(xs[rank].to(kind)).float(), ys[rank])
     before = float(loss)
     fp.backward_loss(loss)
     assert float(loss) == before  # the caller's loss is left alone
-    return loss
-
-
-def _train(fp, rank, first, steps, world_size=2):
-    for s in range(first, first + steps):
-        fp.zero_grad()
-        _backward(fp, rank, s, world_size)
-        assert fp.step()
-    return fp.fp32_params.detach().clone()
 
 
 def _scales(rank, kind):
@@ -40,7 +32,11 @@ def _scales(rank, kind):
     out = []
     for scale in (1, 1024):
         fp = _wrapped(mlp(rank).to(kind), 2, init_scale=scale, divide_before=True, by_layer=scale == 1)
-        out.append(_train(fp, rank, 0, 5))
+        for s in range(5):
+            fp.zero_grad()
+            _backward(fp, rank, s, 2)
+            assert fp.step()
+        out.append(fp.fp32_params.detach().clone())
         assert torch.equal(flat(fp.fp16_model), out[-1].to(kind))
     return out
 
@@ -49,14 +45,8 @@ def _scales(rank, kind):
 def test_the_loss_scale_does_not_matter(pool, kind, close):
     ranks = pool.run(2, _scales, kind)
     torch.testing.assert_close(ranks[0][0], ranks[0][1], rtol=0, atol=close)
-    model = mlp(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for s in range(5):
-        optimizer.zero_grad()
-        xs, ys = shards(s, 2)
-        nn.functional.mse_loss(model(torch.cat(xs)), torch.cat(ys)).backward()
-        optimizer.step()
-    torch.testing.assert_close(ranks[0][1], flat(model), rtol=0, atol=20 * close)
+    whole = on_whole_batches(lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9), 2, 5)
+    torch.testing.assert_close(ranks[0][1], whole, rtol=0, atol=20 * close)
     assert torch.equal(ranks[0][1], ranks[1][1])
 
 

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from models import flat, mlp, shards
+from support.training import descend
 from torch import nn
 
 from stenograd.errors import CheckpointError, MismatchError
@@ -87,10 +88,8 @@ def test_error_feedback_d_m5(pool, shapes, by_layer, reuse_query):
 
 def _train(optimizer, model, rank, first, steps, world_size=2):
     for s in range(first, first + steps):
-        optimizer.zero_grad()
         xs, ys = shards(s, world_size)
-        nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
-        optimizer.step()
+        descend(optimizer, nn.functional.mse_loss(model(xs[rank]), ys[rank]))
     return flat(model)
 
 

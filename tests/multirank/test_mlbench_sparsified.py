@@ -12,31 +12,22 @@ SHAPES = [(1, 23), (7,), (), (3, 4, 5), (2,), (0, 3)]
 K = 5
 
 
-def _gradient(shape, rank, step):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 def _steps(rank, random, average_world=True):
     """Return per step and tensor: movement, memory before plus lr g, and memory after."""
     parameters = [nn.Parameter(torch.full(shape, float(rank))) for shape in SHAPES]  # D: rank 0's are taken
-    optimizer = CentralizedSparsifiedSGD(
-        parameters,
-        lr=0.5,
-        sparse_grad_size=K,
-        random_sparse=random,
-        world_size=3,
-        average_world=average_world,
-    )
+    options = {"random_sparse": random, "world_size": 3, "average_world": average_world}
+    optimizer = CentralizedSparsifiedSGD(parameters, lr=0.5, sparse_grad_size=K, **options)
     assert all(bool((p == 0).all()) for p in parameters)
     out = []
     for step in range(6):
         row = []
         before = [(p.detach().clone(), optimizer.state[p]["memory"].clone()) for p in parameters]
+        generator = torch.Generator().manual_seed(100 * step + rank)
         for p in parameters:
-            p.grad = _gradient(p.shape, rank, step)
+            p.grad = torch.randn(p.shape, generator=generator)
         optimizer.step()
         for p, (old, memory) in zip(parameters, before, strict=True):
-            row.append(((old - p.detach()), memory + 0.5 * p.grad, optimizer.state[p]["memory"].clone()))
+            row.append((old - p.detach(), memory + 0.5 * p.grad, optimizer.state[p]["memory"].clone()))
         out.append(row)
     return out
 
@@ -63,13 +54,6 @@ def test_average_world_false_adds(pool):
     mean, total = (pool.run(3, _steps, True, average)[1][0] for average in (True, False))
     for a, b in zip(mean, total, strict=True):
         torch.testing.assert_close(3 * a[0], b[0])
-
-
-def _backward(model, rank, step):
-    xs, ys = shards(step, 2)
-    loss = nn.functional.mse_loss(model(xs[rank]), ys[rank])
-    loss.backward()
-    return loss
 
 
 def _payload(rank):
@@ -117,7 +101,8 @@ def _aggregated(rank):
     applied, total = torch.zeros(1084), torch.zeros(1084)
     for step in range(5):
         model.zero_grad()
-        _backward(model, rank, step)
+        xs, ys = shards(step, 2)
+        nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
         total += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
         assert aggregation.agg_grad(by_layer=step % 2 == 0)(model, "avg_world")
         applied += torch.cat([p.grad.reshape(-1) for p in model.parameters()])

@@ -6,6 +6,7 @@ from accounts import digest, unfit
 from models import SMALL_BUCKETS, mlp, shards
 from programs import METHODS as EVERY_METHOD
 from programs import PROGRAMS, SCHEDULED, faults, run
+from support.training import descend
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -63,9 +64,7 @@ def _clamped(rank, world, through):
         p.register_post_accumulate_grad_hook(clamp)
     for step in range(STEPS):
         xs, ys = shards(step, world)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
-        optimizer.step()
+        descend(optimizer, nn.functional.mse_loss(model(xs[rank]), ys[rank]))
     if through == "stenograd":
         sync.close()
     return digest(list(model.parameters()))
@@ -148,9 +147,7 @@ def _ran_out(rank):
             for step in range(batches[rank]):
                 xs, ys = shards(step, 2)
                 for model, optimizer in zip(models, optimizers, strict=True):
-                    optimizer.zero_grad()
-                    nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
-                    optimizer.step()
+                    descend(optimizer, nn.functional.mse_loss(model(xs[rank]), ys[rank]))
     for sync in syncs:
         sync.close()
     return digest([p for m in models for p in m.parameters()]), [sync.step for sync in syncs]

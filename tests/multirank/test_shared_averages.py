@@ -87,13 +87,7 @@ def _check_against_simulation(pool, world_size, steps):
         for number in range(steps):
             xs = [_vector(r, number) for r in range(world_size)]
             simulated = exchange(
-                compressor,
-                xs,
-                states,
-                shapes=SHAPES,
-                step=number,
-                want_error=True,
-                spy=requests.append,
+                compressor, xs, states, shapes=SHAPES, step=number, want_error=True, spy=requests.append
             )
             states, rounding = [e.state for e in simulated], wire_rounding(requests)
             for rank in range(world_size):

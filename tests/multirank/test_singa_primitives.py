@@ -245,9 +245,7 @@ def test_signatures_are_those_of_the_documents(name):
     """What the documents do not name comes by its name only."""
     _, *every = inspect.signature(getattr(DistOpt, name)).parameters.values()
     given = [p for p in every if p.kind != p.KEYWORD_ONLY]
-    shown = [
-        p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given if p.kind != p.KEYWORD_ONLY
-    ]
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in given]
     assert " ".join(shown) == DOCUMENTED[name]
 
 

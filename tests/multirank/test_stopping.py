@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import SMALL_BUCKETS, flat, mlp
 from support.faces import attached
-from support.training import shards
+from support.training import descend, shards
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -217,9 +217,7 @@ def _in_nodes(rank, method, asker):
         optimizer.register_step_pre_hook(lambda *_: sync.stop() if (len(heard), rank) == (2, asker) else None)
         for step in range(8):
             x, y = (part[rank] for part in shards(step, 4))
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            descend(optimizer, nn.functional.mse_loss(model(x), y))
             heard.append(sync.stopping)
     return heard
 
@@ -240,9 +238,7 @@ def _run_out(rank):
         with Join([sync]):
             for step in range(3 if rank == WORLD - 1 else 9):
                 x, y = (part[rank] for part in shards(step, WORLD))
-                optimizer.zero_grad()
-                nn.functional.mse_loss(model(x), y).backward()
-                optimizer.step()
+                descend(optimizer, nn.functional.mse_loss(model(x), y))
                 steps += 1
                 if sync.stopping:
                     break

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from models import SMALL_BUCKETS, flat, mlp
+from support.training import descend
 from torch.nn import functional
 
 import stenograd
@@ -105,9 +106,7 @@ def _saved(rank, folder, resumed):
         return step, sync.round, found, flat(model)
     while sync.round < 3:
         time.sleep(0.005 * (1 + 3 * rank))
-        optimizer.zero_grad()
-        model(torch.ones(2, 10)).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(torch.ones(2, 10)).square().mean())
     if rank == 0:  # some more steps on one rank
         model(torch.ones(2, 10)).square().mean().backward()
         optimizer.step()
@@ -180,9 +179,7 @@ def _kept(rank, folder):
     with stenograd.distribute(model, optimizer, "diloco:every=0.1s", timeout_s=60) as sync:
         while sync.round < 2:
             time.sleep(0.005 * (1 + 3 * rank))
-            optimizer.zero_grad()
-            model(torch.ones(2, 10)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(2, 10)).square().mean())
         sync.refresh()
         stenograd.save_state(folder, sync, model=model, optimizer=optimizer)
         saved, made, state = flat(model), sync.step, sync.state_dict()
@@ -252,9 +249,7 @@ def _stopped(rank, how):
     steps = 0
     while not sync.stopping:
         time.sleep(0.004 * (1 + 4 * rank))
-        optimizer.zero_grad()
-        model(torch.ones(2, 10)).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(torch.ones(2, 10)).square().mean())
         steps += 1
         if steps == 10 and rank == 0:
             sync.stop()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import SMALL_BUCKETS, flat, mlp, shards
 from support.faces import attached
+from support.training import descend
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -99,9 +100,7 @@ def _wide(rank):
     with stenograd.distribute(model, optimizer, "dense", timeout_s=30) as sync:
 
         def train(shift):
-            optimizer.zero_grad()
-            (model(torch.ones(1, 10)) + shift - rank).square().sum().backward()
-            optimizer.step()
+            descend(optimizer, (model(torch.ones(1, 10)) + shift - rank).square().sum())
 
         with sync.join():
             for _ in range(3 - 2 * rank):
@@ -163,9 +162,7 @@ def _uneven_ddp(rank, method, how):
     with {"model": model.join, "hook": getattr(hook, "join", None), "Join": lambda: Join([hook])}[how]():
         for s in range(6 - 3 * rank):
             xs, ys = shards(s, 2)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(xs[rank]), ys[rank]).backward()
-            optimizer.step()
+            descend(optimizer, nn.functional.mse_loss(model(xs[rank]), ys[rank]))
     if hook is not None:
         hook.close()
     return flat(model)

@@ -51,8 +51,7 @@ def _scaled(rank, face, method, weighted):
 
 
 @pytest.mark.parametrize(
-    ("face", "method"),
-    [*(("distribute", m) for m in EVERY), *(("ddp", m) for m in by_name() if m in EVERY)],
+    ("face", "method"), [*(("distribute", m) for m in EVERY), *(("ddp", m) for m in by_name() if m in EVERY)]
 )
 def test_every_method_sends_what_it_would_of_scaled_gradients(pool, face, method):
     """Bit for bit, feedback included, since shares are powers of two."""
@@ -103,8 +102,7 @@ def _by_one_process(accumulated, dtype):
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize(
-    ("face", "method"),
-    [("distribute", "dense"), ("ddp", "dense"), ("distribute", "topk:ratio=1")],
+    ("face", "method"), [("distribute", "dense"), ("ddp", "dense"), ("distribute", "topk:ratio=1")]
 )
 def test_training_equals_one_process_over_all_samples(pool, face, method, accumulated, reduce):
     """Empty batches, whose mean is NaN, count for nothing."""

@@ -38,6 +38,29 @@ def step(model, optimizer, x, y):
     return loss.detach()
 
 
+def descend(optimizer, loss):
+    """Take one step down a loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def flat(model):
     """Return all parameters in a row."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def on_whole_batches(optimizer_of, world_size, steps, scheduler_of=None):
+    """Train one process on all ranks' batches, and return the weights.
+
+    The gradient of the mean of the ranks' losses is the mean of their gradients.
+    """
+    model = mlp(0)
+    optimizer = optimizer_of(model.parameters())
+    scheduler = scheduler_of(optimizer) if scheduler_of else None
+    for number in range(steps):
+        xs, ys = shards(number, world_size)
+        step(model, optimizer, torch.cat(xs), torch.cat(ys))
+        if scheduler:
+            scheduler.step()
+    return flat(model)

@@ -143,18 +143,10 @@ def test_rounds_have_random_orders_that_all_ranks_know():
 
 def turns(*turns_ms, counted=None):
     bytes_ = [1000.0] * len(turns_ms)
-    return {
-        "turns_ms": list(turns_ms),
-        "interface_bytes": bytes_,
-        "counted_bytes": [counted] * len(turns_ms),
-    }
+    return {"turns_ms": list(turns_ms), "interface_bytes": bytes_, "counted_bytes": [counted] * len(turns_ms)}
 
 
-TURNS = {
-    "none": turns(10, 20, 10),
-    "ddp": turns(20, 40, 30),
-    "sign": turns(10, 20, 60, counted=900.0),
-}
+TURNS = {"none": turns(10, 20, 10), "ddp": turns(20, 40, 30), "sign": turns(10, 20, 60, counted=900.0)}
 
 
 @pytest.fixture

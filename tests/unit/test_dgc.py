@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from support.gradients import ranks_of
+from support.training import descend
 from torch import nn
 
 import stenograd
@@ -96,9 +97,7 @@ def fit(model, method, momentum, nesterov=False):
     with stenograd.distribute(model, optimizer, method):
         for step in range(10):
             x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            model(x).square().sum(1).mean().backward()
-            optimizer.step()
+            descend(optimizer, model(x).square().sum(1).mean())
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -165,9 +164,7 @@ def test_saving_in_between_changes_nothing():
                 sync = stenograd.distribute(model, optimizer, "dgc:ratio=0.1,ramp_steps=6")
                 sync.load_state_dict(saved)
             x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            model(x).square().sum(1).mean().backward()
-            optimizer.step()
+            descend(optimizer, model(x).square().sum(1).mean())
         sync.close()
         return [p.detach().clone() for p in model.parameters()]
 

@@ -18,11 +18,7 @@ def ranks_of(world, numel, size=1.0):
 
 
 @settings(max_examples=100)
-@given(
-    world=st.integers(1, 9),
-    numel=st.integers(0, 40),
-    size=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
-)
+@given(world=st.integers(1, 9), numel=st.integers(0, 40), size=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
 def test_the_average_is_the_mean_of_what_was_sent(world, numel, size):
     """And nothing is lost but roundings: to 8 bits of each number, and once more of the mean."""
     xs = ranks_of(world, numel, size)

@@ -36,7 +36,7 @@ sys.exit(bool(values.pack_values(torch.tensor([4.0]), "int8")[1] == 4))
 
 
 def test_a_change_of_an_inlined_helper_takes_effect(tmp_path, monkeypatch):
-    """`_to_int8` is in cpu/values.py and calls `bits_of` of cpu/jit.py, whose mask then takes a bit of 4."""
+    """`_to_int8` of cpu/values.py comes to `bits_of` of cpu/jit.py, whose mask then takes a bit of 4."""
     shutil.copytree(
         Path(stenograd.__file__).parent, tmp_path / "stenograd", ignore=shutil.ignore_patterns("__pycache__")
     )

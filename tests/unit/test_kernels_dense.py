@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.kernels import KINDS, LAYOUTS, data, same
 from torch.profiler import ProfilerActivity, profile
 
 from stenograd.compression.contract import Site
@@ -23,37 +24,6 @@ from stenograd.testing.checks import Plain
 plain_quantize = Plain("quantize")
 plain_sign = Plain("sign")
 plain_values = Plain("values")
-
-KINDS = ("normal", "zeros", "negative zeros", "special", "subnormal", "huge")
-LAYOUTS = st.lists(st.integers(0, 90), max_size=4) | st.sampled_from([[1024], [2049, 3], [31, 33, 64]])
-
-
-def data(n, kind, seed):
-    g = torch.Generator().manual_seed(seed)
-    x, r = torch.randn(n + 3, generator=g)[3:], torch.randn(n + 1, generator=g)[1:]
-    if kind in ("zeros", "negative zeros"):
-        x, r = (x * 0).abs(), (r * 0).abs()
-        if kind == "negative zeros":
-            x, r = -x, -r
-    elif kind == "special" and n:
-        x[torch.randint(n, (n // 50 + 1,), generator=g)] = float("nan")
-        x[0], r[-1] = float("inf"), -float("inf")
-    elif kind == "subnormal":
-        x, r = x * 1e-42, r * 1e-43
-    elif kind == "huge":
-        x, r = x * 5e37, r * 5e37
-    return x, r
-
-
-def same(a, b):
-    """Compare tuples of tensors by their bits; any NaN equals any other."""
-    assert len(a) == len(b)
-    for s, t in zip(a, b, strict=True):
-        assert s.dtype is t.dtype
-        if s.is_floating_point():
-            assert torch.equal(s.isnan(), t.isnan())
-            s, t = s.nan_to_num(7.0), t.nan_to_num(7.0)
-        assert s.contiguous().view(torch.uint8).tolist() == t.contiguous().view(torch.uint8).tolist()
 
 
 @settings(max_examples=120)
@@ -163,11 +133,7 @@ def test_the_hash_is_uniform_and_independent_over_places_and_seeds(uniforms):
     assert u.max() < 1
     counts = torch.histc(u, 256, 0, 1)
     assert abs(float(((counts - n / 256) ** 2).sum() / (n / 256)) - 255) < 5 * 22.6
-    others = [
-        uniforms(2, n),
-        uniforms(1 << 32, n),
-        uniforms(-1, n),
-    ]
+    others = [uniforms(2, n), uniforms(1 << 32, n), uniforms(-1, n)]
     for other in (*others, u.roll(1), u.roll(2), u.roll(1024)):
         correlation = float(((u - 0.5) * (other - 0.5)).mean() * 12)
         assert abs(correlation) < 5 / math.sqrt(n)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import KINDS, data
 
 from stenograd.errors import ConfigError, TensorTypeError, WireError
 from stenograd.kernels.cpu import indices as cpu_places
@@ -18,30 +19,6 @@ from stenograd.testing.checks import Plain
 plain_places = Plain("indices")
 plain_scatter = Plain("scatter")
 plain_select = Plain("select")
-
-KINDS = ("normal", "ties", "zeros", "special", "rare", "subnormal", "huge", "outliers")
-
-
-def data(n, kind, seed):
-    """Return a gradient and a residual; both start inside a larger buffer."""
-    g = torch.Generator().manual_seed(seed)
-    x, r = torch.randn(n + 3, generator=g)[3:], torch.randn(n + 1, generator=g)[1:]
-    if kind == "ties":
-        x, r = x.round(), r.round()
-    elif kind == "zeros":
-        x, r = x * 0, r * 0
-    elif kind == "special" and n:
-        x[torch.randint(n, (n // 50 + 1,), generator=g)] = float("nan")
-        x[0], r[-1] = float("inf"), -float("inf")
-    elif kind == "rare":
-        x, r = x * (torch.rand(n, generator=g) < 0.002), r * 0
-    elif kind == "subnormal":
-        x, r = x * 1e-42, r * 1e-43
-    elif kind == "huge":
-        x, r = x * 1e38, r * 1e38
-    elif kind == "outliers":  # all in one stretch, and between the sampled places
-        x[n // 2 : n // 2 + n // 20] += 100
-    return x, r
 
 
 def same(a, b):

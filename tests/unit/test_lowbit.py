@@ -14,11 +14,7 @@ from stenograd.simulate import exchange
 
 # Written out: a sign, three exponent bits and no mantissa; a power of two from 1/64 to 1.
 E3M0 = [0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
-LEVELS = {
-    "e3m0": [*E3M0, *(-v for v in E3M0)],
-    "int4": [k / 7 for k in range(-7, 8)],
-    "int2": [-1, 0, 1],
-}
+LEVELS = {"e3m0": [*E3M0, *(-v for v in E3M0)], "int4": [k / 7 for k in range(-7, 8)], "int2": [-1, 0, 1]}
 vectors = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=60)
 
 

@@ -66,11 +66,7 @@ def test_a_partition_is_a_data_set_that_can_be_copied():
         (lambda: partition_dataset_by_rank(range(2), 0, 3), DataError, "at least one sample per rank"),
         (lambda: DataPartitioner(range(9), 0, True, [0.5, 0.4]), ConfigError, "sum to 1"),
         (lambda: DataPartitioner(range(9), 0, True, [1.5, -0.5]), ConfigError, "must be above 0"),
-        (
-            lambda: DataPartitioner(range(9), 0, True, seed=-1),
-            ConfigError,
-            "seed must be at least 0",
-        ),
+        (lambda: DataPartitioner(range(9), 0, True, seed=-1), ConfigError, "seed must be at least 0"),
     ],
 )
 def test_bad_arguments(call, error, says):

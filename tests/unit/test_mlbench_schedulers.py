@@ -15,10 +15,7 @@ def _optimizer(lr=10.0):
 
 
 TABLES = {
-    "warm-up 0 to 10 in 5": (
-        lambda o: s.LRLinearWarmUp(o, 0, 10, 5),
-        [0, 2, 4, 6, 8, 10, 10, 10],
-    ),
+    "warm-up 0 to 10 in 5": (lambda o: s.LRLinearWarmUp(o, 0, 10, 5), [0, 2, 4, 6, 8, 10, 10, 10]),
     "warm-up 4 to 8 in 2": (lambda o: s.LRLinearWarmUp(o, 4, 8, 2), [4, 6, 8, 8]),
     "no warm-up": (lambda o: s.LRLinearWarmUp(o, 0, 3, 0), [3, 3]),
     "milestones 2, 3": (lambda o: s.MultiStepLRLinearWarmUp(o, 0.5, [2, 3], 10), [10, 10, 5, 2.5, 2.5]),
@@ -42,10 +39,7 @@ TABLES = {
         [0.1, 1, 10, 10, 1, 1, 0.1, 0.1, 0.1],
     ),
     "no decay before the end": (lambda o: s.ExponentialWarmupMultiStepLR(o, 3), [10, 10, 10, 5]),
-    "polynomial": (
-        lambda o: s.PolyDecayLRLinearWarmup(o, 0, 4, 2, 4),
-        [0, 2, 4, 2.25, 1, 0.25, 0, 0],
-    ),
+    "polynomial": (lambda o: s.PolyDecayLRLinearWarmup(o, 0, 4, 2, 4), [0, 2, 4, 2.25, 1, 0.25, 0, 0]),
     "linear to a floor": (
         lambda o: s.PolyDecayLRLinearWarmup(o, 0, 4, 0, 2, min_lr=1, power=1),
         [4, 2.5, 1, 1],

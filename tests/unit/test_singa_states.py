@@ -96,14 +96,7 @@ def test_a_parameter_that_is_gone_takes_its_state_along():
 
 
 @pytest.mark.parametrize(
-    "states",
-    [
-        {},
-        {"step_counter": 1, "m": {}},
-        {"step_counter": -1},
-        {"step_counter": 0.5},
-        [1],
-    ],
+    "states", [{}, {"step_counter": 1, "m": {}}, {"step_counter": -1}, {"step_counter": 0.5}, [1]]
 )
 def test_foreign_states_are_refused(states):
     with pytest.raises(ConfigError, match="got"):

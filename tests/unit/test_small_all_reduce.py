@@ -22,8 +22,7 @@ def ranks_of(world, shapes, dtype=torch.float32):
 
 @settings(max_examples=60)
 @given(
-    world=st.integers(1, 9),
-    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=4),
+    world=st.integers(1, 9), shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=4)
 )
 def test_is_the_mean_on_every_rank(world, shapes):
     ranks = ranks_of(world, shapes)

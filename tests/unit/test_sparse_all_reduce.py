@@ -144,11 +144,7 @@ def test_entries_that_do_not_fit_stay_the_smallest_first(compact):
     x = torch.zeros(1000).index_put_((mine,), torch.arange(1.0, 41.0))
     owner, *others = exchange(TopK(ratio=0.04, compact=compact, reduce="regions"), [x] * 4, want_error=True)
     assert owner.average[mine].tolist() == [0.0] * 30 + [float(v) for v in range(31, 41)]
-    assert owner.error[mine].tolist() == [
-        *range(1, 21),
-        *range(84, 121, 4),
-        *[0.0] * 10,
-    ]
+    assert owner.error[mine].tolist() == [*range(1, 21), *range(84, 121, 4), *[0.0] * 10]
     for e in others:
         assert e.error[mine].tolist() == [*range(1, 21), *[0.0] * 20]
 

@@ -173,9 +173,7 @@ def test_push_sum_keeps_the_mean_where_ranks_send_to_unequally_many():
     graph, matrix = _Arrows(UNEVEN), mixing_matrix(_Arrows(UNEVEN), 3)
     x, w = torch.tensor([0.0, 2.0, 7.0], dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     for step in range(80):
-        run(
-            [mixing([zs[r]], UNEVEN[r], r, graph.targets(r, 3, step), ws[r]) for r in range(3)],
-        )
+        run([mixing([zs[r]], UNEVEN[r], r, graph.targets(r, 3, step), ws[r]) for r in range(3)])
         x, w = matrix @ x, matrix @ w
         torch.testing.assert_close(torch.cat(zs), x / w, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(torch.stack(ws), w, rtol=1e-12, atol=0)
@@ -306,10 +304,7 @@ class _Rows:
     [
         ([{0: 0.5, 1: 0.4}, {0: 0.5, 1: 0.5}], "weights of rank 0 at step 0 must sum to 1"),
         ([{1: 1.0}, {0: 1.0}], "its own included"),
-        (
-            [{0: 0.5, 1: 0.5}, {1: 1.0}],
-            "neighbours at step 0 must be symmetric, got rank 1 among",
-        ),
+        ([{0: 0.5, 1: 0.5}, {1: 1.0}], "neighbours at step 0 must be symmetric, got rank 1 among"),
         ([{0: 0.5, 2: 0.5}, {1: 1.0}], "must be other ranks of 0..1"),
     ],
 )

@@ -21,8 +21,7 @@ class Preset:
 # Keys given with the name replace the ones here; a compressor after the slash replaces the one here.
 PRESETS = {
     "postlocal": Preset(
-        "local:every=16,after=2000",
-        'Lin et al., "Don\'t Use Large Mini-Batches, Use Local SGD", ICLR 2020.',
+        "local:every=16,after=2000", 'Lin et al., "Don\'t Use Large Mini-Batches, Use Local SGD", ICLR 2020.'
     ),
     # The decayed residual takes the place of outer momentum.
     "sparseloco": Preset(

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from stenograd.compression.contract import Exchange, Payload, Site, State
 from stenograd.errors import MethodError, WireError, bad_value, check_count
@@ -202,8 +203,8 @@ class Message:
 
     def write(self, indices: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Write indices, which ascend, and their values."""
-        plain = index_type(self.numel)
-        where = pack_indices(indices, self.numel) if self.compact else indices.to(plain)
+        n = self.numel
+        where = pack_indices(indices, n) if self.compact else indices.to(index_type(n))
         if self.values is None:
             return where, values
         if self.values == "int2":
@@ -505,7 +506,9 @@ def sparse_all_reduce(
     world, own = regions.world_size, site.rank
     first = _Rows(regions.slots, regions.length, compact, halves)
     second = _Rows(regions.kept, regions.length, compact, halves)
-    sums = _padded(regions.take(x, own), first)  # leaves zeros in x, so none of its own region is selected
+    region = regions.take(x, own)  # leaves zeros in x, so none of its own region is selected
+    # In at least float32, with room for the entries that lie behind it.
+    sums = pad(region.to(torch.promote_types(region.dtype, torch.float32)), (0, first.count))
     indices = select(x, regions.k)[0].long()
     owner, local = regions.divide(indices)
     chosen = x.index_select(0, indices)
@@ -571,12 +574,6 @@ def _numbered(owner: Tensor, owners: int) -> Tensor:
 def _real(indices: Tensor, values: Tensor, are: Tensor) -> tuple[Tensor, Tensor]:
     """Let those that are not real add nothing, at a place that there is."""
     return torch.where(are, indices, 0), torch.where(are, values, 0)
-
-
-def _padded(region: Tensor, rows: _Rows) -> Tensor:
-    """Return a region in at least float32, with room for the entries that lie behind it."""
-    dtype = torch.promote_types(region.dtype, torch.float32)
-    return torch.nn.functional.pad(region.to(dtype), (0, rows.count))
 
 
 def _largest(sums: Tensor, quota: int, rows: _Rows, like: Tensor, world_size: int) -> tuple[Tensor, Tensor]:

@@ -136,9 +136,8 @@ class DeMo(Compressor):
 
     def blocks(self, shape: torch.Size) -> tuple[int, int, int, int]:
         """Return how many blocks lie below and beside each other, and their two sides."""
-        rows, columns = (
-            (shape[0], shape.numel() // max(shape[0], 1)) if len(shape) > 1 else (1, shape.numel())
-        )
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = shape.numel() // max(rows, 1)
         height, width = _divisor(rows, self.chunk), _divisor(columns, self.chunk)
         return rows // height, columns // width, height, width
 

@@ -126,6 +126,5 @@ def _distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
 
 def _others(n: int, indices: Tensor) -> Tensor:
     """Return the indices below n that are not among the given ones."""
-    return torch.nonzero(torch.ones(n, dtype=torch.bool, device="cpu").index_fill_(0, indices, False)).view(
-        -1
-    )
+    left = torch.ones(n, dtype=torch.bool, device="cpu").index_fill_(0, indices, False)
+    return torch.nonzero(left).view(-1)

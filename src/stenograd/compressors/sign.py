@@ -105,13 +105,10 @@ class Sign(BlockCodec):
             return self._mean(payloads, like, site)
         votes = site.out(like).zero_()  # at most the world size, exact in every dtype up to 256 ranks
         for signs, _ in payloads:
-            votes += self._signs(signs, like)
+            votes += unpack_bits(signs, 1, like.numel()).to(like.dtype).mul_(2).sub_(1)
         scales = average_of(scales for _, scales in payloads)
         return scale_blocks(votes.sign_(), scales.to(votes.dtype), self.block, site.numels)
 
     def _mean(self, payloads: Sequence[Payload], like: Tensor, site: Site) -> Tensor:
         messages = [(bits, scales) for bits, scales in payloads]
         return sign_decode_mean(messages, self.block, site.numels, out=site.out(like))
-
-    def _signs(self, packed: Tensor, like: Tensor) -> Tensor:
-        return unpack_bits(packed, 1, like.numel()).to(like.dtype).mul_(2).sub_(1)

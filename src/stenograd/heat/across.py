@@ -109,9 +109,8 @@ class Plan:
             skips: those of the last epoch.
             is_plateau: returns whether the loss stopped improving; called once per epoch, only while cycling.
         """
-        if epoch < self.warmup_epochs or epoch >= self.total_epochs - self.cooldown_epochs:
-            return BLOCKING
-        if self.max_global_skips == 0:
+        cycling = self.warmup_epochs <= epoch < self.total_epochs - self.cooldown_epochs
+        if not cycling or self.max_global_skips == 0:
             return BLOCKING
         if epoch == self.warmup_epochs or skips == BLOCKING:  # or the plan was changed meanwhile
             skips = self._start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.nn.functional import pad
 
 from stenograd.errors import WireError
 
-__all__ = ["block_views", "pack_bits", "packed_bytes", "scale_blocks", "unpack_bits"]
+__all__ = ["block_starts", "block_views", "pack_bits", "packed_bytes", "scale_blocks", "unpack_bits"]
 
 # A packed word of `bits` bytes is also an integer of this type, so it needs no byte-wise copy.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -115,6 +116,18 @@ def block_views(flat: Tensor, block: int, numels: Sequence[int]) -> list[Tensor]
             views += [flat[begin:end].view(-1, block), flat[end : end + rest].view(1, -1)]
             begin = end = end + rest
     return [v for v in [*views, flat[begin:end].view(-1, block)] if v.numel()]
+
+
+def block_starts(block: int, numels: Sequence[int]) -> Tensor:
+    """Return where each block of `block_views` starts in the flat tensor, and where the last one ends.
+
+    Example:
+        >>> block_starts(4, [8, 0, 10])
+        tensor([ 0,  4,  8, 12, 16, 18])
+    """
+    ends = accumulate(numels)
+    starts = [torch.arange(end - m, end, block, device="cpu") for m, end in zip(numels, ends, strict=True)]
+    return torch.cat([*starts, torch.tensor([sum(numels)], device="cpu")])
 
 
 def scale_blocks(flat: Tensor, scales: Tensor, block: int, numels: Sequence[int]) -> Tensor:

@@ -113,8 +113,7 @@ def qsgd_decode_mean(
         return landed(mean, out)
     levels = levels_of(bits)
     check_scales(payloads, block_count(block, numels, n))
-    total = torch.empty(n, dtype=torch.float32, device=kind.device) if wide is None else wide
-    total.zero_()
+    total = torch.zeros(n, dtype=torch.float32, device=kind.device) if wide is None else wide.zero_()
     for codes, scales in payloads:
         y = unpack_bits(codes, bits, n).to(total.dtype).sub_(levels)
         total += scale_blocks(y, _level(scales, levels), block, numels)

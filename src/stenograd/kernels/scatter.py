@@ -58,8 +58,7 @@ def scatter_mean(vectors: Sequence[tuple[Tensor, Tensor]], n: int, out: Tensor |
     fast = pick(scatter_mean, kind, numel=n)
     if fast is not None:
         return landed(fast(vectors, n, wide), out)
-    total = torch.empty(n, dtype=torch.float32, device=kind.device) if wide is None else wide
-    total.zero_()
+    total = torch.zeros(n, dtype=torch.float32, device=kind.device) if wide is None else wide.zero_()
     for indices, values in vectors:
         indices = inside(indices, n)
         if indices.numel() != values.numel():

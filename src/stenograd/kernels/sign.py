@@ -106,8 +106,7 @@ def sign_decode_mean(
     if fast is not None and (mean := fast(payloads, block, numels, wide)) is not None:
         return landed(mean, out)
     check_scales(payloads, block_count(block, numels, n))
-    total = torch.empty(n, dtype=torch.float32, device=kind.device) if wide is None else wide
-    total.zero_()
+    total = torch.zeros(n, dtype=torch.float32, device=kind.device) if wide is None else wide.zero_()
     for bits, scales in payloads:
         signs = unpack_bits(bits, 1, n).to(total.dtype).mul_(2).sub_(1)
         total += scale_blocks(signs, scales.to(total.dtype), block, numels)

@@ -19,16 +19,11 @@ from torch import Tensor
 from stenograd.devices import bring
 from stenograd.errors import WireError
 from stenograd.kernels.backend import present
-from stenograd.kernels.bits import pack_bits, packed_bytes
+from stenograd.kernels.bits import block_starts, pack_bits, packed_bytes
 from stenograd.kernels.quantize import MOST, hash_keys, levels_of
 from stenograd.kernels.sign import block_count, check_scales
 
-__all__ = [
-    "qsgd_decode_mean",
-    "qsgd_encode_feedback",
-    "sign_decode_mean",
-    "sign_encode_feedback",
-]
+__all__ = ["qsgd_decode_mean", "qsgd_encode_feedback", "sign_decode_mean", "sign_encode_feedback"]
 
 _WIDEST = 8192  # elements of a block that one program holds in registers
 _PIECE = 256  # elements that the mean magnitude adds up at once
@@ -51,12 +46,8 @@ def _kernel(function: Callable[..., Any]) -> Any:
 @lru_cache(maxsize=64)
 def _starts(block: int, numels: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     """Return where each block starts, the end of the last included, and the lanes that hold the longest."""
-    starts, begin = [0], 0
-    for numel in numels:
-        starts += [min(end, begin + numel) for end in range(begin + block, begin + numel + block, block)]
-        begin += numel
     width = min(block, max(numels, default=1))
-    return torch.tensor(starts, device=device), triton.next_power_of_2(max(width, 1))
+    return block_starts(block, numels).to(device), triton.next_power_of_2(max(width, 1))
 
 
 def _packs(bits: int, block: int, numels: Sequence[int], width: int) -> bool:

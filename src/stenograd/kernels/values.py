@@ -9,12 +9,7 @@ from stenograd.errors import ConfigError, WireError
 from stenograd.kernels.backend import pick
 from stenograd.kernels.bits import block_views, scale_blocks
 
-__all__ = [
-    "VALUE_BLOCK",
-    "check_values",
-    "pack_values",
-    "unpack_values",
-]
+__all__ = ["VALUE_BLOCK", "check_values", "pack_values", "unpack_values"]
 
 VALUE_BLOCK = 256  # int8 values that share a scale: 32 / 256 bits more a value
 _KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}

@@ -223,11 +223,7 @@ class Aggregation(Averaging, ABC):
     """
 
     def __init__(
-        self,
-        use_cuda: bool = False,
-        world_size: int | None = None,
-        *,
-        compressor: Compressor | None = None,
+        self, use_cuda: bool = False, world_size: int | None = None, *, compressor: Compressor | None = None
     ) -> None:
         if use_cuda and not devices.count():
             raise bad_value("use_cuda", "needs a CUDA device", use_cuda, "leave it out to train on the CPU")

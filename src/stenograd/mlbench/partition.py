@@ -77,11 +77,9 @@ class DataPartitioner:
         self.data = data
         count = len(data)
         generator = torch.Generator(device="cpu").manual_seed(seed)
-        samples = (
-            torch.randperm(count, generator=generator, device="cpu").tolist()
-            if shuffle
-            else list(range(count))
-        )
+        samples = list(range(count))
+        if shuffle:
+            samples = torch.randperm(count, generator=generator, device="cpu").tolist()
         # the last whatever the sum rounds to
         ends = [round(math.fsum(sizes[:i]) * count) for i in range(len(sizes))] + [count]
         self.partitions = [samples[start:end] for start, end in pairwise(ends)]

@@ -297,12 +297,9 @@ class SGD(Optimizer):
     def _check(self, config: Mapping[str, DecayScheduler]) -> None:
         momentum, dampening = config["momentum"].init_value, config["dampening"].init_value
         if config["nesterov"].init_value and (momentum <= 0 or dampening != 0):
-            raise bad_value(
-                "nesterov",
-                "needs momentum > 0 and dampening 0",
-                f"momentum {momentum}, dampening {dampening}",
-                "use SGD(lr=0.1, momentum=0.9, nesterov=True)",
-            )
+            got = f"momentum {momentum}, dampening {dampening}"
+            advice = "use SGD(lr=0.1, momentum=0.9, nesterov=True)"
+            raise bad_value("nesterov", "needs momentum > 0 and dampening 0", got, advice)
 
     def change(self, param: Tensor, grad: Tensor, slot: Slot, values: Mapping[str, float]) -> None:
         """Update a parameter with its velocity."""

@@ -69,9 +69,8 @@ class Recipe:
         for name, bound in least.items():
             got = getattr(self, name)
             if not isinstance(got, int) or isinstance(got, bool) or got < bound:
-                raise bad_value(
-                    name, f"must be a whole number >= {bound}", got, f"use {max(bound, 1)} or more"
-                )
+                advice = f"use {max(bound, 1)} or more"
+                raise bad_value(name, f"must be a whole number >= {bound}", got, advice)
 
     def _check_rates(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -205,7 +204,5 @@ class Task(ABC):
         scores = model(inputs).flatten(0, -2)  # (targets, classes)
         wanted = targets.flatten()
         mean = functional.cross_entropy(scores, wanted, ignore_index=IGNORE)
-        correct = int(
-            (scores.argmax(dim=-1) == wanted).sum()
-        )  # no class is -1, so an ignored target never hits
+        correct = int((scores.argmax(dim=-1) == wanted).sum())  # an ignored target, -1, is no class
         return mean, correct, int((wanted != IGNORE).sum())

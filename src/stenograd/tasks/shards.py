@@ -32,9 +32,8 @@ def shard(size: int, rank: int, world_size: int, *, shuffle: bool, seed: int) ->
         [[0, 1, 2], [3, 4]]
     """
     _check_world(size, rank, world_size)
-    samples = (
-        _shuffled(torch.arange(size, device="cpu"), 0, seed) if shuffle else torch.arange(size, device="cpu")
-    )
+    samples = torch.arange(size, device="cpu")
+    samples = _shuffled(samples, 0, seed) if shuffle else samples
     return samples.tensor_split(world_size)[rank].clone()
 
 

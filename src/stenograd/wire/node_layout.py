@@ -54,10 +54,7 @@ class Layout:
 
 
 def find_layout(
-    driver: Driver,
-    world: World,
-    node_size: int | None = None,
-    nodes: Sequence[Sequence[int]] | None = None,
+    driver: Driver, world: World, node_size: int | None = None, nodes: Sequence[Sequence[int]] | None = None
 ) -> Layout:
     """Find out which ranks share a node: as given, or else as the launcher placed them.
 

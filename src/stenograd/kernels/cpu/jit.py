@@ -25,6 +25,7 @@ __all__ = [
     "bits_of",
     "divide",
     "kernel",
+    "largest_magnitude",
     "one_over",
     "peek",
     "put",
@@ -161,6 +162,17 @@ def array_at(address: Any, size: Any, dtype: Any) -> Any:
 def bits_of(value: Any) -> Any:
     """Return the bits of a float32 without its sign, which order magnitudes as integers; NaN is largest."""
     return np.float32(value).view(np.uint32) & np.uint32(0x7FFFFFFF)
+
+
+@kernel
+def largest_magnitude(v: Any) -> Any:
+    """Return the largest magnitude; NaN is larger than infinity."""
+    largest = np.uint32(0)
+    for i in range(v.size):
+        bits = np.uint32(bits_of(v[i]))
+        # numba's `max` would compare in 64 bits, which takes four times as long.
+        largest = bits if bits > largest else largest
+    return np.uint32(largest).view(np.float32)
 
 
 @kernel

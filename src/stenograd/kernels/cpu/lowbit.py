@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stenograd.errors import WireError
-from stenograd.kernels.bits import packed_bytes
-from stenograd.kernels.cpu.jit import aligned, bits_of, kernel, view
+from stenograd.kernels.bits import block_starts, packed_bytes
+from stenograd.kernels.cpu.jit import aligned, bits_of, kernel, largest_magnitude, view
 from stenograd.kernels.lowbit import BITS, levels, top_of
 from stenograd.kernels.sign import block_count, check_scales
 
@@ -26,8 +26,8 @@ def lowbit_encode(x: Tensor, name: str, block: int, numels: Sequence[int]) -> tu
     scales = torch.empty(block_count(block, numels, x.numel()), dtype=torch.float32, device="cpu")
     bits, n = BITS[name], x.numel()
     codes = np.zeros(n + -n % 8, np.uint8)  # whole bytes, whatever the bits
-    lengths, top = np.array(numels, np.int64), np.float32(0 if name == "e3m0" else top_of(name))
-    _encode(view(x), block, lengths, top, codes, view(scales))
+    top = np.float32(0 if name == "e3m0" else top_of(name))
+    _encode(view(x), view(block_starts(block, numels)), top, codes, view(scales))
     packed = np.empty(codes.size * bits // 8, np.uint8)
     _pack(codes, bits, packed)
     return torch.from_numpy(packed[: packed_bytes(n, bits)]), scales
@@ -42,31 +42,23 @@ def lowbit_decode(payload: tuple[Tensor, Tensor], name: str, block: int, numels:
         raise WireError(f"{n} values of {bits} bits take {packed_bytes(n, bits)} bytes, got {codes.numel()}")
     values = torch.empty(n, dtype=torch.float32, device="cpu")
     factors = view(aligned(scales.to(torch.float32)))
-    table, lengths = view(levels(name)), np.array(numels, np.int64)
-    _decode(view(codes.contiguous()), bits, table, block, lengths, factors, view(values))
+    starts = view(block_starts(block, numels))
+    _decode(view(codes.contiguous()), bits, view(levels(name)), starts, factors, view(values))
     return values
 
 
 @kernel
-def _encode(x: Any, block: int, numels: Any, top: Any, codes: Any, scales: Any) -> None:
-    start = row = 0
-    for numel in numels:
-        end = start + numel
-        while start < end:
-            stop = min(start + block, end)
-            v, out = x[start:stop], codes[start:stop]
-            largest = np.uint32(0)
-            for i in range(v.size):
-                largest = max(largest, bits_of(v[i]))
-            scale = np.uint32(largest).view(np.float32)  # NaN is larger than infinity
-            unit = scale if scale != 0 else np.float32(1)
-            if top == 0:
-                _powers(v, unit, out)
-            else:
-                _integers(v, unit, top, out)
-            scales[row] = scale
-            row += 1
-            start = stop
+def _encode(x: Any, starts: Any, top: Any, codes: Any, scales: Any) -> None:
+    for row in range(scales.size):
+        start, stop = starts[row], starts[row + 1]
+        v, out = x[start:stop], codes[start:stop]
+        scale = largest_magnitude(v)
+        unit = scale if scale != 0 else np.float32(1)
+        if top == 0:
+            _powers(v, unit, out)
+        else:
+            _integers(v, unit, top, out)
+        scales[row] = scale
 
 
 @kernel
@@ -105,23 +97,18 @@ def _pack(codes: Any, bits: int, packed: Any) -> None:
 
 
 @kernel
-def _decode(packed: Any, bits: int, table: Any, block: int, numels: Any, scales: Any, values: Any) -> None:
-    start = row = 0
+def _decode(packed: Any, bits: int, table: Any, starts: Any, scales: Any, values: Any) -> None:
     mask = (1 << bits) - 1
-    for numel in numels:
-        end = start + numel
-        while start < end:
-            stop = min(start + block, end)
-            scale, at = scales[row], start
-            if bits == 4 and not start & 1:  # two at once, as far as they are pairs
-                pairs = (stop - start) >> 1
-                for i in range(pairs):
-                    both = packed[(start >> 1) + i]
-                    values[start + 2 * i] = table[both & 15] * scale
-                    values[start + 2 * i + 1] = table[both >> 4] * scale
-                at = start + 2 * pairs
-            for i in range(at, stop):
-                code = (packed[(i * bits) >> 3] >> ((i * bits) & 7)) & mask
-                values[i] = table[code] * scale
-            row += 1
-            start = stop
+    for row in range(scales.size):
+        start, stop = starts[row], starts[row + 1]
+        scale, at = scales[row], start
+        if bits == 4 and not start & 1:  # two at once, as far as they are pairs
+            pairs = (stop - start) >> 1
+            for i in range(pairs):
+                both = packed[(start >> 1) + i]
+                values[start + 2 * i] = table[both & 15] * scale
+                values[start + 2 * i + 1] = table[both >> 4] * scale
+            at = start + 2 * pairs
+        for i in range(at, stop):
+            code = (packed[(i * bits) >> 3] >> ((i * bits) & 7)) & mask
+            values[i] = table[code] * scale

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.backend import length_of
-from stenograd.kernels.bits import packed_bytes
+from stenograd.kernels.bits import block_starts, packed_bytes
 from stenograd.kernels.cpu.jit import (
     CHUNK,
     addresses,
@@ -18,6 +18,7 @@ from stenograd.kernels.cpu.jit import (
     bits_of,
     divide,
     kernel,
+    largest_magnitude,
     one_over,
     peek,
     view,
@@ -45,8 +46,8 @@ def qsgd_encode_feedback(
     packed = np.empty(packed_bytes(n, bits) + 8, np.uint8)  # `store_word` writes up to eight zeros too many
     more, left = (_NONE if t is None else view(t) for t in (x, residual))
     keys, codes = np.array(hash_keys(seed), np.uint32), _codes(block, numels)
-    args = (np.array(numels, np.int64), keys, codes, packed, view(scales))
-    _encode(more, left, bits, np.float32(levels), block, *args)
+    starts = view(block_starts(block, numels))
+    _encode(more, left, bits, np.float32(levels), starts, keys, codes, packed, view(scales))
     return torch.from_numpy(packed[: packed_bytes(n, bits)]), scales
 
 
@@ -56,8 +57,7 @@ def _encode(
     residual: Any,
     bits: int,
     levels: Any,
-    block: int,
-    numels: Any,
+    starts: Any,
     keys: Any,
     words_of_codes: Any,
     packed: Any,
@@ -65,26 +65,21 @@ def _encode(
 ) -> None:
     # Two draws a word, and one word more where a piece begins in the middle of one.
     codes, draws = words_of_codes.view(np.uint8), np.empty(CHUNK // 2 + 1, np.uint32)
-    start = row = 0
-    for numel in numels:
-        end = start + numel
-        while start < end:
-            stop = min(start + block, end)
-            v = residual[start:stop] if residual.size else x[start:stop]
-            both = residual.size > 0 and x.size > 0
-            scale = _largest_sum(v, x[start:stop]) if both else _largest(v)
-            _fetch(x, stop)
-            inverse, step = _inverse(scale, levels), scale / levels if residual.size else np.float32(0)
-            _fetch(residual, stop)
-            for i in range(0, v.size, CHUNK):
-                piece = v[i : i + CHUNK]
-                _draw(start + i, piece.size, keys, draws)
-                halves = draws.view(np.uint16)[(start + i) & 1 :]
-                _round(piece, halves, codes[i : i + CHUNK], inverse, levels, step)
-            _pack(words_of_codes, v.size, bits, packed, start * bits)
-            scales[row] = scale
-            row += 1
-            start = stop
+    for row in range(scales.size):
+        start, stop = starts[row], starts[row + 1]
+        v = residual[start:stop] if residual.size else x[start:stop]
+        both = residual.size > 0 and x.size > 0
+        scale = _largest_sum(v, x[start:stop]) if both else largest_magnitude(v)
+        _fetch(x, stop)
+        inverse, step = _inverse(scale, levels), scale / levels if residual.size else np.float32(0)
+        _fetch(residual, stop)
+        for i in range(0, v.size, CHUNK):
+            piece = v[i : i + CHUNK]
+            _draw(start + i, piece.size, keys, draws)
+            halves = draws.view(np.uint16)[(start + i) & 1 :]
+            _round(piece, halves, codes[i : i + CHUNK], inverse, levels, step)
+        _pack(words_of_codes, v.size, bits, packed, start * bits)
+        scales[row] = scale
 
 
 @kernel
@@ -95,19 +90,8 @@ def _fetch(v: Any, start: int) -> None:
 
 
 @kernel
-def _largest(v: Any) -> Any:
-    """Return the largest magnitude; NaN is larger than infinity."""
-    largest = np.uint32(0)
-    for i in range(v.size):
-        bits = _U32(bits_of(v[i]))
-        # numba's `max` would compare in 64 bits, which takes four times as long.
-        largest = bits if bits > largest else largest
-    return np.uint32(largest).view(np.float32)
-
-
-@kernel
 def _largest_sum(v: Any, more: Any) -> Any:
-    """Add more to v, and do what `_largest` does."""
+    """Add more to v, and do what `largest_magnitude` does."""
     largest = np.uint32(0)
     for i in range(v.size):
         total = v[i] + more[i]
@@ -207,47 +191,33 @@ def qsgd_decode_mean(
 ) -> Tensor:
     """Add what the ranks sent in rank order and divide by their number."""
     n, levels = sum(numels), levels_of(bits)
-    blocks = block_count(block, numels, n)
-    check_scales(payloads, blocks)
+    check_scales(payloads, block_count(block, numels, n))
     total = torch.empty(n, dtype=torch.float32, device="cpu") if out is None else out
     where, _keep = addresses(payloads, packed_bytes(n, bits), f"{n} values of {bits} bits")
-    args = (np.array(numels, np.int64), _codes(block, numels), view(total), one_over(len(payloads)))
-    _decode(where, bits, np.float32(levels), blocks, block, *args)
+    starts, codes = view(block_starts(block, numels)), _codes(block, numels)
+    _decode(where, bits, np.float32(levels), starts, codes, view(total), one_over(len(payloads)))
     return total
 
 
 @kernel
 def _decode(
-    addresses: Any,
-    bits: int,
-    levels: Any,
-    blocks: int,
-    block: int,
-    numels: Any,
-    words_of_codes: Any,
-    out: Any,
-    inverse: Any,
+    addresses: Any, bits: int, levels: Any, starts: Any, words_of_codes: Any, out: Any, inverse: Any
 ) -> None:
-    ranks, nbytes = addresses.shape[0], (out.size * bits + 7) // 8
+    ranks, blocks, nbytes = addresses.shape[0], starts.size - 1, (out.size * bits + 7) // 8
     codes = words_of_codes.view(np.uint8)
-    start = row = 0
-    for numel in numels:
-        end = start + numel
-        while start < end:
-            total = out[start : min(start + block, end)]
-            total[:] = 0
-            for rank in range(ranks):
-                packed = array_at(addresses[rank, 0], nbytes, np.uint8)
-                step = array_at(addresses[rank, 1], blocks, np.float32)[row] / levels
-                for i in range(0, total.size, 8):
-                    words_of_codes[i >> 3] = peek(packed, (start + i) * bits)
-                for j in range((total.size + 7) >> 3):
-                    words_of_codes[j] = _parted(words_of_codes[j], np.uint64(bits))
-                for i in range(total.size):
-                    total[i] += (np.float32(codes[i]) - levels) * step
-            divide(total, ranks, inverse)
-            row += 1
-            start += total.size
+    for row in range(blocks):
+        start, total = starts[row], out[starts[row] : starts[row + 1]]
+        total[:] = 0
+        for rank in range(ranks):
+            packed = array_at(addresses[rank, 0], nbytes, np.uint8)
+            step = array_at(addresses[rank, 1], blocks, np.float32)[row] / levels
+            for i in range(0, total.size, 8):
+                words_of_codes[i >> 3] = peek(packed, (start + i) * bits)
+            for j in range((total.size + 7) >> 3):
+                words_of_codes[j] = _parted(words_of_codes[j], np.uint64(bits))
+            for i in range(total.size):
+                total[i] += (np.float32(codes[i]) - levels) * step
+        divide(total, ranks, inverse)
 
 
 def _codes(block: int, numels: Sequence[int]) -> Any:

@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from stenograd.kernels.backend import length_of
-from stenograd.kernels.bits import packed_bytes
-from stenograd.kernels.cpu.jit import (
-    addresses,
-    array_at,
-    divide,
-    kernel,
-    one_over,
-    peek,
-    put,
-    view,
-)
+from stenograd.kernels.bits import block_starts, packed_bytes
+from stenograd.kernels.cpu.jit import addresses, array_at, divide, kernel, one_over, peek, put, view
 from stenograd.kernels.cpu.lanes import (
     add_magnitudes_256,
     add_signs_32,
@@ -49,34 +40,29 @@ def sign_encode_feedback(
     # One more than full words: the end of the stream is stored even if no bit is left for it.
     words = np.empty(n // 32 + 1, np.uint32)
     more, left = (_NONE if t is None else view(t) for t in (x, residual))
-    _encode(more, left, block, np.array(numels, np.int64), words, view(scales))
+    _encode(more, left, view(block_starts(block, numels)), words, view(scales))
     return torch.from_numpy(words.view(np.uint8)[: packed_bytes(n, 1)]), scales
 
 
 @kernel
-def _encode(x: Any, residual: Any, block: int, numels: Any, words: Any, scales: Any) -> None:
+def _encode(x: Any, residual: Any, starts: Any, words: Any, scales: Any) -> None:
     lanes = np.empty(32, np.float64)
     pending, held, at = np.uint64(0), np.uint64(0), 0  # see `put`
-    start = row = 0
-    for numel in numels:
-        end = start + numel
-        while start < end:
-            stop = min(start + block, end)
-            v = residual[start:stop] if residual.size else x[start:stop]
-            both = residual.size > 0 and x.size > 0
-            scale = _sum_magnitude(v, x[start:stop], lanes) if both else mean_magnitude(v, lanes)
-            for i in range(0, v.size, 32):
-                prefetch_32(residual, stop + i)  # while this block is worked on, the next one is on its way
-                prefetch_32(x, stop + i)
-                width = min(v.size - i, 32)
-                if width < 32:
-                    word = _not_negative(v[i:], scale, residual.size > 0)
-                else:
-                    word = take_signs_32(v, i, scale) if residual.size else not_negative_32(v, i)
-                pending, held, at = put(words, pending, held, at, word, width)
-            scales[row] = scale
-            row += 1
-            start = stop
+    for row in range(scales.size):
+        start, stop = starts[row], starts[row + 1]
+        v = residual[start:stop] if residual.size else x[start:stop]
+        both = residual.size > 0 and x.size > 0
+        scale = _sum_magnitude(v, x[start:stop], lanes) if both else mean_magnitude(v, lanes)
+        for i in range(0, v.size, 32):
+            prefetch_32(residual, stop + i)  # while this block is worked on, the next one is on its way
+            prefetch_32(x, stop + i)
+            width = min(v.size - i, 32)
+            if width < 32:
+                word = _not_negative(v[i:], scale, residual.size > 0)
+            else:
+                word = take_signs_32(v, i, scale) if residual.size else not_negative_32(v, i)
+            pending, held, at = put(words, pending, held, at, word, width)
+        scales[row] = scale
     words[at] = np.uint32(pending)
 
 
@@ -129,30 +115,24 @@ def sign_decode_mean(
 ) -> Tensor:
     """Add what the ranks sent in rank order and divide by their number."""
     n = sum(numels)
-    blocks = block_count(block, numels, n)
-    check_scales(payloads, blocks)
+    check_scales(payloads, block_count(block, numels, n))
     total = torch.empty(n, dtype=torch.float32, device="cpu") if out is None else out
     where, _keep = addresses(payloads, packed_bytes(n, 1), f"{n} signs")
-    _decode(where, blocks, block, np.array(numels, np.int64), view(total), one_over(len(payloads)))
+    _decode(where, view(block_starts(block, numels)), view(total), one_over(len(payloads)))
     return total
 
 
 @kernel
-def _decode(addresses: Any, blocks: int, block: int, numels: Any, out: Any, inverse: Any) -> None:
-    ranks, nbytes = addresses.shape[0], (out.size + 7) // 8
-    start = row = 0
-    for numel in numels:
-        end = start + numel
-        while start < end:
-            total = out[start : min(start + block, end)]
-            total[:] = 0
-            for rank in range(ranks):
-                bits = array_at(addresses[rank, 0], nbytes, np.uint8)
-                scale = array_at(addresses[rank, 1], blocks, np.float32)[row]
-                _add_signs(bits, start, total, scale)
-            divide(total, ranks, inverse)
-            row += 1
-            start += total.size
+def _decode(addresses: Any, starts: Any, out: Any, inverse: Any) -> None:
+    ranks, blocks, nbytes = addresses.shape[0], starts.size - 1, (out.size + 7) // 8
+    for row in range(blocks):
+        start, total = starts[row], out[starts[row] : starts[row + 1]]
+        total[:] = 0
+        for rank in range(ranks):
+            bits = array_at(addresses[rank, 0], nbytes, np.uint8)
+            scale = array_at(addresses[rank, 1], blocks, np.float32)[row]
+            _add_signs(bits, start, total, scale)
+        divide(total, ranks, inverse)
 
 
 @kernel

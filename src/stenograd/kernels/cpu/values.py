@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stenograd.kernels.cpu.jit import bits_of, kernel, view
+from stenograd.kernels.cpu.jit import kernel, largest_magnitude, view
 from stenograd.kernels.values import VALUE_BLOCK
 
 __all__ = ["pack_values", "unpack_values"]
@@ -17,10 +17,8 @@ __all__ = ["pack_values", "unpack_values"]
 def pack_values(values: Tensor, kind: str) -> tuple[Tensor, ...]:
     """Write float32 numbers as int8 with scales."""
     count = values.numel()
-    codes, scales = (
-        torch.empty(count, dtype=torch.int8, device="cpu"),
-        torch.empty(-(-count // VALUE_BLOCK), dtype=torch.float32, device="cpu"),
-    )
+    codes = torch.empty(count, dtype=torch.int8, device="cpu")
+    scales = torch.empty(-(-count // VALUE_BLOCK), dtype=torch.float32, device="cpu")
     _to_int8(view(values), view(codes), view(scales))
     return codes, scales
 
@@ -30,10 +28,7 @@ def _to_int8(values: Any, codes: Any, scales: Any) -> None:
     for row in range(scales.size):
         v = values[row * VALUE_BLOCK : (row + 1) * VALUE_BLOCK]
         out = codes[row * VALUE_BLOCK : (row + 1) * VALUE_BLOCK]
-        largest = np.uint32(0)
-        for i in range(v.size):
-            largest = max(largest, bits_of(v[i]))
-        scale = np.uint32(largest).view(np.float32)
+        scale = largest_magnitude(v)
         unit = scale if scale != 0 else np.float32(1)
         for i in range(v.size):
             y = np.rint(v[i] / unit * np.float32(127))  # halves to even, as torch rounds
