@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -125,9 +125,12 @@ def block_starts(block: int, numels: Sequence[int]) -> Tensor:
         >>> block_starts(4, [8, 0, 10])
         tensor([ 0,  4,  8, 12, 16, 18])
     """
-    ends = accumulate(numels)
-    starts = [torch.arange(end - m, end, block, device="cpu") for m, end in zip(numels, ends, strict=True)]
-    return torch.cat([*starts, torch.tensor([sum(numels)], device="cpu")])
+    sizes = np.array(numels, np.int64)
+    blocks, total = (sizes + block - 1) // block, sizes.sum()
+    # How far each tensor lies from where whole blocks of all tensors before it would put it.
+    shifts = sizes.cumsum() - sizes - block * (blocks.cumsum() - blocks)
+    starts = np.append(block * np.arange(blocks.sum()) + shifts.repeat(blocks), total)
+    return torch.from_numpy(starts)
 
 
 def scale_blocks(flat: Tensor, scales: Tensor, block: int, numels: Sequence[int]) -> Tensor:

@@ -34,9 +34,9 @@ class DiLoCo(Rounds):
 
     In its streaming form the model is cut into `fragments`, which are exchanged in turn, H / fragments steps
     apart, so that a link carries less at a time; with `delay`, what was sent is used `delay` steps later,
-    while training goes on: `theta_i <- mix theta_i + (1 - mix) phi`. The numbers are those of torchft's fixtures,
-    but fragment 0 goes last in a round, a delayed fragment is sent where torchft takes it, and `mix=1` (its
-    `fragment_update_alpha`) is refused: ranks would ignore the others.
+    while training goes on: `theta_i <- mix theta_i + (1 - mix) phi`. The numbers are those of torchft's
+    fixtures, but fragment 0 goes last in a round, a delayed fragment is sent where torchft takes it, and
+    `mix=1` (its `fragment_update_alpha`) is refused: ranks would ignore the others.
 
     Args:
         outer_lr: the outer learning rate, positive. The best grows with the number of ranks and with H; try
