@@ -40,13 +40,9 @@ def backward(model, rank, gradients):
     torch.autograd.backward(list(out.values()), [gradients[n].to(t.dtype) for n, t in out.items()])
 
 
-def cases(dtype, rank, share=0.97):
-    """Yield (name, this rank's gradients, ranks whose are not finite), each edge followed by an ordinary one.
-
-    Args:
-        share: of the type's largest number, which finite edges have.
-    """
-    top = share * torch.finfo(dtype).max
+def cases(dtype, rank):
+    """Yield (name, this rank's gradients, ranks whose are not finite): each edge, then an ordinary one."""
+    top = 0.97 * torch.finfo(dtype).max
     number = 0
 
     def ordinary():

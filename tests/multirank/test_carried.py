@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.training import descend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,12 +31,12 @@ def seeded(model):
 
 
 class Block(nn.Module):
-    """Attention as in small GPTs: a causal mask of -inf (or of the least number) is a buffer."""
+    """Attention as in small GPTs: a causal mask of -inf is a buffer."""
 
-    def __init__(self, value):
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(4, 4, bias=False) for _ in range(3))
-        self.mask = torch.full((3, 3), value).triu(1)
+        self.mask = torch.full((3, 3), -INF).triu(1)
 
     def forward(self, x):
         return torch.softmax(self.q(x) @ self.k(x).mT + self.mask, -1) @ self.v(x)
@@ -44,9 +45,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The same training with and without buffers; with frozen parameters of types that no backend adds."""
 
-    def __init__(self, carries, value=-INF):
+    def __init__(self, carries):
         super().__init__()
-        self.block, self.head = Block(value), nn.Linear(4, 2)
+        self.block, self.head = Block(), nn.Linear(4, 2)
         seeded(self)
         if carries:
             mask = self.block.mask
@@ -67,17 +68,15 @@ class Net(nn.Module):
         return self.head(self.block(x))
 
 
-def trained(driver, text, carries, steps=7, value=-INF):
-    model = Net(carries, value)
+def trained(driver, text, carries):
+    model = Net(carries)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=0.05)
     sync = stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30)
     before = {name: b.clone() for name, b in [*model.named_buffers(), *frozen_of(model)]}
     generator = torch.Generator().manual_seed(sync.rank)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(6, 3, 4, generator=generator)).square().mean().backward()
-        optimizer.step()
+    for _ in range(7):
+        descend(optimizer, model(torch.randn(6, 3, 4, generator=generator)).square().mean())
     with sync.consensus():
         common = [p.detach().clone() for p in trainable]
         stay(model, before)
@@ -131,9 +130,7 @@ def test_statistics_that_are_nan_on_one_rank_become_the_mean_of_the_others(text)
             x = torch.randn(8, 4, generator=generator)
             if step == 0 and sync.rank == 0:
                 x[0, 0] = math.nan
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(x).square().mean())
         counted = int(model[1].num_batches_tracked)
         fit = all(t.isfinite().all() for t in model.state_dict().values())
         left_out = sync.left_out
@@ -187,9 +184,7 @@ def test_a_buffer_that_grows_with_a_ranks_inputs_stays_its_own(text):
                 model.cache = torch.ones(5)
             model.seen.fill_(driver.rank)
             for _ in range(2):
-                optimizer.zero_grad()
-                model(torch.ones(1, 3)).sum().backward()
-                optimizer.step()
+                descend(optimizer, model(torch.ones(1, 3)).sum())
             with sync.consensus():
                 pass
             return model.cache.tolist(), model.seen.item()
@@ -283,9 +278,7 @@ def test_a_rank_without_state_takes_the_mean_of_those_that_have_one(kind):
         text = "local:every=2,states=average,states_every=1"
         sync = stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30)
         for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, sync.rank, step).backward()
-            optimizer.step()
+            descend(optimizer, loss_of(model, sync.rank, step))
         sync.flush()
         found = copy.deepcopy([optimizer.state[p] for p in model.parameters()])
         optimizer.zero_grad()
@@ -300,9 +293,7 @@ def test_a_rank_without_state_takes_the_mean_of_those_that_have_one(kind):
     for rank in (0, 2):
         model, optimizer = built()
         for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+            descend(optimizer, loss_of(model, rank, step))
         alone.append([optimizer.state[p] for p in model.parameters()])
     for states in done:
         for found, a, b in zip(states, *alone, strict=True):
@@ -357,9 +348,7 @@ def _met(rank, method):
         if rank == 1 and GUARD[method]:
             model.of_int16[2] += 1  # the guard sends it in its own type, too
         for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3, 4)).sum().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(2, 3, 4)).sum())
     stay(model, dict([*Net(True).named_buffers(), *frozen_of(Net(True))]))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.losses import survivors, tell
 from support.rounds import OPTIMIZERS, Net, equal, flat, loss_of, simulated
+from support.training import descend
 from torch import nn
 
 import stenograd
@@ -28,9 +29,7 @@ def test_pending_tells_of_what_is_under_way_and_flush_finishes_it():
         )
         seen = []
         for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(1, 4) * driver.rank).sum().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(1, 4) * driver.rank).sum())
             seen.append(sync.pending)
         sync.flush()
         seen += [sync.pending, sync.round]
@@ -250,9 +249,7 @@ def _bytes(rank, text):
     sync = stenograd.distribute(model, optimizer, text, timeout_s=30)
     before = sync.traffic.moved_bytes
     for _ in range(8):
-        optimizer.zero_grad()
-        model(torch.ones(1, 100)).sum().backward()
-        optimizer.step()
+        descend(optimizer, model(torch.ones(1, 100)).sum())
     moved = sync.traffic.moved_bytes - before
     sync.close()
     return sum(p.numel() * p.element_size() for p in model.parameters()), moved
@@ -300,9 +297,7 @@ def test_replicas_are_checked_after_rounds():
             model, optimizer, "diloco:every=2/topk", group=driver, timeout_s=30, check_every=1
         ) as sync:
             for _ in range(4):
-                optimizer.zero_grad()
-                model(torch.ones(1, 4) * driver.rank).sum().backward()
-                optimizer.step()
+                descend(optimizer, model(torch.ones(1, 4) * driver.rank).sum())
             return sync.round
 
     assert ranks(2, rank_of) == [2, 2]
@@ -400,9 +395,7 @@ def test_ending_an_eager_round_counts_each_step_of_each_rank_once(how, steps):
                 sync.after_load()
                 return model.weight.item()
             for _ in range(steps):
-                optimizer.zero_grad()
-                (model(torch.ones(1, 1)) * (driver.rank + 1)).sum().backward()
-                optimizer.step()
+                descend(optimizer, (model(torch.ones(1, 1)) * (driver.rank + 1)).sum())
             if how == "refresh":
                 sync.refresh()
                 return model.weight.item()
@@ -495,9 +488,7 @@ def test_a_rank_whose_whole_model_is_lost_makes_one_fragments_exchange_void(text
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         with stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30) as sync:
             for step in range(12):
-                optimizer.zero_grad()
-                model(torch.ones(1, 4) * (driver.rank + 1)).sum().backward()
-                optimizer.step()
+                descend(optimizer, model(torch.ones(1, 4) * (driver.rank + 1)).sum())
                 if step == 0 and driver.rank == world - 1:
                     with torch.no_grad():
                         for p in model.parameters():
@@ -526,9 +517,7 @@ def test_an_optimizer_that_makes_its_states_at_the_beginning_starts_afresh_after
     optimizer = _Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
     with stenograd.distribute(model, optimizer, text) as sync:
         for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.ones(1, 3)).square().sum().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(1, 3)).square().sum())
         assert sync.round == 2
     for p in model.parameters():
         assert optimizer.state[p]["step"] == 1
@@ -545,9 +534,7 @@ def moved(text, start, moves):
         sync = stenograd.distribute(model, optimizer, text, group=driver, timeout_s=30)
         found = []
         for move in moves:
-            optimizer.zero_grad()
-            (model.weight.float() * -move).sum().backward()
-            optimizer.step()
+            descend(optimizer, (model.weight.float() * -move).sum())
             found.append((model.weight.detach().clone(), sync.round))
         sync.close()
         return found

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.training import descend
 from torch import nn
 
 import stenograd
@@ -20,9 +21,7 @@ SCHEDULES = ["local:every=2", "diloco:every=2", "diloco:every=4,delay=1,mix=0.5"
 
 
 def step(model, optimizer, scale=1.0):
-    optimizer.zero_grad()
-    (model(torch.ones(1, 3)) * scale).sum().backward()
-    optimizer.step()
+    descend(optimizer, (model(torch.ones(1, 3)) * scale).sum())
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
@@ -377,9 +376,7 @@ def _goes_back(rank, text, folder):
         for t in range(begin, end):
             generator = torch.Generator().manual_seed(100 * t + rank)
             x = torch.randn(8, 4, generator=generator)
-            optimizer.zero_grad()
-            (model(x).square().mean() * (math.nan if t == 2 else 1)).backward()
-            optimizer.step()
+            descend(optimizer, model(x).square().mean() * (math.nan if t == 2 else 1))
         return copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.skipped, sync.round))
 
     with stenograd.distribute(model, optimizer, text, timeout_s=20) as sync:
@@ -505,9 +502,7 @@ class _InRounds:
     def train(self, first, last):
         for step in range(first, last):
             generator = torch.Generator().manual_seed(100 * step + self.rank)
-            self.optimizer.zero_grad()
-            (self.model(torch.randn(8, 4, generator=generator)) - 1).square().mean().backward()
-            self.optimizer.step()
+            descend(self.optimizer, (self.model(torch.randn(8, 4, generator=generator)) - 1).square().mean())
         return self
 
     def flat(self):

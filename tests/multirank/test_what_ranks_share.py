@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import flat, mlp
 from support.faces import attached
+from support.training import descend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -296,9 +297,7 @@ def _parting_rates(rank, rate):
 
     def train():
         for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.ones(2, 10)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(2, 10)).square().mean())
             optimizer.param_groups[0]["lr"] *= 0.5 if rank else 1.0
 
     with sync, pytest.raises(MismatchError, match=r"rates: rank 0 has \[0\.1\d*\], rank 1 has"):
@@ -630,9 +629,7 @@ def _attributes(rank):
         else:
             sync = stenograd.distribute(model, optimizer, method, timeout_s=30)
         for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2, 10)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(2, 10)).square().mean())
         sync.flush()
         with sync.consensus():
             names = {name for name in dir(sync) if name[0] != "_"}
@@ -670,9 +667,7 @@ def _own_rate(rank, method, dtype):
 
     def train():
         for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.ones(2, 6, dtype=dtype)).square().mean().backward()
-            optimizer.step()
+            descend(optimizer, model(torch.ones(2, 6, dtype=dtype)).square().mean())
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank.rank)
 
     with pytest.raises(MismatchError, match=r"rates: rank 0 has \[0\.1\], rank 1 has \[0\.05\]"):

@@ -275,13 +275,13 @@ def test_values_that_send_most_among_the_fastest_are_chosen():
     assert more.lanes[0][1].compute_s == pytest.approx(1e-4 + 10 * 1e-4)  # a half of it is for any size
 
 
-def prediction(method, seconds, moved=1e6):
+def prediction(method, seconds):
     spread = (0.9 * seconds, seconds, 1.1 * seconds)
     parts = {"computing": 1.0, "coding": 0.0, "latency": 0.0, "bandwidth": 0.0}
     return Prediction(
         method=method,
         seconds=spread,
-        moved_bytes=moved,
+        moved_bytes=1e6,
         collectives=1,
         parts_s=parts,
         pays_below_bps=math.inf,

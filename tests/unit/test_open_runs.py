@@ -25,9 +25,9 @@ def alone():
     return World(0, 1, 0, 1, "alone")
 
 
-def entered(path, count, timeout_s=5.0):
+def entered(path, count):
     """Return members of one run, in threads of this process."""
-    found = [Membership(str(path), alone(), timeout_s) for _ in range(count)]
+    found = [Membership(str(path), alone(), 5.0) for _ in range(count)]
     for one in found:
         one.enter({"method": "local"})
     return found

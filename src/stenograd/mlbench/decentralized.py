@@ -30,8 +30,7 @@ class DecentralizedAggregation:
     Args:
         rank: this process's rank; None asks the process group.
         neighbors: ranks of the neighbours; whoever is one has this rank among its own. May be empty.
-        use_cuda: taken for compatibility: tensors travel from the device where they are. Weights
-            are exchanged from where they are.
+        use_cuda: taken for compatibility: tensors travel from the device where they are.
         weights: "uniform", `W_ij = 1 / (1 + degree_i)` as in MLBench, or "metropolis", which keeps the mean
             over the ranks on every graph.
         timeout_s: seconds to wait for a neighbour, above 0.
