@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
 
 from stenograd.catalog.method import MethodLike, method
 from stenograd.errors import ConfigError, StenogradError
@@ -126,7 +125,7 @@ class RoundSync(Sync):
                 "optimizer must step once per backward pass where ranks meet in rounds, got LBFGS: use "
                 "another"
             )
-        if others := [type(o).__name__ for o in self._optimizers if isinstance(o, Joinable)]:
+        if others := [type(o).__name__ for o in self._optimizers if hasattr(o, "join_hook")]:
             raise ConfigError(
                 f"optimizer must step by this rank's gradients where ranks meet in rounds, got {others[0]}, "
                 "which takes part of each step from other ranks: use the one inside of it"
