@@ -137,10 +137,10 @@ class _Callback(TrainerCallback):
         if not self._attached.rounds:
             return
         ended = Attached(self._trainer.model, self._attached.sync)
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            ended.begin_anew()  # a later training goes on from the best
-        else:
+        if not args.load_best_model_at_end or state.best_model_checkpoint is None:
             ended.adopt()
+        elif not getattr(ended.sync.method.schedule, "quorum", 0):  # an open run goes on from what all have
+            ended.begin_anew()  # a later training goes on from the best
 
     def _log_save_evaluate(self, *args: Any, **options: Any) -> None:
         """Save at once where all were asked to stop, and once: the time that is left is short.

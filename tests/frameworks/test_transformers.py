@@ -118,6 +118,11 @@ def test_rounds_evaluate_and_keep_the_best_of_what_ranks_have_in_common(ran):
         assert rank["losses"][0] > rank["losses"][1]
 
 
+def test_a_worker_of_an_open_run_ends_with_the_best(ran):
+    """Its parameters are those of the run, so a later training cannot begin anew from the best."""
+    assert ran("best_in_an_open_run", world_size=1, launcher="none") == [{"loaded": True}]
+
+
 METHODS = ["topk:ratio=0.05", "local:every=4", "diloco:every=4"]
 
 

@@ -70,11 +70,11 @@ class Without(Trainer):
 
 def trainer_of(folder, steps, kind=Trainer, model=None, callbacks=(), **options):
     defaults = {"save_strategy": "no", "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    defaults["ddp_backend"] = "gloo"
     arguments = TrainingArguments(
         str(folder),
         max_steps=steps,
         use_cpu=True,
-        ddp_backend="gloo",
         report_to=[],
         disable_tqdm=True,
         logging_steps=10**6,
@@ -251,6 +251,17 @@ def best(folder):
         "digest": digest(trainer.model),
         "losses": [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one],
     }
+
+
+def best_in_an_open_run(folder):
+    """A worker of an open run, which comes alone, ends with the first checkpoint's weights in place."""
+    os.environ["STENOGRAD_OPEN"] = f"{folder}/open-store"
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    often["ddp_backend"] = None  # of a single process
+    trainer, _ = trained_by(Path(folder, "open"), 8, "diloco:every=2,quorum=0.5", **often, **first)
+    saved, mine = load_file(f"{folder}/open/checkpoint-4/model.safetensors"), trainer.model.state_dict()
+    return {"loaded": all(torch.equal(mine[name], t) for name, t in saved.items())}
 
 
 def said(call):

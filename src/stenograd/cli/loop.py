@@ -22,7 +22,7 @@ from stenograd.catalog.method import Method
 from stenograd.checkpoint.api import Loaded
 from stenograd.cli.setup import Setup
 from stenograd.cli.table import counted, fewer, megabytes, percent
-from stenograd.kernels.hash import hash_tensor
+from stenograd.kernels.hash import hash_tensors
 from stenograd.launch.local_workers import usable_cores
 from stenograd.sync.distribute import distribute
 from stenograd.sync.replica_guard import ReplicaGuard
@@ -401,8 +401,7 @@ class Trainer:
         """
         with self.sync.consensus():
             self._guard.check(self.taken)
-            hashes = torch.stack([hash_tensor(parameter).cpu() for parameter in self.model.parameters()])
-        return f"{int(hash_tensor(hashes)) % (1 << 64):016x}"
+            return f"{hash_tensors(self.model.parameters()) % (1 << 64):016x}"
 
     def parts(self) -> dict[str, Any]:
         """Return what a checkpoint holds, as `save_checkpoint` and `load_checkpoint` take it."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from stenograd.kernels.backend import pick
 
-__all__ = ["GOLDEN", "hash_tensor", "hash_words"]
+__all__ = ["GOLDEN", "hash_tensor", "hash_tensors", "hash_words"]
 
 # 2**64 / golden ratio, and the multipliers of splitmix64 (Steele et al., "Fast Splittable Pseudorandom Number
 # Generators", OOPSLA 2014), as signed numbers: torch's int64 wraps around like unsigned ones.
@@ -43,6 +45,16 @@ def hash_tensor(tensor: Tensor) -> Tensor:
     ending[: raw.numel() - whole] = raw[whole:]
     tail = torch.stack([ending.view(torch.int64)[0], torch.tensor(raw.numel(), device=raw.device)])
     return hash_words(raw[:whole].view(torch.int64)) + _TAIL * hash_words(tail)
+
+
+def hash_tensors(tensors: Iterable[Tensor]) -> int:
+    """Hash several tensors, at least one, in their order: the hash of their hashes, from -2**63 to 2**63 - 1.
+
+    Example:
+        >>> hash_tensors([torch.ones(2), torch.zeros(2)]) == hash_tensors([torch.zeros(2), torch.ones(2)])
+        False
+    """
+    return int(hash_tensor(torch.stack([hash_tensor(t).cpu() for t in tensors])))
 
 
 def hash_words(words: Tensor) -> Tensor:

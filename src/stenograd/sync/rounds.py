@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stenograd.errors import ConfigError, NonFiniteError, StenogradError
 from stenograd.exchange.bucket_states import check_state
-from stenograd.kernels.hash import hash_tensor
+from stenograd.kernels.hash import hash_tensors
 from stenograd.schedules.diloco import DiLoCo
 from stenograd.schedules.local import Local
 from stenograd.schedules.rounds import Rounds
@@ -177,12 +177,10 @@ class ParameterSync(RoundSync):
         self._come_for(_FLUSH)
         if not self._parts or self._is_common:
             return
-        own = hash_tensor(torch.stack([hash_tensor(p).cpu() for p in self._parameters.values()]))
-        hashes = self._together(lambda: self._way.gather_bytes(str(int(own)).encode()))
-        if len(set(hashes)) == 1:  # as where the program has loaded weights
-            self._flying.clear()
-            return
-        self.flush()
+        if len({*self._numbers(hash_tensors(self._parameters.values()))}) == 1:
+            return  # as where the program has loaded weights, over which nothing under way must come
+        for fragment in list(self._flying):
+            self._finish(fragment)
         steps = float(self._counted - self._held_at) if self._schedule.seconds else None
         asks = steps is not None and self._shared and not (self._void or self._saved_by)  # were all equal?
         if asks and not any(self._numbers(int(steps or 0))):
@@ -698,6 +696,5 @@ class ParameterSync(RoundSync):
     @property
     def _is_common(self) -> bool:
         """Whether all ranks' parameters are known to be equal; in rounds by time, others may go on."""
-        if self._counted < self._dense_passes:
-            return True
-        return not self._schedule.seconds and self._common_at == self._counted - self._dense_passes
+        local = self._counted - self._dense_passes
+        return local < 0 or (not self._schedule.seconds and self._common_at == local)
