@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -125,6 +126,11 @@ def block_starts(block: int, numels: Sequence[int]) -> Tensor:
         >>> block_starts(4, [8, 0, 10])
         tensor([ 0,  4,  8, 12, 16, 18])
     """
+    return _block_starts(block, tuple(numels))
+
+
+@lru_cache(maxsize=256)  # a bucket has the same tensors in every step; nobody may write into the result
+def _block_starts(block: int, numels: tuple[int, ...]) -> Tensor:
     sizes = np.array(numels, np.int64)
     blocks, total = (sizes + block - 1) // block, sizes.sum()
     # How far each tensor lies from where whole blocks of all tensors before it would put it.
