@@ -26,7 +26,7 @@ def test_two_ranks_agree_on_what_they_measured(pool):
     assert len(first["alone_bps"]) == len(first["together_bps"]) == 1
     assert first["together_bps"][0] > 1e5  # on a busy machine even a message of a few bytes may take a while
     # Two ranks that keep each other from looking found a flow all at once, at 1,500 Gbit/s on two cores.
-    assert first["together_bps"][0] < 20 * first["alone_bps"][0]
+    assert first["together_bps"][0] < 5e11
     assert 0 < first["latency_s"] < 10
     assert 0 < first["hop_s"] < 10
     assert first["sent_bytes"] > 2 * 16 * 1024
@@ -47,6 +47,21 @@ def test_three_hosts_get_rates_that_all_ranks_agree_on(pool):
     alone, together = found[0]
     assert (len(alone), len(together)) == (1, 3)
     assert min(*alone, *together) > 1e4
+
+
+def test_a_flow_that_waited_for_a_core_does_not_end_the_search_for_a_size():
+    """The first of them stalls for 50 ms at a kilobyte, and no other does."""
+    timed, sizes = _Timed(Driver()), []
+
+    def flow(_):
+        sizes.append(timed._nbytes)
+        lasted_s = 16 * timed._nbytes / 1e8 + 0.05 * (len(sizes) == 1)
+        return [16 * timed._nbytes / lasted_s], lasted_s
+
+    with mock.patch.object(timed, "_flow", flow):
+        assert timed.rates([(0, 1)], 0.33, 0.0) == [pytest.approx(1e8)]
+    assert sizes[:4] == [1024] * 3 + [64 * 1024]
+    assert sizes[-1] > 1e8 / 16 * 0.08 / 3
 
 
 def _by_a_set_clock(rank):

@@ -346,13 +346,15 @@ class _Timed:
         """
         count = _FLOWS if seconds / _FLOWS > least_s else 1
         each_s = max(seconds / (count + 1), least_s)  # one more to find the size
-        found, lasted_s = self._flow(pairs)
-        # `_flow` returns the same on all ranks, so that all leave this loop together.
-        while lasted_s < each_s / 3 and self._nbytes < _MOST_BYTES:
+        while True:
+            # `_flow` returns the same on all ranks, so that all leave this loop together. The median tells
+            # whether they were long enough: one flow that had to wait for a core looks long at any size.
+            tries, lasted = zip(*(self._flow(pairs) for _ in range(count)), strict=True)
+            lasted_s = statistics.median(lasted)
+            if lasted_s >= each_s / 3 or self._nbytes == _MOST_BYTES:
+                break
             times = min(max(0.8 * each_s / lasted_s, 2), _GROWTH)
             self._nbytes = min(int(self._nbytes * times), _MOST_BYTES)
-            found, lasted_s = self._flow(pairs)
-        tries = [found, *(self._flow(pairs)[0] for _ in range(count - 1))]
         self._nbytes = max(int(self._nbytes * min(each_s / lasted_s, 1.0)), _FIRST_BYTES)
         return [statistics.median(one) for one in zip(*tries, strict=True)]
 
