@@ -153,12 +153,25 @@ def run(cell: str, data: str, seeds: Sequence[int], date: str) -> None:
     for seed in (seed for seed in seeds if str(seed) not in results["seeds"]):
         place = Place(hosts, rate=rate, cores_per_host=_own_cores(hosts))
         points = place.run(train, work, data, tuned, seed, plan.parts, timeout_s=86_400)[0]
-        results["seeds"][str(seed)] = {name: _rows(mine, work) for name, mine in points.items()}
+        rows = {name: _rows(mine, work) for name, mine in points.items()}
+        _check_machine(path, rows, results["seeds"])
+        results["seeds"][str(seed)] = rows
         MEASURED_LINKS[:] = gates = [*gates, MEASURED_LINKS[-1]]
         settings = {"cell": cell, "steps": plan.steps, "grid": plan.grid}
         settings |= {"cores_per_host": _own_cores(hosts)}
         page = document(cell, date, ["evidence.py", cell], summary(results, work, hosts))
         write(path.with_suffix(""), date, settings, results, page)
+
+
+def _check_machine(path: Path, rows: Mapping[str, Any], seeds: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a seed next to others where computing took other seconds: processors of one name differ, too."""
+    at = _ROW.index("seconds")
+    taken, others = rows[FLOOR][-1][at], [seed[FLOOR][-1][at] for seed in seeds.values()]
+    if others and not 0.8 < taken / (known := statistics.median(others)) < 1.25:
+        raise ValueError(
+            f"computing alone took {taken:.1f} s, and {known:.1f} s for the seeds in {path}: another machine "
+            "measured them; remove the file, and measure all seeds on this one"
+        )
 
 
 def _rows(points: Sequence[Mapping[str, Any]], work: str) -> list[list[float]]:

@@ -70,6 +70,21 @@ def test_a_rate_is_chosen_by_the_lowest_loss(tmp_path, monkeypatch):
     assert evidence._tuned("try", 2, "") == {FLOOR: 1.0} | dict.fromkeys(names, 1.0) | {"ddp": 2.0}
 
 
+def test_a_seed_that_another_machine_measured_is_refused(tmp_path, monkeypatch, results):
+    """Computing took 8 s in the others; one of 2 s is not kept beside them, and the record stays as it is."""
+    point = {"epoch": 1.0, "seconds": 2.0, "host_bytes": 0, "eval_loss": 3.7, "accuracy": 0.4}
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
+    monkeypatch.setattr(evidence, "_tuned", lambda *_: results["rates"])
+    monkeypatch.setattr(
+        evidence.Place, "run", lambda *_, **__: [{name: [point] for name in results["rates"]}]
+    )
+    record = tmp_path / "try_2_none.json"
+    record.write_text(before := json.dumps({"results": results}))
+    with pytest.raises(ValueError, match=r"took 2\.0 s, and 8\.0 s .* another machine"):
+        evidence.run("try:2:none", "", [2], "2026-11-29")
+    assert record.read_text() == before
+
+
 def test_a_cell_that_is_none_is_refused():
     with pytest.raises(ValueError, match="WORKLOAD:HOSTS:RATE"):
         evidence.hours("mnist")
