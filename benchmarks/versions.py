@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,7 @@ def above(told: Peaks, method: str, kind: int) -> list[float]:
     return [pick(of) - floor for pick in (statistics.median, min, max)]
 
 
+@cache
 def parameters() -> int:
     """Return how many the network has whose memory is measured."""
     return sum(p.numel() for p in WORKS[_MEMORY_MODEL].build().parameters())
