@@ -109,6 +109,9 @@ class DiLoCo(Rounds):
             raise bad_value("momentum", "must be in [0, 1)", self.momentum, "use 0.9", MethodError)
         check_count("fragments", self.fragments, "use 1 for the whole model", MethodError)
         check_word("layout", self.layout, _LAYOUTS, "strided")
+        if self.layout != DiLoCo.layout and self.fragments == 1:
+            wanted, advice = "must be left out with one fragment", "give fragments=4, too"
+            raise bad_value("layout", wanted, self.layout, advice, MethodError)
         check_natural("delay", self.delay, "leave it out for none")
         check_word("topology", self.topology, _TOPOLOGIES, "all")
         self._check_timing()

@@ -94,6 +94,9 @@ class Rounds(Schedule):
         check_natural("after", self.after, "leave it out for none")
         check_word("states", self.states, _STATES, "keep")
         check_count("states_every", self.states_every, "use 3", MethodError)
+        if self.states != "average" and self.states_every != Rounds.states_every:
+            wanted, advice = "must be left out without states=average", "give states=average, too"
+            raise bad_value("states_every", wanted, self.states_every, advice, MethodError)
         check_word("buffers", self.buffers, _BUFFERS, "average")
         if self.inside:
             check_word("inside", self.inside, _INSIDE, "dense")
@@ -115,6 +118,9 @@ class Rounds(Schedule):
             raise bad_value("quorum", wanted, self.quorum, "use 0.75", MethodError)
         if not (self.grace >= 0 and math.isfinite(self.grace)):
             raise bad_value("grace", "must be seconds, 0 or more", self.grace, "use 2", MethodError)
+        if not self.quorum and self.grace != Rounds.grace:
+            wanted, advice = "must be left out without quorum", "give quorum=0.75, too"
+            raise bad_value("grace", wanted, self.grace, advice, MethodError)
         wanting = {"inside": self.inside, "delay": self.delay, "after": self.after}
         wanting |= {"states": self.states == "average"}
         if self.quorum and (got := [key for key, value in wanting.items() if value]):
