@@ -8,7 +8,8 @@
 First a learning rate is chosen for each rival, from the same grid and with a seed of its own, without a limit
 of the link: a loss curve does not depend on it. Then come three seeds on the link. All rivals of a seed train
 in one run, in turns of a part of the steps; the clock of a rival runs only while it trains, on that link.
-Before each run the link is measured, and the run refused if it is not as asked. Needs root and iproute2.
+Before each run the link is measured, and the run refused if it is not as asked; after it, if computing took
+other seconds than in the seeds before, as on another machine. Needs root and iproute2.
 Writes one small record per cell, results/evidence/CELL.json, and its table, after every seed.
 """
 

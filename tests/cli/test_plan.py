@@ -53,6 +53,14 @@ def test_a_plan_says_what_pays_and_keeps_it(planned, here):
     assert json.loads(again)["predictions"] == told["predictions"]
 
 
+def test_an_open_run_is_planned_as_if_all_were_there(here):
+    method = "diloco:every=30,quorum=0.75,grace=5.0"
+    status, out, _ = here(*PLAN, "--method", method, "--json")
+    assert status == 0
+    told = json.loads(out)
+    assert method in {p["method"] for p in told["predictions"]}, told["notes"]
+
+
 def test_a_check_compares_with_a_run(planned, here, trained):
     """The bytes agree to the byte; the time does within any tolerance that is large enough, and no other."""
     folder, _ = planned

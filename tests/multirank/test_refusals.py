@@ -74,8 +74,8 @@ TEXTS = {text: message for text, message in REFUSED.values() if text} | {
     "diloco:delay=30": "delay must be below every / fragments = 30",
     "diloco:momentum=1": "momentum must be in",
     "diloco:outer_lr=0": "outer_lr must be positive",
-    "diloco:layout=sequential": "layout must be left out with one fragment, got .sequential.",
-    "local:states_every=2": "states_every must be left out without states=average, got 2: give",
+    "diloco:layout=sequential": "layout has no effect with one fragment, got .sequential.",
+    "local:states_every=2": "states_every has no effect without states=average, got 2: give",
     "diloco:topology=ring": "topology must be one of all, pairs",
     "diloco:eager=true,fragments=2": "eager needs delay=0 and fragments=1",
     # One schedule and one compressor.

@@ -357,7 +357,7 @@ def test_a_plan_has_a_quorum_and_somebody_with_the_newest(who, quorum, over):
     [
         ("local:quorum=2", "quorum must be a share of the ranks, 0 to 1, got 2.0: use 0.75"),
         ("local:quorum=0.5,grace=-1", "grace must be seconds, 0 or more"),
-        ("local:grace=5s", "grace must be left out without quorum, got 5.0: give quorum=0.75, too"),
+        ("local:grace=5s", "grace has no effect without quorum, got 5.0: give quorum=0.75, or leave it out"),
         ("diloco:quorum=0.5,delay=1", "quorum must be 0 with delay"),
         ("local:quorum=0.5,after=3", "quorum must be 0 with after"),
         ("local:quorum=0.5,states=average", "quorum must be 0 with states"),

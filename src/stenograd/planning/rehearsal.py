@@ -297,7 +297,7 @@ def _shape(how: Method, world_size: int) -> tuple[Method, dict[str, int]]:
         {'period': 4, 'apart': 2, 'idle': 13}
     """
     if isinstance(how.schedule, Rounds) and how.schedule.quorum:  # planned as if all were there
-        how = replace(how, schedule=replace(how.schedule, quorum=0.0))
+        how = replace(how, schedule=replace(how.schedule, quorum=0.0, grace=Rounds.grace))
     schedule, every = how.schedule, int(getattr(how.schedule, "every", 1))
     if not stretches(how):
         return how, {"period": every, "apart": every, "idle": 0}

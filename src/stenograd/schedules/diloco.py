@@ -109,9 +109,8 @@ class DiLoCo(Rounds):
             raise bad_value("momentum", "must be in [0, 1)", self.momentum, "use 0.9", MethodError)
         check_count("fragments", self.fragments, "use 1 for the whole model", MethodError)
         check_word("layout", self.layout, _LAYOUTS, "strided")
-        if self.layout != DiLoCo.layout and self.fragments == 1:
-            wanted, advice = "must be left out with one fragment", "give fragments=4, too"
-            raise bad_value("layout", wanted, self.layout, advice, MethodError)
+        if self.fragments == 1:
+            self._check_unused("layout", "with one fragment", "fragments=4")
         check_natural("delay", self.delay, "leave it out for none")
         check_word("topology", self.topology, _TOPOLOGIES, "all")
         self._check_timing()
@@ -168,10 +167,8 @@ class DiLoCo(Rounds):
         if not 0 <= self.mix < 1:
             advice = "use 0.5; 1 would keep what a rank has and never take what the others sent"
             raise bad_value("mix", "must be in [0, 1)", self.mix, advice, MethodError)
-        if self.mix and not self.delay:
-            raise bad_value(
-                "mix", "must be 0 without a delay", self.mix, "give delay=1, or leave it out", MethodError
-            )
+        if not self.delay:
+            self._check_unused("mix", "without a delay", "delay=1")
         if self.seconds and (self.eager or self.topology == "pairs"):
             wanted = "must be 0 with eager rounds or pairs"
             raise bad_value("seconds", wanted, self.seconds, "count steps: every=30", MethodError)

@@ -62,12 +62,13 @@ class Rounds(Schedule):
             is late trains on and counts in a later round for all it has done, by steps or weights; who is new
             gets what the others have. Needs a store that outlives workers (`stenograd rendezvous`, or
             `train --keep`), one level, no delay and no `after`. 0 for a fixed set of ranks.
-        grace: seconds that the first who comes to an open round waits for more than the quorum, >= 0.
+        grace: seconds that the first who comes to an open round waits for more than the quorum, >= 0. Needs
+            quorum.
         buffers: "average" for the mean of floating buffers (running statistics of batch norm), "keep" for
             each rank's own.
 
     Raises:
-        MethodError: a value is outside its range.
+        MethodError: a value is outside its range, or has no effect beside the others.
     """
 
     every: int = 8
@@ -94,9 +95,8 @@ class Rounds(Schedule):
         check_natural("after", self.after, "leave it out for none")
         check_word("states", self.states, _STATES, "keep")
         check_count("states_every", self.states_every, "use 3", MethodError)
-        if self.states != "average" and self.states_every != Rounds.states_every:
-            wanted, advice = "must be left out without states=average", "give states=average, too"
-            raise bad_value("states_every", wanted, self.states_every, advice, MethodError)
+        if self.states != "average":
+            self._check_unused("states_every", "without states=average", "states=average")
         check_word("buffers", self.buffers, _BUFFERS, "average")
         if self.inside:
             check_word("inside", self.inside, _INSIDE, "dense")
@@ -107,9 +107,14 @@ class Rounds(Schedule):
             raise bad_value("lost", wanted, self.lost, "leave those out", MethodError)
         self._check_open()
         check_natural("node_size", self.node_size, "leave it out for what the launcher says")
-        if self.node_size and not self.inside:
-            advice = "give inside=dense, or leave it out"
-            raise bad_value("node_size", "must be 0 without inside", self.node_size, advice, MethodError)
+        if not self.inside:
+            self._check_unused("node_size", "without inside", "inside=dense")
+
+    def _check_unused(self, key: str, where: str, needs: str) -> None:
+        """Refuse a key that has no effect beside the others, unless it has its default."""
+        if (value := getattr(self, key)) != getattr(type(self), key):
+            advice = f"give {needs}, or leave it out"
+            raise bad_value(key, f"has no effect {where}", value, advice, MethodError)
 
     def _check_open(self) -> None:
         """Refuse what needs the same ranks in every round, where they come and leave."""
@@ -118,9 +123,8 @@ class Rounds(Schedule):
             raise bad_value("quorum", wanted, self.quorum, "use 0.75", MethodError)
         if not (self.grace >= 0 and math.isfinite(self.grace)):
             raise bad_value("grace", "must be seconds, 0 or more", self.grace, "use 2", MethodError)
-        if not self.quorum and self.grace != Rounds.grace:
-            wanted, advice = "must be left out without quorum", "give quorum=0.75, too"
-            raise bad_value("grace", wanted, self.grace, advice, MethodError)
+        if not self.quorum:
+            self._check_unused("grace", "without quorum", "quorum=0.75")
         wanting = {"inside": self.inside, "delay": self.delay, "after": self.after}
         wanting |= {"states": self.states == "average"}
         if self.quorum and (got := [key for key, value in wanting.items() if value]):
